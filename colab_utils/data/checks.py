@@ -31,13 +31,13 @@ from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.files import read_file
 from colab_utils.machine import count_cores
-from colab_utils.places import Place, open_place
+from colab_utils.places import Place, PlaceLike, open_place
 from colab_utils.processes import explain_shared_memory, fork_pool, pop_done
 from colab_utils.progress import show_progress
 from colab_utils.reader import Reader
 from colab_utils.units import format_count
 
-Validation = tuple[str | Place, str | Place]
+Validation = tuple[PlaceLike, PlaceLike]
 """The image folder and the JSON of a validation set."""
 # Number of examples that the report keeps of each kind of defect.
 _EXAMPLES = 5
@@ -104,8 +104,8 @@ class DatasetReport:
 
 
 def check_dataset(
-    images: str | Place,
-    annotations: str | Place | CocoDataset,
+    images: PlaceLike,
+    annotations: PlaceLike | CocoDataset,
     *,
     deep: bool = False,
     validation: Validation | None = None,
@@ -310,8 +310,8 @@ def find_shared(
     images: Place,
     dataset: CocoDataset,
     headers: Sequence[Header],
-    others: str | Place,
-    annotations: str | Place,
+    others: PlaceLike,
+    annotations: PlaceLike,
 ) -> dict[int, str]:
     """Return the images that are in another dataset, too, whatever their names are.
 

@@ -29,7 +29,7 @@ from colab_utils.drive import Retries, ShortReadError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import write_file
 from colab_utils.machine import find_free_memory
-from colab_utils.places import Place, open_place
+from colab_utils.places import Place, PlaceLike, open_place
 from colab_utils.units import format_count
 
 Integers = NDArray[np.int64]
@@ -115,7 +115,7 @@ class CocoDataset:
         number = int(self.image_ids[index])
         return {"id": number, "file_name": self.file_name(index), "width": width, "height": height}
 
-    def find_image(self, folder: str | Place, index: int) -> tuple[Place, bool]:
+    def find_image(self, folder: PlaceLike, index: int) -> tuple[Place, bool]:
         """Return the image's file, and whether it was found under another name than ``file_name``.
 
         The file is always below ``folder``. These names are tried, in this order:
@@ -238,7 +238,7 @@ def _join_parts(content: Any, spans: Integers) -> tuple[bytes, Integers]:
     return b"".join(parts), np.append(0, np.cumsum(lengths))
 
 
-def read_coco(annotations: str | Place | CocoDataset) -> CocoDataset:
+def read_coco(annotations: PlaceLike | CocoDataset) -> CocoDataset:
     """Read a COCO instance JSON.
 
     Segmentations may be polygons, uncompressed RLE or compressed RLE. Category ids may have gaps.
@@ -285,7 +285,7 @@ def _read(path: Place) -> CocoDataset:
     return attach_annotations(images, np.frombuffer(columns.rows, ROW), columns.texts)
 
 
-def open_coco(images: str | Place, annotations: str | Place) -> CocoDataset:
+def open_coco(images: PlaceLike, annotations: PlaceLike) -> CocoDataset:
     """Read annotations as `read_coco` does; raise an error if any has an unclear image or category.
 
     Call this function, not `read_coco`, if the image files are read as well.
@@ -303,7 +303,7 @@ def open_coco(images: str | Place, annotations: str | Place) -> CocoDataset:
     return dataset
 
 
-def refuse_strangers(annotations: str | Place, dataset: CocoDataset) -> None:
+def refuse_strangers(annotations: PlaceLike, dataset: CocoDataset) -> None:
     """Refuse a dataset that has annotations whose image or category is unclear.
 
     Raises:
@@ -323,7 +323,7 @@ def refuse_strangers(annotations: str | Place, dataset: CocoDataset) -> None:
             )
 
 
-def warn_of_divided(annotations: str | Place, dataset: CocoDataset) -> None:
+def warn_of_divided(annotations: PlaceLike, dataset: CocoDataset) -> None:
     """Warn if an image has several entries with different objects.
 
     ``dataset`` holds only the images that `find_repeated_names` found.
@@ -348,7 +348,7 @@ def find_repeated_names(dataset: CocoDataset) -> Integers:
     return np.flatnonzero(counts[inverse] > 1)
 
 
-def warn_of_place(images: str | Place, dataset: CocoDataset) -> None:
+def warn_of_place(images: PlaceLike, dataset: CocoDataset) -> None:
     """Warn if the first image does not lie where the annotations say."""
     # The first image stands for all of them. If it is missing, the code that reads it says so.
     with suppress(ColabUtilsError, IndexError):
@@ -461,28 +461,43 @@ def attach_annotations(images: CocoDataset, rows: NDArray[Any], texts: Any) -> C
         rows: the numbers of annotations, as in `ROW`, in the order of their texts.
         texts: the texts of all annotations, without gaps.
     """
-    ids, places = np.unique(images.image_ids, return_index=True)
-    nearest = np.searchsorted(ids, rows["image_id"])
-    # An annotation whose image is unknown gets the index -1.
-    ids = np.append(ids, UNREADABLE)
-    places = np.append(places, -1)
-    image_of = np.where(ids[nearest] == rows["image_id"], places[nearest], -1)
-    is_known = image_of >= 0
+    order, first, is_known = _sort_by_image(images, rows["image_id"])
     # A category id that cannot be read is reported later, as a fault of its annotation.
     categories = [UNREADABLE, *(category["id"] for category in images.categories)]
     is_strange = is_known & ~np.isin(rows["category_id"], categories)
-    # Annotations of unknown images are sorted to the front, and left out.
-    order = np.argsort(image_of, kind="stable")[np.count_nonzero(~is_known) :]
-    counts = np.bincount(image_of[order], minlength=len(images))
-    text_ends = rows["text_end"]
-    text_starts = np.append(0, text_ends)[:-1]
+    text_spans = np.empty((len(order), 2), np.int64)
+    text_spans[:, 0] = np.append(0, rows["text_end"])[order]
+    text_spans[:, 1] = rows["text_end"][order]
     return replace(
         images,
-        first=np.append(0, np.cumsum(counts)),
+        first=first,
         ids=rows["id"][order],
-        is_crowd=rows["is_crowd"][order].astype(np.bool_),
+        is_crowd=rows["is_crowd"][order] == 1,
         texts=texts,
-        text_spans=np.stack([text_starts[order], text_ends[order]], axis=1),
+        text_spans=text_spans,
         unknown_images=rows["id"][~is_known],
         unknown_categories=rows["id"][is_strange],
     )
+
+
+def _sort_by_image(
+    images: CocoDataset, ids: Integers
+) -> tuple[Integers, Integers, NDArray[np.bool_]]:
+    """Sort annotations by the ids of their images.
+
+    There may be hundreds of millions of annotations, so no more arrays than needed are kept.
+
+    Returns:
+        The annotations whose image is known, in the order of the images; ``first``, as
+        `CocoDataset` has it; and for each annotation whether its image is known.
+    """
+    known, places = np.unique(images.image_ids, return_index=True)
+    nearest = np.searchsorted(known, ids)
+    known = np.append(known, UNREADABLE)
+    # An annotation whose image is unknown gets the index -1, and is sorted to the front.
+    places = np.append(places, -1).astype(np.int32)
+    image_of = np.where(known[nearest] == ids, places[nearest], np.int32(-1))
+    is_known = image_of >= 0
+    order = np.argsort(image_of, kind="stable")[np.count_nonzero(~is_known) :]
+    counts = np.bincount(image_of[is_known], minlength=len(images))
+    return order, np.append(0, np.cumsum(counts)), is_known

@@ -34,7 +34,12 @@ from colab_utils.data.image_paths import require_folder
 from colab_utils.drive import Retries, ShortReadError, explain_write
 from colab_utils.files import FileStamp, stamp_file
 from colab_utils.machine import require_space
-from colab_utils.places import Place, open_place
+from colab_utils.places import Place, PlaceLike, open_place
+
+# The numbers of an annotation in the temporary file: those of `ROW` in fewer bytes.
+_ROW = np.dtype([(name, bool if name == "is_crowd" else np.int64) for name in ROW.names or ()])
+# For a JSON of at most so many bytes, the room on the disk is not looked at.
+_SMALL_BYTES = 1 << 24
 
 
 class _TextFile:
@@ -86,7 +91,7 @@ class SpooledCoco:
         return map(self.select, parts)
 
 
-def spool_coco(images: str | Place, annotations: str | Place) -> SpooledCoco:
+def spool_coco(images: PlaceLike, annotations: PlaceLike) -> SpooledCoco:
     """Read annotations as `open_coco` does, and hold only the images in memory.
 
     Raises:
@@ -96,9 +101,10 @@ def spool_coco(images: str | Place, annotations: str | Place) -> SpooledCoco:
     require_folder(images)
     path = open_place(annotations)
     stamp = stamp_file(path)
-    # The numbers of the annotations take less room than their texts.
-    cure = "or name a folder of another disk in the variable TMPDIR"
-    require_space(Path(tempfile.gettempdir()), 2 * stamp.bytes, cure)
+    if stamp.bytes > _SMALL_BYTES:
+        # The numbers of the annotations take less room than their texts.
+        cure = "or name a folder of another disk in the variable TMPDIR"
+        require_space(Path(tempfile.gettempdir()), 2 * stamp.bytes, cure)
     try:
         dataset = _spool(path, stamp)
     except ShortReadError:
@@ -115,14 +121,14 @@ def _spool(path: Place, stamp: FileStamp) -> SpooledCoco:
     with _open_temporary() as file:
 
         def keep(rows: "array[int]", block: bytearray) -> None:
-            table = np.frombuffer(rows, ROW).copy()
+            table = np.frombuffer(rows, ROW).astype(_ROW)
             table["text_end"] += texts.add(block)
             _write(file, table.tobytes())
 
         columns = Columns(keep)
         fingerprint = read_columns(path, columns)
         keep(columns.rows, columns.texts)
-        rows = _map_file(file, ROW)
+        rows = _map_file(file, _ROW)
     images = make_images(columns, fingerprint)
     dataset = attach_annotations(images, rows, texts)
     refuse_strangers(path, dataset)

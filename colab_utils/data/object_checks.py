@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from colab_utils.data.defects import SERIOUS, Defect
 from colab_utils.data.masks import encode_segmentation, measure_mask, pack_masks, unpack_masks
 from colab_utils.data.segmentations import Entry, Rle, count_numbers, is_nothing, read_polygons
+from colab_utils.data.sizes import Size
 from colab_utils.errors import ColabUtilsError
 
 NEAR = 2
@@ -30,7 +31,7 @@ _BEYOND_SHARE = 0.1
 _COUNTED = SERIOUS | {"loose box", "area and mask disagree"}
 
 
-def check_object(annotation: Entry, size: tuple[int, ...]) -> tuple[list[Defect], int]:
+def check_object(annotation: Entry, size: Size) -> tuple[list[Defect], int]:
     """Return the defects of an annotation, and the number of pixels of its mask.
 
     This number is 0 if the object cannot be used in training.

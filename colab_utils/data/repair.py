@@ -38,7 +38,7 @@ from colab_utils.data.sizes import Size
 from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.files import require_new
-from colab_utils.places import Place, open_place
+from colab_utils.places import Place, PlaceLike, open_place
 from colab_utils.require import require_local_path
 
 # Why an object has no mask. The key is the count of numbers in its segmentation.
@@ -56,8 +56,8 @@ class _LostObjectError(Exception):
 
 
 def repair_annotations(
-    images: str | Place,
-    annotations: str | Place,
+    images: PlaceLike,
+    annotations: PlaceLike,
     *,
     output: str | Path,
     crowds: Literal["leave", "objects"] = "leave",

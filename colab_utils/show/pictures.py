@@ -24,7 +24,7 @@ from colab_utils.data.decoding import open_image, to_rgb, turn_upright
 from colab_utils.data.masks import crop_pixels, encode_segmentation
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import read_file
-from colab_utils.places import Place, open_place
+from colab_utils.places import Place, PlaceLike, open_place
 from colab_utils.units import format_count
 
 # Okabe and Ito's colours. People with any common colour blindness can tell them apart
@@ -148,7 +148,7 @@ def draw_predictions(
 
 
 def draw_annotations(
-    images: str | Place,
+    images: PlaceLike,
     panels: Sequence[tuple[str, CocoDataset, int]],
     *,
     title: str,

@@ -13,7 +13,7 @@ import torch
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import hash_bytes, parse_file, read_whole
-from colab_utils.places import Place
+from colab_utils.places import Place, PlaceLike
 
 State = Mapping[str, Any]
 """What a checkpoint holds."""
@@ -128,7 +128,7 @@ def load_weights(model: torch.nn.Module, state: State) -> None:
             )
 
 
-def _refuse(path: str | Place) -> ColabUtilsError:
+def _refuse(path: PlaceLike) -> ColabUtilsError:
     return ColabUtilsError(
         f"{path} is no checkpoint of this version of colab_utils: it was changed or renamed, or "
         f"another program or version wrote it. {_CURE} Or update colab_utils."

@@ -23,6 +23,7 @@ from colab_utils.files import hash_bytes, read_whole, write_file
 from colab_utils.machine import COLAB_ROOT
 from colab_utils.places import (
     Place,
+    PlaceLike,
     RefusedError,
     ServerLostError,
     UrlPath,
@@ -82,7 +83,7 @@ class CheckpointFolder:
         [1.5, 0.5]
     """
 
-    def __init__(self, run: str | Place) -> None:
+    def __init__(self, run: PlaceLike) -> None:
         self.run = open_place(run)
         self._identity = b""
 

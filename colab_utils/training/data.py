@@ -16,7 +16,7 @@ from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.opening import open_dataset
 from colab_utils.loading.samples import has_moved_names
-from colab_utils.places import Place, open_place
+from colab_utils.places import PlaceLike, open_place
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class OpenData:
         """Return a checksum of the ids of the training images, in their order."""
         return hash_bytes(self.dataset.image_ids[self.rows].tobytes())
 
-    def match_state(self, state: dict[str, Any], order: str | None) -> dict[str, Any]:
+    def match_state(self, state: dict[str, Any], order: str) -> dict[str, Any]:
         """Fit a loader's state from a checkpoint to the images of this session, and return it.
 
         If the images differ, the epoch begins anew, with a warning. They differ if the number of
@@ -46,7 +46,7 @@ class OpenData:
 
         Args:
             state: The state of the loader.
-            order: The ``order`` that the checkpoint holds; None if an older version wrote it.
+            order: The ``order`` that the checkpoint holds.
         """
         has_shards = isinstance(self.dataset, ShardDataset)
         difference = ""
@@ -55,7 +55,7 @@ class OpenData:
                 f"the run was begun with {state['images']} images, and now there are "
                 f"{len(self.rows)}, because bad images are found only while shards are made"
             )
-        elif order not in (None, self.order) or (state["joined"] and not has_shards):
+        elif order != self.order or (state["joined"] and not has_shards):
             difference = "the images lie in another order than when the run was begun"
         if not difference:
             return state
@@ -83,10 +83,10 @@ class OpenData:
 class DataSource:
     """Where the images of a run lie: in shards, or in loose files that are made into shards."""
 
-    shards: str | Place | None = None
-    images: str | Place | None = None
-    annotations: str | Place | None = None
-    drive: str | Place | None = None
+    shards: PlaceLike | None = None
+    images: PlaceLike | None = None
+    annotations: PlaceLike | None = None
+    drive: PlaceLike | None = None
     """Folder on Drive for the shards that are made of the loose files."""
     ssd: str | Path | None = None
     """Folder for the shards, on this machine's disk."""
@@ -129,7 +129,7 @@ class DataSource:
 def open_data(
     source: DataSource,
     *,
-    val_shards: str | Place | None,
+    val_shards: PlaceLike | None,
     seed: int,
 ) -> Iterator[OpenData]:
     """Open the images of a run. After the block, stop copying or writing shards.
@@ -147,7 +147,7 @@ def open_data(
 def _find_images(
     dataset: ShardDataset | CocoFolder,
     source: DataSource,
-    val_shards: str | Place | None,
+    val_shards: PlaceLike | None,
 ) -> OpenData:
     """Find the images with objects, and open the validation images."""
     place = source.shards or source.images

@@ -41,12 +41,13 @@ def watch_ranks(ranks: Ranks, on_silence: Callable[[str], object]) -> Iterator["
     """
     store = _open_store(ranks)
     heartbeat = Heartbeat(ranks, store, on_silence)
-    threads = []
-    if store is not None:
-        threads = [
-            threading.Thread(target=heartbeat.beat, daemon=True),
-            threading.Thread(target=heartbeat.watch, daemon=True),
-        ]
+    if store is None:
+        yield heartbeat
+        return
+    threads = [
+        threading.Thread(target=heartbeat.beat, daemon=True),
+        threading.Thread(target=heartbeat.watch, daemon=True),
+    ]
     for thread in threads:
         thread.start()
     has_ended_well = False
@@ -58,7 +59,7 @@ def watch_ranks(ranks: Ranks, on_silence: Callable[[str], object]) -> Iterator["
         # If a thread is inside torch when Python ends, the process is aborted.
         for thread in threads:
             thread.join()
-        if has_ended_well and store is not None:
+        if has_ended_well:
             # The store may be gone, because its process has ended already.
             with suppress(RuntimeError):
                 store.set(_name_key(ranks.rank), _FAREWELL)

@@ -24,7 +24,7 @@ from torchvision.models.detection.faster_rcnn import FastRCNNPredictor
 from torchvision.models.detection.mask_rcnn import MaskRCNNPredictor
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.places import Place
+from colab_utils.places import PlaceLike
 from colab_utils.progress import is_watched
 from colab_utils.require import require_choice
 from colab_utils.training.checkpoint import State, explain_state, load_weights
@@ -63,7 +63,7 @@ def build_mask_rcnn(
     name: str = GPU_MODEL,
     *,
     num_classes: int,
-    weights: str | Place | None = "coco",
+    weights: PlaceLike | None = "coco",
     min_size: int = 800,
     max_size: int = 1333,
     class_names: Names | None = None,
@@ -164,9 +164,7 @@ def assemble_mask_rcnn(
 
 
 @use_cpu()
-def load_trained_model(
-    run: str | Place, *, which: Literal["best", "newest"] = "newest"
-) -> MaskRCNN:
+def load_trained_model(run: PlaceLike, *, which: Literal["best", "newest"] = "newest") -> MaskRCNN:
     """Load the model of a run's newest checkpoint to the CPU, in evaluation mode.
 
     No file is changed. The model has ``class_names`` (label to name) and ``category_ids`` (label to
@@ -255,7 +253,7 @@ def _fetch_pretrained(name: str) -> Mapping[str, Any] | None:
         socket.setdefaulttimeout(timeout)
 
 
-def _load_run(name: str, run: str | Place) -> tuple[MaskRCNN, Names]:
+def _load_run(name: str, run: PlaceLike) -> tuple[MaskRCNN, Names]:
     """Load the model and the class names of a run's best checkpoint.
 
     Without a best checkpoint, take the newest.

@@ -8,7 +8,7 @@ import torch
 
 from colab_utils.errors import ColabUtilsWarning
 from colab_utils.loading.ranks import Ranks
-from colab_utils.places import Place
+from colab_utils.places import PlaceLike
 from colab_utils.training.agreement import share_errors
 from colab_utils.training.checkpoint import State, explain_state
 from colab_utils.training.data import OpenData
@@ -42,7 +42,7 @@ def prepare_step(
     device: torch.device,
     ranks: Ranks,
     seed: int,
-    weights: str | Place | None,
+    weights: PlaceLike | None,
     state: State | None,
 ) -> PreparedStep:
     """Build the model on its device, the same in every process, and choose the batch size.
@@ -87,7 +87,7 @@ def _build_network(
     settings: Settings,
     data: OpenData,
     ranks: Ranks,
-    weights: str | Place | None,
+    weights: PlaceLike | None,
     state: State | None,
 ) -> Any:
     """Return the layers to load a checkpoint into, or the model that a new run starts from."""

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +17,7 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import find_device, make_loader
 from colab_utils.loading.targets import Transforms
-from colab_utils.places import Place, open_place
+from colab_utils.places import PlaceLike, open_place
 from colab_utils.require import require_choice, require_count, require_local_path, require_path
 from colab_utils.shards.lock import hold_folder
 from colab_utils.training.agreement import require_same, share_errors
@@ -29,7 +29,7 @@ from colab_utils.training.model import GPU_MODEL
 from colab_utils.training.plan import TrainingPlan, count_steps, make_plan
 from colab_utils.training.prepare import prepare_step
 from colab_utils.training.ranks import join_ranks
-from colab_utils.training.report import LogLine, TrainReport
+from colab_utils.training.report import Log, TrainReport
 from colab_utils.training.settings import (
     LARGEST_COUNT,
     OWN_TRANSFORMS,
@@ -49,19 +49,19 @@ _ELSEWHERE = "another run folder (RUN_NAME), or pass resume='never'"
 
 
 def train(
-    shards: str | Place | None = None,
-    run: str | Place | None = None,
+    shards: PlaceLike | None = None,
+    run: PlaceLike | None = None,
     *,
-    images: str | Place | None = None,
-    annotations: str | Place | None = None,
-    drive: str | Place | None = None,
+    images: PlaceLike | None = None,
+    annotations: PlaceLike | None = None,
+    drive: PlaceLike | None = None,
     ssd: str | Path | None = None,
     limit_gb: float | None = None,
-    val_shards: str | Place | None = None,
+    val_shards: PlaceLike | None = None,
     steps: int | None = None,
     epochs: int | None = None,
     model: str | None = None,
-    weights: str | Place | None = "coco",
+    weights: PlaceLike | None = "coco",
     batch_size: int | Literal["auto"] = "auto",
     resume: Literal["auto", "never"] = "auto",
     seed: int = 0,
@@ -71,7 +71,7 @@ def train(
     max_size: int | None = None,
     augment: Augment | Transforms | None = None,
     workers: int | Literal["auto"] = "auto",
-    log: Callable[[TrainingPlan | LogLine], object] | None = None,
+    log: Log | None = None,
     device: str | torch.device | None = None,
 ) -> TrainReport:
     """Train a Mask R-CNN on shards, with checkpoints in ``run``. The same call resumes from them.
@@ -239,7 +239,7 @@ def train(
             with explain_state(state):
                 first_step = 0
                 if state:
-                    loader.load_state_dict(data.match_state(state["loader"], state.get("order")))
+                    loader.load_state_dict(data.match_state(state["loader"], state["order"]))
                     first_step = state["step"]
                 if steps is None:
                     steps = count_steps(loader, data, first_step=first_step, epochs=epochs or 1)
@@ -292,7 +292,7 @@ def _check_length(steps: int | None, epochs: int | None, checkpoint_steps: int |
         raise ColabUtilsError(f"Both steps and epochs ({epochs}) are given. Pass one of them.")
 
 
-def _check_paths(source: DataSource, val_shards: Any, *others: str | Place | None) -> None:
+def _check_paths(source: DataSource, val_shards: Any, *others: PlaceLike | None) -> None:
     """Refuse values that are no paths, URLs that cannot be read, and data named twice."""
     source.check()
     named = {"shards": source.shards, "val_shards": val_shards, "images": source.images}

@@ -4,7 +4,7 @@ import math
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -28,7 +28,7 @@ from colab_utils.training.data import OpenData
 from colab_utils.training.evaluate import AveragePrecision, evaluate
 from colab_utils.training.heartbeat import end_process
 from colab_utils.training.plan import TrainingPlan
-from colab_utils.training.report import LogLine, LossPoint, TrainReport, average_losses
+from colab_utils.training.report import Log, LogLine, LossPoint, TrainReport, average_losses
 from colab_utils.training.schedule import compute_rate
 from colab_utils.training.skipped import SkippedSteps
 from colab_utils.training.step import TrainingStep
@@ -50,7 +50,7 @@ class Trainer:
 
     def __init__(
         self,
-        plan: "TrainingPlan",
+        plan: TrainingPlan,
         step: TrainingStep,
         loader: Loader,
         folder: CheckpointFolder,
@@ -94,7 +94,7 @@ class Trainer:
         self._signal = 0
         self._is_evaluating = False
 
-    def run(self, log: "Callable[[TrainingPlan | LogLine], object] | None") -> "TrainReport":
+    def run(self, log: Log | None) -> TrainReport:
         """Train until the plan's last step, evaluate, and return a report.
 
         ``log`` is called with the plan, then with each line. Without it, a progress bar is shown.
@@ -235,7 +235,7 @@ class Trainer:
         self._measured = now
         return images / wall_s, wait_s / wall_s
 
-    def _log(self, log: "Callable[[LogLine], object] | None") -> None:
+    def _log(self, log: Log | None) -> None:
         self._fetch_losses()
         self._tell_skipped()
         gpu_bytes = None
