@@ -191,7 +191,7 @@ def _check(
         source = read_coco(annotations)
         checked = colab_utils.check_dataset(images, source, deep=deep, validation=validation)
     if report:
-        page = write_check(checked, images, repair or source, report)
+        page = write_check(checked, images, source, report, repaired=repair)
         print(f"report: {page}", file=sys.stderr)
     return checked
 

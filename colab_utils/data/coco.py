@@ -32,7 +32,6 @@ from colab_utils.machine import find_free_memory
 from colab_utils.places import Place, PlaceLike, open_place
 from colab_utils.units import format_count
 
-Integers = NDArray[np.int64]
 # The numbers that `Columns` holds for each image.
 _IMAGE = np.dtype([(name, np.int64) for name in ("id", "height", "width", "name_end")])
 ROW = np.dtype(
@@ -56,17 +55,17 @@ class CocoDataset:
     """XXH3-128 of the JSON file, in hexadecimal."""
     categories: tuple[Entry, ...]
     """Each category's ``id`` and ``name``, in order of id."""
-    image_ids: Integers
+    image_ids: NDArray[np.int64]
     """int64 [I]: image ids, in the order of the file."""
     sizes: NDArray[np.int32]
     """int32 [I, 2]: height and width in pixels; 0 if the file gives none."""
     names: bytes
     """All values of ``file_name``, one after another, in UTF-8."""
-    name_ends: Integers
+    name_ends: NDArray[np.int64]
     """int64 [I + 1]: where each file name starts in ``names``, and where the last one ends."""
-    first: Integers
+    first: NDArray[np.int64]
     """int64 [I + 1]: image i has the annotations ``first[i]`` to ``first[i + 1] - 1``."""
-    ids: Integers
+    ids: NDArray[np.int64]
     """int64 [A]: annotation ids. If an id is missing, or is not a number, the annotation's row in
     the file takes its place. Rows are counted from 1.
     """
@@ -76,19 +75,19 @@ class CocoDataset:
     """The JSON text of the annotations, in UTF-8, in any order: bytes, or an object that returns
     bytes for each slice.
     """
-    text_spans: Integers
+    text_spans: NDArray[np.int64]
     """int64 [A, 2]: where the text of each annotation starts in ``texts``, and where it ends."""
     shared_names: frozenset[str]
     """Base names that images in several folders have. Such a name alone does not say which image
     is meant.
     """
-    repeated_ids: Integers
+    repeated_ids: NDArray[np.int64]
     """The id of each image whose id an earlier image has, too. If three images share an id, it is
     listed twice.
     """
-    unknown_images: Integers
+    unknown_images: NDArray[np.int64]
     """Ids of the annotations whose image is unknown."""
-    unknown_categories: Integers
+    unknown_categories: NDArray[np.int64]
     """Ids of the annotations whose image is known, but whose category is unknown."""
     text_ids: tuple[str, ...] = ()
     """Image ids that are text in the file. ``image_ids`` has an integer for each of them."""
@@ -140,7 +139,7 @@ class CocoDataset:
         """Return how many annotations are crowds."""
         return int(self.is_crowd.sum())
 
-    def count_objects(self) -> Integers:
+    def count_objects(self) -> NDArray[np.int64]:
         """Count the annotations of each image, without crowds: int64 [I]."""
         ends = np.append(0, np.cumsum(~self.is_crowd))
         return np.diff(ends[self.first])
@@ -198,7 +197,7 @@ class CocoDataset:
         """Return a dataset of images ``start`` to ``stop - 1``; see :meth:`select`."""
         return self.select(np.arange(start, stop))
 
-    def select(self, indices: Integers) -> "CocoDataset":
+    def select(self, indices: NDArray[np.int64]) -> "CocoDataset":
         """Return a dataset of these images alone, in this order.
 
         It has arrays of its own, so it is small to send to another process.
@@ -228,7 +227,7 @@ class CocoDataset:
         )
 
 
-def _join_parts(content: Any, spans: Integers) -> tuple[bytes, Integers]:
+def _join_parts(content: Any, spans: NDArray[np.int64]) -> tuple[bytes, NDArray[np.int64]]:
     """Join some parts of a text; return the joined text, and where its parts start and end.
 
     Element i of the array says where part i starts, and element i + 1 says where it ends.
@@ -339,7 +338,7 @@ def warn_of_divided(annotations: PlaceLike, dataset: CocoDataset) -> None:
         )
 
 
-def find_repeated_names(dataset: CocoDataset) -> Integers:
+def find_repeated_names(dataset: CocoDataset) -> NDArray[np.int64]:
     """Return the indices of the images that share their file name with another image."""
     names = (dataset.file_name(index) for index in range(len(dataset)))
     hashes = (xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass")) for name in names)
@@ -434,7 +433,7 @@ def make_images(columns: Columns, fingerprint: str) -> CocoDataset:
 
 
 def _find_shared_names(
-    names: bytes, name_ends: Integers, base_hashes: "array[int]"
+    names: bytes, name_ends: NDArray[np.int64], base_hashes: "array[int]"
 ) -> frozenset[str]:
     """Return the base names that several file names have."""
     # A dict of all names takes much memory. It is needed only if two base names may be equal.
@@ -481,8 +480,8 @@ def attach_annotations(images: CocoDataset, rows: NDArray[Any], texts: Any) -> C
 
 
 def _sort_by_image(
-    images: CocoDataset, ids: Integers
-) -> tuple[Integers, Integers, NDArray[np.bool_]]:
+    images: CocoDataset, ids: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
     """Sort annotations by the ids of their images.
 
     There may be hundreds of millions of annotations, so no more arrays than needed are kept.

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from colab_utils.data.coco import (
     ROW,
     CocoDataset,
-    Integers,
     attach_annotations,
     find_repeated_names,
     make_images,
@@ -82,11 +81,11 @@ class SpooledCoco:
     def __len__(self) -> int:
         return len(self.images)
 
-    def select(self, indices: Integers) -> CocoDataset:
+    def select(self, indices: NDArray[np.int64]) -> CocoDataset:
         """Return these images alone, with their annotations, in this order."""
         return self._dataset.select(indices)
 
-    def cut(self, parts: Sequence[Integers]) -> Iterator[CocoDataset]:
+    def cut(self, parts: Sequence[NDArray[np.int64]]) -> Iterator[CocoDataset]:
         """Yield a dataset for each part: its images with their annotations."""
         return map(self.select, parts)
 

@@ -21,8 +21,6 @@ from colab_utils.progress import show_progress
 from colab_utils.require import require_local_path
 from colab_utils.units import format_count
 
-# The values of a mask, [H, W], or those around some of its pixels.
-Values = NDArray[np.int64]
 # Largest number of objects in one mask. An image with more colours is a photo, or a mask that was
 # saved as JPEG.
 _MOST_OBJECTS = 5000
@@ -172,7 +170,7 @@ def _pair_files(images: Path, masks: Path) -> list[tuple[Path, Path]]:
 @guard_pillow()
 def _read_mask(
     image: Path, mask: Path, background: int | Sequence[int] | None, threshold: int | None
-) -> tuple[Values, NDArray[np.bool_]]:
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Return the mask's values, int64 [H, W], and which pixels are transparent.
 
     Background pixels have the value -1. If no pixel is transparent, the second array has no axes.
@@ -218,7 +216,7 @@ def _read_mask(
     return values, is_clear
 
 
-def _require_colour(values: Values, is_clear: NDArray[np.bool_], mask: Path) -> None:
+def _require_colour(values: NDArray[np.int64], is_clear: NDArray[np.bool_], mask: Path) -> None:
     """Raise ColabUtilsError if all opaque pixels are black: the alpha may be the mask."""
     if values.max() < 0 and 0 < is_clear.mean() < 1:
         raise ColabUtilsError(
@@ -228,7 +226,7 @@ def _require_colour(values: Values, is_clear: NDArray[np.bool_], mask: Path) -> 
         )
 
 
-def _list_objects(values: Values, mask: Path) -> list[int]:
+def _list_objects(values: NDArray[np.int64], mask: Path) -> list[int]:
     """Return the values of a mask that are not background."""
     objects: list[int] = np.unique(values[values >= 0]).tolist()
     if len(objects) > _MOST_OBJECTS:
@@ -239,7 +237,7 @@ def _list_objects(values: Values, mask: Path) -> list[int]:
     return objects
 
 
-def _require_background(values: Values, mask: Path) -> None:
+def _require_background(values: NDArray[np.int64], mask: Path) -> None:
     """Raise ColabUtilsError if an object lies in three corners or more: it may be background."""
     corners = values[[0, 0, -1, -1], [0, -1, 0, -1]].tolist()
     value = max(corners, key=corners.count)
@@ -267,7 +265,7 @@ def _require_instances(objects: list[int], mask: Path) -> None:
         )
 
 
-def _list_neighbours(values: Values) -> Values:
+def _list_neighbours(values: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the 3 x 3 values around each pixel that differs from a pixel beside it, int64 [N, 9].
 
     The fifth value is the pixel's own.
@@ -280,7 +278,7 @@ def _list_neighbours(values: Values) -> Values:
     return windows[is_edge].reshape(-1, 9)
 
 
-def _require_labels(neighbours: Values, objects: list[int], mask: Path) -> None:
+def _require_labels(neighbours: NDArray[np.int64], objects: list[int], mask: Path) -> None:
     """Raise ColabUtilsError if a value may stand for pixels without a label.
 
     Such a value is much larger than all others, and pixels with it touch other objects.
@@ -296,7 +294,7 @@ def _require_labels(neighbours: Values, objects: list[int], mask: Path) -> None:
             )
 
 
-def _require_edges(neighbours: Values, values: Values, mask: Path) -> None:
+def _require_edges(neighbours: NDArray[np.int64], values: NDArray[np.int64], mask: Path) -> None:
     """Raise ColabUtilsError if at least half of the values are only soft edges of objects.
 
     Where an edge was smoothed, pixels have values between the two sides, and each such value would
@@ -323,7 +321,7 @@ def _is_parted(drawn: NDArray[np.bool_]) -> bool:
     return any(np.diff(place).max(initial=1) > 1 for place in places)
 
 
-def _encode_objects(values: Values, objects: list[int]) -> Iterator[Entry]:
+def _encode_objects(values: NDArray[np.int64], objects: list[int]) -> Iterator[Entry]:
     """Yield the box (x, y, width, height), the area and the RLE (counts as text) of each object."""
     from pycocotools import mask as coco_mask
 

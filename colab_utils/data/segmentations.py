@@ -14,7 +14,6 @@ Entry = dict[str, Any]
 """An image, an annotation or a category, as COCO has it."""
 Rle = dict[str, Any]
 """A mask in RLE, as COCO has it: ``size`` (height and width) and ``counts``."""
-Numbers = NDArray[np.float64]
 OUTLINE_NUMBERS = 6
 """How many numbers the smallest outline has: x and y of three points."""
 # Polygons that reach beyond this pixel are refused. No image is so wide, and pycocotools would walk
@@ -119,7 +118,7 @@ def is_nothing(annotation: Entry) -> bool:
     return not has_size and count_numbers(annotation["segmentation"]) < OUTLINE_NUMBERS
 
 
-def read_numbers(values: Any) -> Numbers:
+def read_numbers(values: Any) -> NDArray[np.float64]:
     """Return numbers as float64. They may be written as text.
 
     Raises:
@@ -131,7 +130,7 @@ def read_numbers(values: Any) -> Numbers:
     return np.asarray(values, np.float64)
 
 
-def read_polygons(segmentation: list[Any]) -> list[Numbers]:
+def read_polygons(segmentation: list[Any]) -> list[NDArray[np.float64]]:
     """Return the polygons of one object, each as x, y, x, y, ...: float64 [2 x points].
 
     A flat list of numbers is one polygon. Polygons of fewer than 3 points are left out if another
@@ -156,12 +155,12 @@ def read_polygons(segmentation: list[Any]) -> list[Numbers]:
     return drawn
 
 
-def _is_short(part: Numbers) -> bool:
+def _is_short(part: NDArray[np.float64]) -> bool:
     """Return whether a polygon consists of points, but of fewer than three."""
     return part.ndim == 1 and part.size < OUTLINE_NUMBERS and part.size % 2 == 0
 
 
-def _check_polygon(part: Numbers) -> None:
+def _check_polygon(part: NDArray[np.float64]) -> None:
     if part.ndim != 1:
         raise ColabUtilsError("a polygon is no list of at least 3 points (x, y)")
     if part.size < OUTLINE_NUMBERS or part.size % 2:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,14 @@ _NAMED = 5
 _SMALL = 32**2
 _MEDIUM = 96**2
 _SIZES = {"small, under 32² px": _SMALL, "medium": _MEDIUM, "large, over 96² px": np.inf}
+_RATIOS = {
+    "under 1:3": 1 / 3,
+    "1:3 to 2:3": 2 / 3,
+    "2:3 to 3:2": 1.5,
+    "3:2 to 3:1": 3,
+    "over 3:1": np.inf,
+}
+_COUNTS = {"0": 1, "1": 2, "2 to 4": 5, "5 to 9": 10, "10 to 19": 20, "20 and more": np.inf}
 
 
 @dataclass(frozen=True)
@@ -31,6 +40,10 @@ class DatasetStatistics:
     """Number of objects of each class, the most frequent class first."""
     sizes: dict[str, int]
     """Number of small, medium and large objects. As in COCO, the pixels of the mask decide."""
+    aspect_ratios: dict[str, int]
+    """Number of objects in each range of width : height of the box."""
+    objects_per_image: dict[str, int]
+    """Number of images for each range of objects in an image, such as "2 to 4"."""
     advice: tuple[str, ...]
     """Sentences that say what to do."""
 
@@ -60,14 +73,23 @@ def measure_dataset(
         )
     if look_at:
         advice.append(f"Look at {', '.join(look_at)} first.")
-    below = np.searchsorted(np.sort(objects[:, 3]), [*_SIZES.values()])
-    sizes = np.diff(below, prepend=0)
+    per_image = np.array([len(finding.objects) for finding in findings])
     return DatasetStatistics(
         objects=len(objects),
         classes=dict(classes.most_common()),
-        sizes=dict(zip(_SIZES, sizes.tolist(), strict=True)),
+        sizes=_count_bins(objects[:, 3], _SIZES),
+        aspect_ratios=_count_bins(objects[:, 1] / objects[:, 2], _RATIOS),
+        objects_per_image=_count_bins(per_image, _COUNTS),
         advice=tuple(advice),
     )
+
+
+def _count_bins(values: NDArray[Any], limits: dict[str, float]) -> dict[str, int]:
+    """Count the values in each range. A range goes from the limit of the range before it up to just
+    below its own limit.
+    """
+    below = np.searchsorted(np.sort(values), [*limits.values()])
+    return dict(zip(limits, np.diff(below, prepend=0).tolist(), strict=True))
 
 
 def _advise_size(findings: Sequence[Findings], masks: NDArray[np.float64]) -> str:

@@ -276,7 +276,7 @@ def plot_streams(trials: Sequence[StreamTrial], *, name: str = "Drive") -> Descr
 
 
 def plot_statistics(statistics: DatasetStatistics) -> DescribedFigure:
-    """Draw a dataset's objects by class and by size.
+    """Draw a dataset's objects by class, size and shape, and its images by number of objects.
 
     Args:
         statistics: The ``statistics`` of a report of `check_dataset`.
@@ -288,6 +288,8 @@ def plot_statistics(statistics: DatasetStatistics) -> DescribedFigure:
     panels = {
         f"Objects of each class{left}": shown,
         "Objects by size of the mask": statistics.sizes,
+        "Objects by width : height": statistics.aspect_ratios,
+        "Images by number of objects": statistics.objects_per_image,
     }
     share = max(statistics.sizes.values()) / max(1, statistics.objects)
     size = max(statistics.sizes, key=lambda name: statistics.sizes[name]).partition(",")[0]
@@ -296,7 +298,7 @@ def plot_statistics(statistics: DatasetStatistics) -> DescribedFigure:
         f"them {size}"
     )
     figure = make_figure(title, width=12, height=7.2)
-    axes = figure.subplots(1, 2)
+    axes = figure.subplot_mosaic("AB;AC;AD").values()
     for axis, (name, values) in zip(axes, panels.items(), strict=True):
         _lay_rows(axis, [textwrap.shorten(label, 28) for label in values], fontsize=12)
         bars = axis.barh(range(len(values)), [*values.values()], color=BLUE)

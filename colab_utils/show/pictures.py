@@ -42,8 +42,6 @@ _UNKNOWN_SIDE = 480
 _LONGEST_SIDE = 640
 # A target or a prediction of torchvision's models, or what is drawn of them.
 _Objects = Mapping[str, Any]
-# The name of each class, by its label.
-_Names = Mapping[int, str]
 # A panel has a heading, an image, and the objects on it.
 _Panel = tuple[str, Any, _Objects]
 
@@ -73,7 +71,7 @@ def draw_pair(
     before: tuple[Any, _Objects],
     after: tuple[Any, _Objects],
     *,
-    class_names: _Names,
+    class_names: Mapping[int, str],
 ) -> DescribedFigure:
     """Draw a sample before and after a change, side by side. The title says what differs.
 
@@ -152,6 +150,7 @@ def draw_annotations(
     panels: Sequence[tuple[str, CocoDataset, int]],
     *,
     title: str,
+    columns: int = 3,
 ) -> DescribedFigure:
     """Draw images with their annotations as they are in the JSON, with all faults.
 
@@ -160,6 +159,7 @@ def draw_annotations(
         panels: A heading, a dataset and an index in the dataset, for each image. A file that is
             not an image is drawn as a grey area.
         title: Title, which states the finding.
+        columns: Images in a row. Default: 3.
     """
     drawn: list[_Panel] = []
     names: dict[int, str] = {}
@@ -170,7 +170,7 @@ def draw_annotations(
         title,
         drawn,
         names,
-        columns=min(3, len(panels)),
+        columns=min(columns, len(panels)),
         inches=4.4,
     )
 
@@ -246,7 +246,7 @@ def embed_figure(figure: DescribedFigure) -> Markup:
 def _draw_grid(
     title: str,
     panels: Sequence[_Panel],
-    names: _Names,
+    names: Mapping[int, str],
     *,
     columns: int = 2,
     inches: float = 5.2,
@@ -283,7 +283,9 @@ class _Object(NamedTuple):
     thick: float
 
 
-def _draw_objects(axis: Axes, image: Any, objects: _Objects, names: _Names, inches: float) -> None:
+def _draw_objects(
+    axis: Axes, image: Any, objects: _Objects, names: Mapping[int, str], inches: float
+) -> None:
     # Only every n-th pixel of a large photo is drawn.
     each = max(1, max(image.shape) // 1000)
     pixels = np.asarray(image)[:, ::each, ::each].transpose(1, 2, 0)
@@ -307,7 +309,7 @@ def _draw_objects(axis: Axes, image: Any, objects: _Objects, names: _Names, inch
     axis.imshow(canvas.clip(0, 1))
 
 
-def _list_objects(objects: _Objects, names: _Names, each: int) -> list[_Object]:
+def _list_objects(objects: _Objects, names: Mapping[int, str], each: int) -> list[_Object]:
     boxes = _to_array(objects["boxes"]) / each
     masks = _to_array(objects["masks"])
     scores = _to_array(objects.get("scores", ()))

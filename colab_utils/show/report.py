@@ -124,6 +124,8 @@ def write_check(
     images: PlaceLike,
     annotations: PlaceLike | CocoDataset,
     path: str | Path,
+    *,
+    repaired: str | Path = "",
 ) -> Path:
     """Write the report of a dataset as one HTML page.
 
@@ -133,9 +135,11 @@ def write_check(
     Args:
         report: Result of `check_dataset` or of ``repair_annotations``.
         images: Image folder.
-        annotations: COCO JSON that was checked, or the result of `read_coco`. After a repair, this
-            is the new JSON.
+        annotations: COCO JSON that was checked, or the result of `read_coco`. For a repair, this is
+            the original JSON.
         path: Path of the page. An earlier report at this path is replaced.
+        repaired: The new JSON of a repair. Images are then drawn before and after the repair.
+            Default: "", no repair.
 
     Returns:
         Path of the page.
@@ -144,11 +148,30 @@ def write_check(
         ColabUtilsError: The page cannot be written, or ``path`` is a file that is not a report.
     """
     page = require_local_path(path)
-    worst = _list_worst(report, read_coco(annotations))
-    figures = [plot_statistics(report.statistics)]
+    before = read_coco(annotations)
+    after = read_coco(repaired) if repaired else before
+    pairs = _list_repaired(report, before, after)
+    worst = _list_worst(report, after)
+    figures = []
+    if pairs:
+        title = "Before and after the repair"
+        figures.append(
+            draw_annotations(
+                images,
+                pairs[:8],
+                title=title,
+                columns=2,
+            )
+        )
     if worst:
-        title = "The images to look at first"
-        figures.insert(0, draw_annotations(images, worst, title=title))
+        figures.append(
+            draw_annotations(
+                images,
+                worst,
+                title="The images to look at first",
+            )
+        )
+    figures.append(plot_statistics(report.statistics))
     serious = [problem for problem in report.problems if not problem.effect.startswith("note")]
     serious.sort(key=lambda problem: -problem.count)
     faults = ", ".join(f"{problem.count:,} x {problem.kind}" for problem in serious)
@@ -160,9 +183,13 @@ def write_check(
     )
 
 
+def _index_ids(dataset: CocoDataset) -> dict[int, int]:
+    return {number: i for i, number in enumerate(dataset.image_ids.tolist())}
+
+
 def _list_worst(report: DatasetReport, dataset: CocoDataset) -> list[_Panel]:
     """Return a report's worst images, if the dataset has them. Headings name their faults."""
-    places = {number: i for i, number in enumerate(dataset.image_ids.tolist())}
+    places = _index_ids(dataset)
     panels = []
     for number, kinds in report.worst.items():
         i = places.get(number)
@@ -170,6 +197,21 @@ def _list_worst(report: DatasetReport, dataset: CocoDataset) -> list[_Panel]:
             name = textwrap.shorten(escape(dataset.file_name(i)), 40)
             faults = textwrap.shorten(", ".join(kinds), 40)
             panels.append((f"{name}\n{faults}", dataset, i))
+    return panels
+
+
+def _list_repaired(report: DatasetReport, before: CocoDataset, after: CocoDataset) -> list[_Panel]:
+    """Return the images that a repair changed, each before and after the repair."""
+    places = _index_ids(after)
+    changed = {name for repair in report.repairs for name in repair.examples}
+    panels = []
+    for i, number in enumerate(before.image_ids.tolist()):
+        name = escape(before.file_name(i))
+        # An image whose id was repeated has a new id after the repair, and cannot be paired.
+        if name in changed and number in places and number not in before.repeated_ids:
+            heading = textwrap.shorten(name, 30)
+            panels.append((f"{heading}, before", before, i))
+            panels.append((f"{heading}, after", after, places[number]))
     return panels
 
 

@@ -6,10 +6,11 @@ masks meanwhile, and computes the average precision at the end.
 
 import io
 import signal
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -21,7 +22,7 @@ from torchvision.models.detection import MaskRCNN
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor
 
 from colab_utils.data.sizes import Size
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.samples import has_moved_names
 from colab_utils.processes import ThreadPool, explain_shared_memory, fork_pool
@@ -34,7 +35,7 @@ _DECODING_THREADS = 2
 
 
 class EvaluationProcessError(ColabUtilsError):
-    """The process that draws masks for an evaluation was killed, or cannot start."""
+    """The process that draws masks for an evaluation was killed twice, or cannot start."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,8 @@ def evaluate(
         batch_size: The most images in a batch. Default: 8.
 
     Raises:
-        EvaluationProcessError: The process that draws masks was killed, for example because memory
-            was full. Or it cannot start, and the message says why.
+        EvaluationProcessError: The process that draws masks was killed twice, for example because
+            memory was full. Or it cannot start, and the message says why.
         ColabUtilsError: The images hold no objects, or the model's classes are not those of the
             dataset.
 
@@ -106,14 +107,20 @@ def evaluate(
             f"None of the {len(dataset)} images has objects to measure against. Evaluate on a "
             "dataset with annotations."
         )
-    try:
-        with _set_up(model.to(device)):
+    with _set_up(model.to(device)):
+        with suppress(BrokenProcessPool):
             return _evaluate(model, dataset, truth, device, batch_size)
-    except BrokenProcessPool:
-        raise EvaluationProcessError(
-            "The process that draws masks was killed, probably because memory is full. Evaluate on "
-            "fewer images."
-        ) from None
+        text = (
+            "the process that draws masks was killed (is memory full?): this evaluation starts "
+            "once more"
+        )
+        warnings.warn(text, ColabUtilsWarning, stacklevel=2)
+        with suppress(BrokenProcessPool):
+            return _evaluate(model, dataset, truth, device, batch_size)
+    raise EvaluationProcessError(
+        "The process that draws masks was killed twice, probably because memory is full. Evaluate "
+        "on fewer images."
+    )
 
 
 def _check_classes(model: Any, dataset: Any) -> None:

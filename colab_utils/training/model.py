@@ -27,14 +27,11 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.places import PlaceLike
 from colab_utils.progress import is_watched
 from colab_utils.require import require_choice
-from colab_utils.training.checkpoint import State, explain_state, load_weights
+from colab_utils.training.checkpoint import State, choose_weights, explain_state, load_weights
 from colab_utils.training.checkpoint_folder import CheckpointFolder
-from colab_utils.training.norms import freeze_norms
+from colab_utils.training.norms import Norms, freeze_norms
 from colab_utils.training.small_models import assemble_light, assemble_tiny
 from colab_utils.training.torch_defaults import use_cpu
-
-Names = Mapping[int, str]
-"""The name of each class, by its label."""
 
 GPU_MODEL = "maskrcnn_resnet50_fpn_v2"
 
@@ -66,7 +63,8 @@ def build_mask_rcnn(
     weights: PlaceLike | None = "coco",
     min_size: int = 800,
     max_size: int = 1333,
-    class_names: Names | None = None,
+    norms: Norms = "frozen",
+    class_names: Mapping[int, str] | None = None,
 ) -> MaskRCNN:
     """Build a Mask R-CNN with the right number of classes, in training mode.
 
@@ -76,9 +74,7 @@ def build_mask_rcnn(
             convolutions before its pyramid, and always starts from random weights. It learns small
             and easy pictures, as notebook 04 shows, and is not for photos.
         num_classes: Classes including the background, as ``ShardDataset.num_classes``.
-        weights: ``"coco"`` downloads COCO weights and freezes the layers that torchvision freezes,
-            and the statistics of all batch norms, as Detectron2 does. The statistics of a batch of
-            a few images would be no better, and frozen norms save time, see `fold_norms`.
+        weights: ``"coco"`` downloads COCO weights and freezes the layers that torchvision freezes.
             No COCO weights are published for the two small models: the light one gets ImageNet
             weights for its backbone, and the tiny one gets random weights. If the download fails,
             you are warned, and the weights are random. Pass the folder of a run to start from its
@@ -86,6 +82,10 @@ def build_mask_rcnn(
             weights and trains every layer.
         min_size: Shorter side in pixels that the model resizes each image to.
         max_size: Limit of the longer side in pixels.
+        norms: ``"frozen"`` keeps the statistics of pretrained batch norms, as Detectron2 does. The
+            statistics of a batch of a few images would be no better. Frozen norms also save time,
+            see `fold_norms`. ``"trained"`` trains the norms, as torchvision does with
+            maskrcnn_resnet50_fpn_v2. Norms with random weights are always trained.
         class_names: The name of each label, as ``ShardDataset.class_names``. A class that the
             weights know by the same name keeps its weights. The last layers of other classes start
             from random weights. Without ``class_names``, the last layers keep their weights if the
@@ -108,9 +108,9 @@ def build_mask_rcnn(
         raise ColabUtilsError(
             f"num_classes is {num_classes}, but it counts the background, too. Pass at least 2."
         )
-    sizes = {"min_size": min_size, "max_size": max_size}
+    sizes: dict[str, Any] = {"min_size": min_size, "max_size": max_size, "norms": norms}
     state = _fetch_pretrained(name) if weights == "coco" and name in _WEIGHTS else None
-    known: Names = {}
+    known: Mapping[int, str] = {}
     if weights not in (None, "coco"):
         model, known = _load_run(name, weights)
         model.transform.min_size = (min_size,)
@@ -138,11 +138,13 @@ def assemble_mask_rcnn(
     starts_from: str,
     min_size: int,
     max_size: int,
+    norms: Norms = "frozen",
 ) -> MaskRCNN:
     """Build the layers of a model with random weights, to load a checkpoint into.
 
     With ``starts_from="random"`` all layers are trained. With ``"imagenet"`` or ``"coco"`` the
-    first layers and all batch norms are frozen. For the other arguments see ``build_mask_rcnn``.
+    first layers are frozen. The norms are then frozen, too, unless ``norms`` is ``"trained"``. For
+    the other arguments see ``build_mask_rcnn``.
 
     Raises:
         ColabUtilsError: Unknown name.
@@ -157,7 +159,7 @@ def assemble_mask_rcnn(
     model = BUILDERS[name](
         num_classes, pretrained=starts_from != "random", min_size=min_size, max_size=max_size
     )
-    if starts_from != "random":
+    if starts_from != "random" and norms == "frozen":
         freeze_norms(model)
     model.starts_from = starts_from
     return model
@@ -167,8 +169,9 @@ def assemble_mask_rcnn(
 def load_trained_model(run: PlaceLike, *, which: Literal["best", "newest"] = "newest") -> MaskRCNN:
     """Load the model of a run's newest checkpoint to the CPU, in evaluation mode.
 
-    No file is changed. The model has ``class_names`` (label to name) and ``category_ids`` (label to
-    COCO category id) of its training data.
+    No file is changed. If an earlier version of this package stored averaged weights in the
+    checkpoint, those are loaded. The model has ``class_names`` (label to name) and
+    ``category_ids`` (label to COCO category id) of its training data.
 
     Args:
         run: Folder of the run.
@@ -200,8 +203,9 @@ def _read_model(state: State) -> MaskRCNN:
             starts_from=plan["starts_from"],
             min_size=plan["min_size"],
             max_size=plan["max_size"],
+            norms=plan["norms"],
         )
-        load_weights(model, state)
+        load_weights(model, choose_weights(state), state["path"])
         model.class_names = state["class_names"]
         model.category_ids = state["category_ids"]
     return model
@@ -253,7 +257,7 @@ def _fetch_pretrained(name: str) -> Mapping[str, Any] | None:
         socket.setdefaulttimeout(timeout)
 
 
-def _load_run(name: str, run: PlaceLike) -> tuple[MaskRCNN, Names]:
+def _load_run(name: str, run: PlaceLike) -> tuple[MaskRCNN, Mapping[int, str]]:
     """Load the model and the class names of a run's best checkpoint.
 
     Without a best checkpoint, take the newest.
@@ -275,22 +279,29 @@ def _load_run(name: str, run: PlaceLike) -> tuple[MaskRCNN, Names]:
 
 
 @torch.no_grad()
-def _replace_heads(model: MaskRCNN, num_classes: int, names: Names, known: Names) -> None:
+def _replace_heads(
+    model: MaskRCNN, num_classes: int, names: Mapping[int, str], known: Mapping[int, str]
+) -> None:
     """Replace the last layers by layers for other classes.
 
     Args:
         model: The model to change.
         num_classes: Classes of the new layers, the background included.
         names: The new name of each label. If a class of this name is in ``known``, its weights are
-            copied, as are those of the background. All other weights are random.
+            copied. All other weights are random.
         known: The name of each label in the old layers.
     """
-    labels = {name.lower(): label for label, name in known.items()}
-    # Label 0 is the background on both sides.
-    matches = {0: 0}
+    labels = {
+        name.lower(): label
+        for label, name in known.items()
+        if name not in ("__background__", "N/A")
+    }
+    matches: dict[int, int] = {}
     for label, name in names.items():
         if name.lower() in labels:
             matches[label] = labels[name.lower()]
+            # Label 0 is the background on both sides.
+            matches[0] = 0
     boxes = model.roi_heads.box_predictor
     masks = model.roi_heads.mask_predictor
     classes = boxes.cls_score.out_features

@@ -55,6 +55,8 @@ class TrainingPlan:
     """Steps that earlier sessions did."""
     augment: str = "flip"
     """Name of the augmentation: "flip", "none", or "own" for transforms of your own."""
+    norms: str = "frozen"
+    """Whether pretrained batch norms are "frozen" or "trained"."""
     ranks: int = 1
     """Processes that train together."""
     memory: MemoryPlan | None = None
@@ -144,6 +146,7 @@ def make_plan(
         seed=seed,
         first_step=first_step,
         augment=settings.augment,
+        norms=settings.norms,
         ranks=step.ranks.count,
         memory=prepared.memory,
     )

@@ -91,10 +91,11 @@ def _build_network(
     state: State | None,
 ) -> Any:
     """Return the layers to load a checkpoint into, or the model that a new run starts from."""
-    sizes = {
+    sizes: dict[str, Any] = {
         "num_classes": data.dataset.num_classes,
         "min_size": settings.min_size,
         "max_size": settings.max_size,
+        "norms": settings.norms,
     }
     if state:
         starts_from = state["plan"].get("starts_from", "")

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from colab_utils.errors import ColabUtilsError
 from colab_utils.require import require_choice, require_count, require_number
 from colab_utils.training.model import BUILDERS, GPU_MODEL, LARGEST_SIDE, LIGHT_MODEL, TINY_MODEL
+from colab_utils.training.norms import Norms
 
 Augment = Literal["none", "flip"]
 """Augmentation by name: nothing, or random flips left to right."""
@@ -25,6 +26,7 @@ class AskedSettings:
     min_size: int | None = None
     max_size: int | None = None
     augment: str | None = None
+    norms: str | None = None
     batch_size: int | None = None
     learning_rate: float | None = None
 
@@ -45,6 +47,8 @@ class AskedSettings:
                 f"augment must be one of {names}, or transforms of your own; it is "
                 f"{self.augment!r}. Pass another value."
             )
+        if self.norms is not None:
+            require_choice("norms", self.norms, get_args(Norms))
         if self.batch_size is not None:
             require_count("batch_size", self.batch_size, maximum=LARGEST_COUNT)
         if self.learning_rate is not None:
@@ -63,6 +67,8 @@ class Settings:
     """Limit of the longer side, pixels."""
     augment: str
     """Name of the augmentation: "flip", "none", or "own" for transforms of the user."""
+    norms: str
+    """Whether pretrained batch norms are "frozen" or "trained"."""
     batch_size: int | None
     """Images of a step, over all processes; None for as many as fit."""
     learning_rate: float | None
@@ -114,6 +120,7 @@ def choose_settings(asked: AskedSettings, stored: AskedSettings, *, on_gpu: bool
         min_size=min_size,
         max_size=max_size,
         augment=asked.augment or stored.augment or "flip",
+        norms=asked.norms or stored.norms or "frozen",
         batch_size=batch_size,
         learning_rate=learning_rate,
     )

@@ -26,6 +26,7 @@ from colab_utils.training.checkpoint_folder import CheckpointFolder
 from colab_utils.training.data import DataSource, OpenData, open_data
 from colab_utils.training.heartbeat import end_process, watch_ranks
 from colab_utils.training.model import GPU_MODEL
+from colab_utils.training.norms import Norms
 from colab_utils.training.plan import TrainingPlan, count_steps, make_plan
 from colab_utils.training.prepare import prepare_step
 from colab_utils.training.ranks import join_ranks
@@ -56,6 +57,7 @@ def train(
     annotations: PlaceLike | None = None,
     drive: PlaceLike | None = None,
     ssd: str | Path | None = None,
+    local: str | Path | None = None,
     limit_gb: float | None = None,
     val_shards: PlaceLike | None = None,
     steps: int | None = None,
@@ -70,6 +72,7 @@ def train(
     min_size: int | None = None,
     max_size: int | None = None,
     augment: Augment | Transforms | None = None,
+    norms: Norms | None = None,
     workers: int | Literal["auto"] = "auto",
     log: Log | None = None,
     device: str | torch.device | None = None,
@@ -103,6 +106,7 @@ def train(
         ssd: Folder on this machine's SSD. ``shards`` are copied into it during training, which
             begins when the first shard has arrived. With ``images``, their shards are written into
             it.
+        local: Another name of ``ssd``.
         limit_gb: The most that the copies of ``shards`` may take in ``ssd``, in GB. Use it if the
             disk is too small for all shards.
         val_shards: Shards to measure the average precision on, after each epoch and after the last
@@ -132,6 +136,8 @@ def train(
             ``min_size``.
         augment: ``"flip"``, the default, mirrors half of the images; ``"none"`` mirrors none. Or
             your own ``torchvision.transforms.v2`` of (image, target), which run on the device.
+        norms: ``"frozen"``, the default, keeps the statistics of pretrained batch norms;
+            ``"trained"`` trains them. See ``build_mask_rcnn``.
         workers: Loading workers, see ``make_loader``. On a CPU ``"auto"`` is one worker, because
             the step needs the cores. If the workers do not deliver a batch within a minute, it
             moves to the end of its epoch, and a warning names the image.
@@ -161,6 +167,7 @@ def train(
         min_size=min_size,
         max_size=max_size,
         augment=OWN_TRANSFORMS if callable(augment) else augment,
+        norms=norms,
         batch_size=None if batch_size == "auto" else batch_size,
         learning_rate=learning_rate,
     )
@@ -170,7 +177,7 @@ def train(
     require_count("seed", seed, minimum=0, maximum=_LARGEST_SEED)
     if run is None:
         raise ColabUtilsError("A run needs a folder for its checkpoints. Pass it as run.")
-    source = DataSource(shards, images, annotations, drive, ssd, limit_gb)
+    source = DataSource(shards, images, annotations, drive, ssd or local, limit_gb)
     _check_paths(source, val_shards, run, weights)
     with ExitStack() as stack:
         stack.enter_context(use_training_defaults())
@@ -239,7 +246,7 @@ def train(
             with explain_state(state):
                 first_step = 0
                 if state:
-                    loader.load_state_dict(data.match_state(state["loader"], state["order"]))
+                    loader.load_state_dict(data.match_state(state["loader"], state.get("order")))
                     first_step = state["step"]
                 if steps is None:
                     steps = count_steps(loader, data, first_step=first_step, epochs=epochs or 1)
@@ -373,6 +380,7 @@ def _check_checkpoint(
         "num_classes": data.dataset.num_classes,
         "min_size": settings.min_size,
         "max_size": settings.max_size,
+        "norms": settings.norms,
         "seed": seed,
     }
     if data.is_loose:

@@ -102,6 +102,15 @@ def test_coco_weights_are_loaded_and_heads_replaced(name, build, num_classes, mo
     )
 
 
+def test_norms_are_trained_where_that_is_wanted(monkeypatch):
+    patch_download(
+        monkeypatch, maskrcnn_resnet50_fpn_v2(weights=None, weights_backbone=None).state_dict()
+    )
+    model = build_mask_rcnn("maskrcnn_resnet50_fpn_v2", num_classes=91, norms="trained")
+    assert fold_norms(model) == 0
+    assert sum(isinstance(module, nn.BatchNorm2d) for module in model.modules()) == 69
+
+
 def test_light_model_takes_imagenet_weights(monkeypatch):
     source = mobilenet_v3_large(weights=None)
     patch_download(monkeypatch, source.state_dict())
@@ -276,7 +285,7 @@ NAMES = {1: "cat", 2: "dog", 3: "cow"}
 
 @pytest.fixture
 def run(monkeypatch):
-    """A run whose best checkpoint holds a tiny model."""
+    """A run whose best checkpoint holds the averaged weights of a tiny model."""
     model = build_mask_rcnn(
         TINY_MODEL,
         num_classes=4,
@@ -290,11 +299,14 @@ def run(monkeypatch):
         "starts_from": "random",
         "min_size": 64,
         "max_size": 96,
+        "norms": "frozen",
     }
     ids = {label: 10 * label for label in NAMES}
+    newer = build_mask_rcnn(TINY_MODEL, num_classes=4, weights=None)
     best = {
         "plan": plan,
-        "model": model.state_dict(),
+        "model": newer.state_dict(),
+        "ema": model.state_dict(),
         "class_names": NAMES,
     }
     checkpoints = {"best": {**best, "category_ids": ids, "path": "run/best-00000009.pt"}}
@@ -304,7 +316,7 @@ def run(monkeypatch):
     return model
 
 
-def test_a_trained_model_has_its_weights_and_class_names(run):
+def test_a_trained_model_has_its_averaged_weights_and_class_names(run):
     with pytest.raises(ColabUtilsError, match=r"There is no checkpoint in .*\. Train first"):
         load_trained_model("run")
     model = load_trained_model("run", which="best")

@@ -16,6 +16,7 @@ def test_a_setting_that_is_not_named_stays_as_it_was():
         min_size=480,
         max_size=640,
         augment="none",
+        norms="trained",
         batch_size=6,
         learning_rate=0.3,
     )
@@ -45,14 +46,16 @@ def test_the_size_of_the_images_follows_the_model(model, on_gpu, size):
 
 
 def test_the_settings_of_a_plan_are_read_whatever_else_it_holds():
+    """Plans of earlier versions have the key `ema`."""
     plan = {
         "model": "maskrcnn_tiny_fpn",
         "min_size": 128,
+        "norms": "frozen",
+        "ema": 0.99,
         "steps": 9,
-        "unknown": 0.99,
     }
     stored = read_settings(plan)
-    assert stored == AskedSettings(model="maskrcnn_tiny_fpn", min_size=128)
+    assert stored == AskedSettings(model="maskrcnn_tiny_fpn", min_size=128, norms="frozen")
 
 
 BAD_VALUES = [
@@ -64,6 +67,7 @@ BAD_VALUES = [
         "mosaic",
         r"augment must be one of \('none', 'flip'\), or transforms of your own; it is 'mosaic'",
     ),
+    ("norms", "x", "norms must be one of frozen, trained; it is 'x'"),
     ("batch_size", 0, "expected batch_size between 1 and 2,147,483,647 .*found 0"),
     ("batch_size", 2.5, "expected batch_size between 1 and 2,147,483,647 .*found 2.5"),
     ("learning_rate", float("inf"), "expected learning_rate over 0 and finite, found inf"),
