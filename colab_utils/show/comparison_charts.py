@@ -89,15 +89,16 @@ def _measure_step(row: Content) -> float:
     return float(row["images_per_second"] / max(1 - row["wait_share"], 1e-3))
 
 
-def plot_cold_start(comparison: "Comparison | Content") -> DescribedFigure:
-    """Draw the first seconds of each strategy with empty caches, until the shortest run ends.
-
-    See `plot_first_seconds`.
+def plot_cold_start(
+    comparison: "Comparison | Content", *, seconds: float | None = None
+) -> DescribedFigure:
+    """Draw the first seconds of each strategy with empty caches; see `plot_first_seconds`.
 
     If more than five strategies were timed, only those of the course are drawn.
 
     Args:
         comparison: Result of `compare`, or the content of a receipt's ``comparison.json``.
+        seconds: Seconds to draw. None draws the time of the shortest run. Default: None.
 
     Raises:
         ColabUtilsError: No strategy was timed.
@@ -110,7 +111,7 @@ def plot_cold_start(comparison: "Comparison | Content") -> DescribedFigure:
         names = course
     drawn = [timed[name] for name in names]
     all_s = min(row["timeline"][-1][1] for row in drawn)
-    shown_s = math.floor(all_s) or all_s
+    shown_s = seconds or math.floor(all_s) or all_s
     batches = dict[str, None]()
     for row in (drawn[0], drawn[-1]):
         count = count_batches(row["timeline"], shown_s)
