@@ -416,10 +416,13 @@ def _add_train_options(command: _Parser) -> None:
     _add_dataset(command)
     _add_place(command, "--drive", "DIR", "folder on Drive for the shards of --images")
     _add_place(command, "--run", "DIR", "folder for checkpoints", required=True)
-    _add_path(
-        command, "--ssd", "DIR", "folder on the SSD: copy or write the shards there while it trains"
+    command.add_argument(
+        "--ssd",
+        "--local",
+        metavar="DIR",
+        type=local_path,
+        help="folder on the SSD: copy or write the shards there while it trains",
     )
-    _add_path(command, "--local", "DIR", "another name of --ssd")
     _add_number(
         command,
         "--limit-gb",

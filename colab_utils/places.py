@@ -366,6 +366,8 @@ class UrlPath:
 
 
 Place = Path | UrlPath
+PlaceLike = str | Place
+"""A place, or the text of its path or URL."""
 
 
 def _make_tag(content: bytes, is_in_parts: bool) -> str:

@@ -3,6 +3,7 @@
 The pictures have noise, which makes their files as large as those of photos.
 """
 
+import cmath
 import json
 import math
 from collections.abc import Sequence
@@ -19,7 +20,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageChops, ImageDraw
 
 from colab_utils.data.decoding import guard_pillow
-from colab_utils.data.masks import encode_segmentation, measure_mask, pack_masks, unpack_masks
+from colab_utils.data.masks import encode_segmentation, measure_mask, pack_masks, read_counts
+from colab_utils.data.segmentations import Entry
 from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import write_file
@@ -32,7 +34,6 @@ from colab_utils.units import format_bytes
 _Points = list[tuple[float, float]]
 _Circle = tuple[float, float, float]
 _Colour = tuple[float, float, float]
-_Annotation = dict[str, Any]
 
 _PHOTO_SIZE = (4000, 3000)
 _SMALLEST_RADIUS = 3.5
@@ -209,7 +210,7 @@ def _make_files(images: Path, annotations: Path, recipe: dict[str, Any], workers
             made = list(show_progress("making images", results, total=recipe["n"], unit="img"))
         size = sum(path.stat().st_size for path in folder.iterdir())
         folder.rename(images)
-    objects: list[_Annotation] = []
+    objects: list[Entry] = []
     for image, image_objects in made:
         for annotation in image_objects:
             objects.append({"id": len(objects) + 1, "image_id": image["id"], **annotation})
@@ -225,9 +226,7 @@ def _make_files(images: Path, annotations: Path, recipe: dict[str, Any], workers
 
 
 @guard_pillow()
-def _make_image(
-    folder: Path, recipe: dict[str, Any], index: int
-) -> tuple[dict[str, Any], list[_Annotation]]:
+def _make_image(folder: Path, recipe: dict[str, Any], index: int) -> tuple[Entry, list[Entry]]:
     """Draw and save one image. Return its COCO record, and its annotations without ids."""
     # The random numbers depend only on the seed and the image, so that it does not matter which
     # worker makes the image.
@@ -276,7 +275,7 @@ class _Scene:
         # The side of a square with the same area as the picture.
         self._side = math.sqrt(width * height)
 
-    def add_object(self, name: str, count: int) -> _Annotation | None:
+    def add_object(self, name: str, count: int) -> Entry | None:
         """Draw one of ``count`` objects. Return its annotation, or None if there is no room."""
         share = 0.05 * (0.2 / 0.05) ** self.rng.random()
         if count > 10:
@@ -288,7 +287,7 @@ class _Scene:
         polygon = self._draw_shape(name, circle, self._choose_colour(name))
         return self._annotate(name, _to_segmentation(polygon), is_crowd=False)
 
-    def add_crowd(self, name: str) -> _Annotation:
+    def add_crowd(self, name: str) -> Entry:
         """Draw many small shapes of one category. Return one annotation for all of them."""
         colour = self._choose_colour(name)
         middle = self.rng.uniform((0.2, 0.2), (0.8, 0.8)) * (self.width, self.height)
@@ -298,7 +297,8 @@ class _Scene:
             if circle is not None:
                 polygon = self._draw_shape(name, circle, colour)
                 segmentation += _to_segmentation(polygon)
-        runs = _to_runs(_draw_mask(segmentation, self.width, self.height))
+        rle = encode_segmentation(segmentation, self.height, self.width)
+        runs = {"counts": read_counts(rle["counts"]), "size": rle["size"]}
         return self._annotate(name, runs, is_crowd=True)
 
     def _find_room(
@@ -352,7 +352,7 @@ class _Scene:
         self.picture.paste(_to_rgb(hue, saturation, value), (left, top), inside)
         return polygon
 
-    def _annotate(self, name: str, segmentation: Any, *, is_crowd: bool) -> _Annotation:
+    def _annotate(self, name: str, segmentation: Any, *, is_crowd: bool) -> Entry:
         """Return a COCO annotation. Its area and box are measured on its mask."""
         box, area = measure_mask(encode_segmentation(segmentation, self.height, self.width))
         return {
@@ -366,11 +366,11 @@ class _Scene:
 
 def _turn_shape(corners: _Points, angle: float, x: float, y: float, radius: float) -> _Points:
     """Return the corners of a shape after turning it, enlarging it and moving it to (x, y)."""
+    turn = cmath.rect(radius, angle)
     turned = []
     for across, down in corners:
-        corner_x = x + radius * (across * math.cos(angle) - down * math.sin(angle))
-        corner_y = y + radius * (across * math.sin(angle) + down * math.cos(angle))
-        turned.append((round(corner_x, 2), round(corner_y, 2)))
+        point = complex(x, y) + turn * complex(across, down)
+        turned.append((round(point.real, 2), round(point.imag, 2)))
     return turned
 
 
@@ -387,27 +387,10 @@ def _draw_polygon(polygon: _Points, width: int, height: int) -> tuple[int, int, 
     packed = pack_masks([encode_segmentation(_to_segmentation(polygon), height, width)])
     left, top, right, bottom = packed.crops[0].tolist()
     # Only the box is drawn, because a mask of the whole image would be slow for a large photo.
-    moved = packed._replace(crops=packed.crops - (left, top, left, top))
-    mask = unpack_masks(moved, bottom - top, right - left)[0]
+    rows = bottom - top
+    columns = right - left
+    mask = np.unpackbits(packed.bits, count=rows * columns).reshape(rows, columns)
     return left, top, Image.fromarray(255 * mask)
-
-
-def _draw_mask(polygons: list[list[float]], width: int, height: int) -> NDArray[np.uint8]:
-    """Return one mask of all polygons together, uint8 [H, W]."""
-    packed = pack_masks([encode_segmentation(polygons, height, width)])
-    return unpack_masks(packed, height, width)[0]
-
-
-def _to_runs(mask: NDArray[np.uint8]) -> dict[str, Any]:
-    """Return a mask as uncompressed RLE: the lengths of its runs, column by column.
-
-    The runs lie outside and inside the mask in turn.
-    The first pixel must lie outside the mask.
-    """
-    pixels = mask.ravel(order="F")
-    changes = np.flatnonzero(pixels[1:] != pixels[:-1]) + 1
-    counts = np.diff([0, *changes.tolist(), pixels.size]).tolist()
-    return {"counts": counts, "size": list(mask.shape)}
 
 
 def _paint_ground(rng: Generator, width: int, height: int) -> Image.Image:

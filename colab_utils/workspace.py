@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from colab_utils.data.archives import is_archive, unpack_dataset
-from colab_utils.data.coco_json import read_fingerprint
 from colab_utils.drive import guard_drive, is_on_drive
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.files import hash_bytes, write_file
@@ -20,7 +19,7 @@ from colab_utils.machine import COLAB_ROOT, is_colab
 from colab_utils.os_errors import explain_os_error
 from colab_utils.require import require_choice, require_local_path
 from colab_utils.sample_data import make_dataset
-from colab_utils.shards.write import ShardReport, find_index, find_recipe, write_shards
+from colab_utils.shards.write import ShardReport, find_recipe, write_shards
 from colab_utils.slow_drive import DriveProfile, get_profile, read_at_full_speed, slow_down
 
 SCENES: dict[str, str | None] = {"bad day": "bad", "good day": "typical", "my Drive, my GPU": None}
@@ -189,8 +188,8 @@ class EnsuredDataset:
     """A dataset that exists, and the folders for its shards."""
 
     name: str
-    """Name of the folders for its shards. It consists of the names of the image folder and the
-    JSON. A hash of their paths, or of a zip's path or URL, may be part of it.
+    """Name of the folders for its shards. For your own dataset, it consists of the names of the
+    image folder (or zip) and the JSON, and a hash of their paths.
     """
     images: Path
     annotations: Path
@@ -267,12 +266,6 @@ def ensure_dataset(
     if images:
         _write_json(workspace.drive / "settings.json", settings)
     name = _name_dataset(paths, part)
-    if paths and not is_archive(paths[0]):
-        # Earlier versions left the hash out, so that several datasets could have the same name. If
-        # such a version wrote the shards of this dataset, they are still used.
-        earlier = find_index(workspace.drive / "shards" / name)
-        if earlier is None or earlier.fingerprint != read_fingerprint(text):
-            name += f"-{hash_bytes(*map(os.fsencode, paths))[:8]}"
     return EnsuredDataset(
         name,
         pictures,
@@ -335,7 +328,8 @@ def _name_dataset(paths: list[str], part: str) -> str:
     if not paths:
         return BUILT_IN if part == "train" else f"{BUILT_IN}-{part}"
     stem = Path(paths[0]).name
-    # Many exports have the same file name, so a hash of the whole path or URL is added.
     if is_archive(paths[0]):
-        stem = f"{Path(re.split('[?#]', paths[0])[0]).stem}-{hash_bytes(paths[0].encode())[:8]}"
-    return re.sub(r"[^\w.-]+", "_", f"{stem}-{Path(paths[1]).stem}").strip("-")
+        stem = Path(re.split("[?#]", paths[0])[0]).stem
+    name = re.sub(r"[^\w.-]+", "_", f"{stem}-{Path(paths[1]).stem}").strip("-")
+    # Many exports have the same file names, so a hash of the whole paths or URL is added.
+    return f"{name}-{hash_bytes(*map(os.fsencode, paths))[:8]}"

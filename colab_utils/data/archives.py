@@ -24,6 +24,8 @@ from colab_utils.places import UrlFile, UrlPath, find_reason, open_place
 from colab_utils.progress import show_progress
 from colab_utils.require import require_local_path
 
+# The files in a zip, by name.
+_Members = dict[str, ZipInfo]
 # Bytes that are read at once from a zip at a URL.
 _BLOCK_BYTES = 1_000_000
 _CURE = "or name a folder on a bigger disk"
@@ -160,7 +162,7 @@ def _unpack(file: Path | UrlFile, target: Path, annotations: str, source: str) -
         return images, text
 
 
-def _fit_names(archive: ZipFile, source: str, bases: set[str]) -> dict[str, ZipInfo]:
+def _fit_names(archive: ZipFile, source: str, bases: set[str]) -> _Members:
     """Return the files in a zip by name, in the encoding that fits best.
 
     ``bases`` are the base names that are looked for. With the best encoding, more of them are found
@@ -175,7 +177,7 @@ def _fit_names(archive: ZipFile, source: str, bases: set[str]) -> dict[str, ZipI
     return max(listings, key=lambda names: len(bases.intersection(map(take_base_name, names))))
 
 
-def _choose_annotations(members: dict[str, ZipInfo], annotations: str, source: str) -> str:
+def _choose_annotations(members: _Members, annotations: str, source: str) -> str:
     """Return the name of the only JSON in a zip, or of the one called ``annotations``.
 
     Raises:
@@ -196,7 +198,7 @@ def _choose_annotations(members: dict[str, ZipInfo], annotations: str, source: s
     return texts[0]
 
 
-def _find_folder(names: list[str], members: dict[str, ZipInfo], text: str, source: str) -> str:
+def _find_folder(names: list[str], members: _Members, text: str, source: str) -> str:
     """Return the folder below which the images lie.
 
     If several folders have images of these names, it is the folder of the JSON ``text``, or the
@@ -236,7 +238,7 @@ def _is_named_after(stem: str, folder: str) -> bool:
     return f"_{stem}".endswith(f"_{folder.casefold()}")
 
 
-def _list_members(archive: ZipFile, source: str, page: str = "cp437") -> dict[str, ZipInfo]:
+def _list_members(archive: ZipFile, source: str, page: str = "cp437") -> _Members:
     """Return the files in a zip by name. Backslashes separate folders, as in unzip.
 
     Args:
@@ -248,7 +250,7 @@ def _list_members(archive: ZipFile, source: str, page: str = "cp437") -> dict[st
         UnicodeError: if a name cannot be decoded with this encoding.
         ColabUtilsError: if the zip has a link or an unsafe name.
     """
-    members: dict[str, ZipInfo] = {}
+    members: _Members = {}
     for info in archive.infolist():
         name = info.filename
         if not info.flag_bits & _IS_UTF8:
@@ -279,7 +281,7 @@ def _is_hidden(path: PureWindowsPath) -> bool:
     return is_in_hidden or path.name.startswith("._") or not folders.isdisjoint(_SYSTEM_FOLDERS)
 
 
-def _extract(archive: ZipFile, members: dict[str, ZipInfo], target: Path) -> None:
+def _extract(archive: ZipFile, members: _Members, target: Path) -> None:
     """Unpack files of a zip into ``target``, except those that are complete there.
 
     zipfile compares the checksums of the files that it unpacks. `_is_there` compares those of the

@@ -31,12 +31,14 @@ from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.files import read_file
 from colab_utils.machine import count_cores
-from colab_utils.places import Place, open_place
+from colab_utils.places import Place, PlaceLike, open_place
 from colab_utils.processes import explain_shared_memory, fork_pool, pop_done
 from colab_utils.progress import show_progress
 from colab_utils.reader import Reader
 from colab_utils.units import format_count
 
+Validation = tuple[PlaceLike, PlaceLike]
+"""The image folder and the JSON of a validation set."""
 # Number of examples that the report keeps of each kind of defect.
 _EXAMPLES = 5
 # Number of images that the report lists as the worst.
@@ -102,11 +104,11 @@ class DatasetReport:
 
 
 def check_dataset(
-    images: str | Place,
-    annotations: str | Place | CocoDataset,
+    images: PlaceLike,
+    annotations: PlaceLike | CocoDataset,
     *,
     deep: bool = False,
-    validation: tuple[str | Place, str | Place] | None = None,
+    validation: Validation | None = None,
 ) -> DatasetReport:
     """Check every image file and every annotation of a COCO dataset, on all cores.
 
@@ -308,8 +310,8 @@ def find_shared(
     images: Place,
     dataset: CocoDataset,
     headers: Sequence[Header],
-    others: str | Place,
-    annotations: str | Place,
+    others: PlaceLike,
+    annotations: PlaceLike,
 ) -> dict[int, str]:
     """Return the images that are in another dataset, too, whatever their names are.
 

@@ -14,6 +14,7 @@ from colab_utils.data.decoding import name_kind
 from colab_utils.data.fields import FAULTS, to_integer
 from colab_utils.data.image_paths import list_meanings, take_base_name
 from colab_utils.data.json_window import JsonWindow, Readable
+from colab_utils.data.segmentations import Entry
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.files import FileStream, open_stream
 from colab_utils.os_errors import explain_os_error
@@ -230,7 +231,7 @@ class Columns:
                 f"{self.category_names[number]!r}"
             )
 
-    def _add_image(self, image: dict[str, Any]) -> None:
+    def _add_image(self, image: Entry) -> None:
         url = image.get("coco_url")
         name = image.get("file_name")
         if not name and isinstance(url, str) and "://" in url:
@@ -251,7 +252,7 @@ class Columns:
         self.base_hashes.extend(map(hash, list_meanings(name)))
         self.images.extend((number, *sizes, len(self.names)))
 
-    def _add_annotation(self, entry: dict[str, Any], text: str) -> None:
+    def _add_annotation(self, entry: Entry, text: str) -> None:
         """Add an annotation's ids and ``iscrowd``, and keep the rest as text.
 
         Faults in the rest are found later, and then only the annotation's image is skipped. If the

@@ -5,7 +5,7 @@ from contextlib import suppress
 from typing import Any
 
 from colab_utils.data.masks import encode_segmentation, measure_mask
-from colab_utils.data.segmentations import count_numbers
+from colab_utils.data.segmentations import Entry, count_numbers
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import hash_bytes
 
@@ -19,7 +19,7 @@ _LARGEST_NUMBER = 1e15
 _WHOLE_NUMBER = re.compile(r"\s*-?\d{1,18}(\.0*)?\s*")
 
 
-def read_field(entry: dict[str, Any], name: str) -> Any:
+def read_field(entry: Entry, name: str) -> Any:
     """Return one value of an annotation as COCO has it.
 
     Numbers may be written as text. The value is None if an id, a box or an area is missing.
@@ -59,7 +59,7 @@ def _read_box(value: Any) -> list[float] | None:
     return box or None
 
 
-def read_annotation(entry: dict[str, Any], height: int, width: int) -> dict[str, Any]:
+def read_annotation(entry: Entry, height: int, width: int) -> Entry:
     """Return the fields of an entry of ``annotations``, except its id.
 
     A missing box or area is computed from the mask, which is drawn in an image of this size. If

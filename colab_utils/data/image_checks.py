@@ -3,7 +3,7 @@
 import io
 from collections import Counter
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,8 @@ from colab_utils.data.decoding import (
 from colab_utils.data.defects import EFFECTS, Defect
 from colab_utils.data.image_paths import explain_missing
 from colab_utils.data.object_checks import check_object
+from colab_utils.data.segmentations import Entry
+from colab_utils.data.sizes import Size
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError, UnavailableError, escape
 from colab_utils.files import read_file
@@ -41,7 +43,7 @@ class Header(NamedTuple):
 
     defects: list[Defect]
     """Kind and text of each defect. If the file is unusable, the first defect says why."""
-    size: tuple[int, int] = (0, 0)
+    size: Size = (0, 0)
     """Height and width as stored, in pixels; 0 if the file is unusable."""
     orientation: int = 1
     """EXIF orientation, 1 to 8."""
@@ -55,7 +57,7 @@ class Findings(NamedTuple):
     defects: list[Defect]
     """Kind and text of each defect."""
     header: Header
-    size: tuple[int, int]
+    size: Size
     """Height and width at which the image's masks are drawn, in pixels; 0 if they are not known."""
     objects: NDArray[np.float64]
     """float64 [N, 6]: a row for each usable object. It holds the category id, the width and height
@@ -135,7 +137,7 @@ def _describe(data: bytes, notes: list[Defect], *, deep: bool) -> Header:
 
 def check_image(dataset: CocoDataset, i: int, header: Header) -> Findings:
     """Compare an image's annotations with its file, and their boxes with their masks."""
-    size = tuple(dataset.sizes[i].tolist())
+    size: Size = tuple(dataset.sizes[i].tolist())
     defects = [*header.defects]
     if all(header.size):
         defects += compare_sizes(size, header)
@@ -157,7 +159,7 @@ def check_image(dataset: CocoDataset, i: int, header: Header) -> Findings:
 
 
 def _check_objects(
-    annotations: list[dict[str, Any]], size: tuple[int, ...]
+    annotations: list[Entry], size: Size
 ) -> tuple[list[Defect], list[tuple[float, ...]]]:
     """Return the defects of an image's annotations, and the rows of `Findings.objects`."""
     defects: list[Defect] = []
@@ -203,7 +205,7 @@ def has_many_crowds(dataset: CocoDataset) -> bool:
     return dataset.crowds > _MANY_CROWDS * len(dataset.ids)
 
 
-def compare_sizes(size: tuple[int, ...], header: Header) -> list[Defect]:
+def compare_sizes(size: Size, header: Header) -> list[Defect]:
     """Compare the size in the annotations with the image's size as stored, and as turned by EXIF.
 
     Return a defect if the annotations have neither of these two sizes, or if it is unclear which of

@@ -10,13 +10,13 @@ from urllib.parse import unquote
 from colab_utils.drive import find_mount, guard_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.os_errors import explain_os_error
-from colab_utils.places import WEB, Place, UrlPath, open_place
+from colab_utils.places import WEB, Place, PlaceLike, UrlPath, open_place
 
 # The folder below a mount of Drive that holds what Drive's shortcuts point to.
 _SHORTCUTS = ".shortcut-targets-by-id"
 
 
-def find_file(folder: str | Place, name: str, shared_names: frozenset[str]) -> tuple[Place, bool]:
+def find_file(folder: PlaceLike, name: str, shared_names: frozenset[str]) -> tuple[Place, bool]:
     """Return the file that a ``file_name`` means, and whether another name led to it.
 
     The file is always below ``folder``; see `CocoDataset.find_image` for the names that are tried.
@@ -125,7 +125,7 @@ def _find_spelling(folder: str | Path, name: str, path: Path) -> Path | None:
     return None
 
 
-def require_folder(images: str | Place) -> None:
+def require_folder(images: PlaceLike) -> None:
     """Raise ColabUtilsError if there is no image folder. Forget the files that were listed in it
     before.
     """
@@ -216,7 +216,7 @@ def list_base_names(folder: str) -> dict[str, str | None]:
     return places
 
 
-def explain_missing(folder: str | Place, name: str) -> str:
+def explain_missing(folder: PlaceLike, name: str) -> str:
     """Say that an image is missing in a folder, and name a file that may be the right one."""
     if isinstance(folder, UrlPath):
         return f"not in {folder}"

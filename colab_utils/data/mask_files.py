@@ -13,6 +13,7 @@ from PIL import Image
 from colab_utils.data.coco import write_coco
 from colab_utils.data.decoding import guard_pillow, open_lazily, read_orientation
 from colab_utils.data.masks import measure_mask
+from colab_utils.data.segmentations import Entry
 from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import open_file, require_new
@@ -84,7 +85,7 @@ def convert_masks(
         colab_utils.errors.ColabUtilsError: PNGImages has no image files. ...
     """
     output = require_new(require_local_path(output))
-    rows: list[dict[str, Any]] = []
+    rows: list[Entry] = []
     texts: list[bytes] = []
     largest = 0.0
     parted = 0
@@ -320,7 +321,7 @@ def _is_parted(drawn: NDArray[np.bool_]) -> bool:
     return any(np.diff(place).max(initial=1) > 1 for place in places)
 
 
-def _encode_objects(values: NDArray[np.int64], objects: list[int]) -> Iterator[dict[str, Any]]:
+def _encode_objects(values: NDArray[np.int64], objects: list[int]) -> Iterator[Entry]:
     """Yield the box (x, y, width, height), the area and the RLE (counts as text) of each object."""
     from pycocotools import mask as coco_mask
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from colab_utils.data.decoding import MOST_PIXELS
 from colab_utils.data.segmentations import (
+    Rle,
     identify_segmentation,
     read_numbers,
     read_polygons,
@@ -56,7 +57,7 @@ class PackedMasks(NamedTuple):
     """int64 [N + 1]: where each mask's bytes start in ``bits``, and where the last ones end."""
 
 
-def encode_segmentation(segmentation: Any, height: int, width: int) -> dict[str, Any]:
+def encode_segmentation(segmentation: Any, height: int, width: int) -> Rle:
     """Convert one COCO segmentation to compressed RLE.
 
     The segmentation is a list of polygons, uncompressed RLE or compressed RLE. Polygons are drawn
@@ -98,7 +99,7 @@ def encode_segmentation(segmentation: Any, height: int, width: int) -> dict[str,
         ) from None
 
 
-def _encode(segmentation: Any, height: int, width: int) -> dict[str, Any]:
+def _encode(segmentation: Any, height: int, width: int) -> Rle:
     if isinstance(segmentation, dict):
         return _encode_rle(segmentation, height, width)
     if isinstance(segmentation, list) and segmentation:
@@ -111,7 +112,7 @@ def _encode(segmentation: Any, height: int, width: int) -> dict[str, Any]:
     raise ColabUtilsError("the annotation has no mask: polygons or RLE")
 
 
-def _encode_polygons(segmentation: list[Any], height: int, width: int) -> dict[str, Any]:
+def _encode_polygons(segmentation: list[Any], height: int, width: int) -> Rle:
     from pycocotools import mask as coco_mask
 
     rles = coco_mask.frPyObjects(read_polygons(segmentation), height, width)
@@ -121,7 +122,7 @@ def _encode_polygons(segmentation: list[Any], height: int, width: int) -> dict[s
     return coco_mask.merge(rles)
 
 
-def _encode_rle(rle: dict[str, Any], height: int, width: int) -> dict[str, Any]:
+def _encode_rle(rle: Rle, height: int, width: int) -> Rle:
     from pycocotools import mask as coco_mask
 
     counts = rle.get("counts")
@@ -135,7 +136,7 @@ def _encode_rle(rle: dict[str, Any], height: int, width: int) -> dict[str, Any]:
     runs: list[Any] = []
     with suppress(TypeError, ValueError, OverflowError):
         # Some tools write runs as floats without a fraction, or as text.
-        numbers = read_numbers(counts) if isinstance(counts, list) else _read_counts(counts)
+        numbers = read_numbers(counts) if isinstance(counts, list) else read_counts(counts)
         # A list within the list is no run.
         runs = np.ravel(numbers).tolist() if np.ndim(numbers) == 1 else []
     if sum(runs) != height * width or any(run < 0 or run % 1 for run in runs):
@@ -163,7 +164,7 @@ def _join_runs(runs: list[int]) -> list[int]:
     return joined
 
 
-def measure_mask(rle: dict[str, Any]) -> tuple[list[float], int]:
+def measure_mask(rle: Rle) -> tuple[list[float], int]:
     """Return the tight box (x, y, width, height) of a mask in RLE, and its number of pixels.
 
     Example:
@@ -175,7 +176,7 @@ def measure_mask(rle: dict[str, Any]) -> tuple[list[float], int]:
     return coco_mask.toBbox(rle).tolist(), int(coco_mask.area(rle))
 
 
-def resize_rles(rles: Sequence[dict[str, Any]], height: int, width: int) -> list[dict[str, Any]]:
+def resize_rles(rles: Sequence[Rle], height: int, width: int) -> list[Rle]:
     """Resize N masks of one image with the nearest neighbour, as torchvision's Mask R-CNN does.
 
     N may be 0. torchvision calls ``torch.nn.functional.interpolate(mode="nearest")``, which takes
@@ -189,7 +190,7 @@ def resize_rles(rles: Sequence[dict[str, Any]], height: int, width: int) -> list
     return [_resize_rle(rle, height, width) for rle in rles]
 
 
-def _resize_rle(rle: dict[str, Any], height: int, width: int) -> dict[str, Any]:
+def _resize_rle(rle: Rle, height: int, width: int) -> Rle:
     from pycocotools import mask as coco_mask
 
     height_in, width_in = rle["size"]
@@ -200,11 +201,11 @@ def _resize_rle(rle: dict[str, Any], height: int, width: int) -> dict[str, Any]:
     top, bottom = np.searchsorted(rows, (y0, y0 + drawn.shape[1]))
     mask = np.zeros((width, height), np.uint8)
     mask[left:right, top:bottom] = drawn[columns[left:right] - x0][:, rows[top:bottom] - y0]
-    resized: dict[str, Any] = coco_mask.encode(mask.T)
+    resized: Rle = coco_mask.encode(mask.T)
     return resized
 
 
-def pack_masks(rles: Sequence[dict[str, Any]]) -> PackedMasks:
+def pack_masks(rles: Sequence[Rle]) -> PackedMasks:
     """Pack N masks of one image from compressed RLE; N may be 0."""
     crops = (_draw_crop(rle) for rle in rles)
     return _pack_crops((x0, y0, drawn.T) for x0, y0, drawn in crops)
@@ -217,7 +218,7 @@ def pack_pixels(masks: Iterable[NDArray[Any]]) -> PackedMasks:
         >>> pack_pixels([np.array([[0, 0, 1], [0, 1, 1]])]).crops.tolist()
         [[1, 0, 3, 2]]
     """
-    return _pack_crops(map(_crop_pixels, masks))
+    return _pack_crops(map(crop_pixels, masks))
 
 
 def _pack_crops(masks: Iterable[tuple[int, int, NDArray[Any]]]) -> PackedMasks:
@@ -232,7 +233,7 @@ def _pack_crops(masks: Iterable[tuple[int, int, NDArray[Any]]]) -> PackedMasks:
     return PackedMasks(np.concatenate(parts), np.array(crops, np.int32).reshape(-1, 4), offsets)
 
 
-def _crop_pixels(mask: NDArray[Any]) -> tuple[int, int, NDArray[Any]]:
+def crop_pixels(mask: NDArray[Any]) -> tuple[int, int, NDArray[Any]]:
     """Crop a mask to its tight box; return left, top and the pixels in the box."""
     ys = np.flatnonzero(mask.any(1))
     xs = np.flatnonzero(mask.any(0))
@@ -241,33 +242,25 @@ def _crop_pixels(mask: NDArray[Any]) -> tuple[int, int, NDArray[Any]]:
     return xs[0], ys[0], mask[ys[0] : ys[-1] + 1, xs[0] : xs[-1] + 1]
 
 
-def _draw_crop(rle: dict[str, Any]) -> tuple[int, int, NDArray[np.uint8]]:
+def _draw_crop(rle: Rle) -> tuple[int, int, NDArray[np.uint8]]:
     """Draw only the tight box of a mask; return left, top and uint8 [columns, rows].
 
     A mask of the image's full size is never made, because it would take much more memory.
     """
-    height = rle["size"][0]
-    runs = _read_counts(rle["counts"])
+    from pycocotools import mask as coco_mask
+
+    runs = read_counts(rle["counts"])
     if len(runs) < 2:
         return 0, 0, np.zeros((0, 0), np.uint8)
-    # Bounds are where each run of ones starts and ends, in pixels counted column by column.
-    bounds = np.cumsum(runs[: len(runs) // 2 * 2]).reshape(-1, 2)
-    first_columns, first_rows = np.divmod(bounds[:, 0], height)
-    last_columns, last_rows = np.divmod(bounds[:, 1] - 1, height)
-    x0 = first_columns[0]
-    x1 = last_columns[-1] + 1
-    y0 = min(first_rows.min(), last_rows.min())
-    y1 = max(first_rows.max(), last_rows.max()) + 1
-    # A run that continues in the next column reaches the image's lower and upper edge.
-    if (first_columns != last_columns).any():
-        y0 = 0
-        y1 = height
-    rows = y1 - y0
-    bounds[:, 0] = (first_columns - x0) * rows + first_rows - y0
-    bounds[:, 1] = (last_columns - x0) * rows + last_rows - y0 + 1
-    lengths = np.diff(bounds.ravel(), prepend=0, append=(x1 - x0) * rows)
+    x0, y0, columns, rows = coco_mask.toBbox(rle).astype(np.int64).tolist()
+    # The first and the last pixel of each run of ones, counted column by column in the image.
+    ends = np.cumsum(runs[: len(runs) // 2 * 2]).reshape(-1, 2) - (0, 1)
+    columns_of_ends, rows_of_ends = np.divmod(ends, rle["size"][0])
+    # Where each run starts and ends in the box.
+    bounds = (columns_of_ends - x0) * rows + rows_of_ends - y0 + (0, 1)
+    lengths = np.diff(bounds.ravel(), prepend=0, append=columns * rows)
     values = np.arange(len(lengths), dtype=np.uint8) % 2
-    return x0, y0, np.repeat(values, lengths).reshape(x1 - x0, rows)
+    return x0, y0, np.repeat(values, lengths).reshape(columns, rows)
 
 
 def unpack_masks(packed: PackedMasks, height: int, width: int) -> NDArray[np.uint8]:
@@ -304,7 +297,7 @@ def number_within(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def _read_counts(text: bytes) -> list[int]:
+def read_counts(text: bytes) -> list[int]:
     """Decode the lengths of the runs of a compressed RLE; return no runs if it is damaged.
 
     pycocotools would read past the end of its memory if the RLE is damaged, so it is decoded here.
@@ -314,7 +307,7 @@ def _read_counts(text: bytes) -> list[int]:
     places before.
 
     Example:
-        >>> _read_counts(b"71100000O10")
+        >>> read_counts(b"71100000O10")
         [7, 1, 1, 1, 1, 1, 1, 1, 0, 2, 0]
     """
     runs: list[int] = []

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from colab_utils.data.defects import Defect
+from colab_utils.data.defects import SERIOUS, Defect
 from colab_utils.data.masks import encode_segmentation, measure_mask, pack_masks, unpack_masks
-from colab_utils.data.segmentations import count_numbers, is_nothing, read_polygons
+from colab_utils.data.segmentations import Entry, Rle, count_numbers, is_nothing, read_polygons
+from colab_utils.data.sizes import Size
 from colab_utils.errors import ColabUtilsError
 
 NEAR = 2
@@ -25,9 +26,12 @@ _FEW_PIXELS = 64
 # The numbers of a normalised outline are shares of the image size, 0 to 1. They may still lie
 # outside of 0 to 1 by up to this share.
 _BEYOND_SHARE = 0.1
+# What `count_faults` counts: what spoils training, and signs that a mask or a box is another
+# object's.
+_COUNTED = SERIOUS | {"loose box", "area and mask disagree"}
 
 
-def check_object(annotation: dict[str, Any], size: tuple[int, ...]) -> tuple[list[Defect], int]:
+def check_object(annotation: Entry, size: Size) -> tuple[list[Defect], int]:
     """Return the defects of an annotation, and the number of pixels of its mask.
 
     This number is 0 if the object cannot be used in training.
@@ -61,7 +65,7 @@ def check_object(annotation: dict[str, Any], size: tuple[int, ...]) -> tuple[lis
     return defects, pixels if is_usable else 0
 
 
-def _is_area_odd(annotation: dict[str, Any], mask: dict[str, Any]) -> bool:
+def _is_area_odd(annotation: Entry, mask: Rle) -> bool:
     """Return whether an object's area fits neither its mask nor its box.
 
     An area that fits the box is not odd, because many tools export the area of the box. Some
@@ -78,7 +82,7 @@ def _is_area_odd(annotation: dict[str, Any], mask: dict[str, Any]) -> bool:
     return not is_of_box and not 0.8 <= area / pixels <= 1.25
 
 
-def compare_outline(annotation: dict[str, Any], mask: dict[str, Any]) -> list[Defect]:
+def compare_outline(annotation: Entry, mask: Rle) -> list[Defect]:
     """Compare an annotation's box with the image and with its mask in RLE.
 
     If they disagree, the segmentation is read in other ways. If the box fits one of these, the
@@ -96,7 +100,7 @@ def compare_outline(annotation: dict[str, Any], mask: dict[str, Any]) -> list[De
     return defects
 
 
-def _list_readings(segmentation: Any, mask: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _list_readings(segmentation: Any, mask: Rle) -> Iterator[tuple[str, Any]]:
     """Yield other ways to read a segmentation, and the points (x, y) that it would have then."""
     height, width = mask["size"]
     if isinstance(segmentation, list):
@@ -117,9 +121,7 @@ def _list_readings(segmentation: Any, mask: dict[str, Any]) -> Iterator[tuple[st
                 yield reading, np.argwhere(pixels)[:, ::-1]
 
 
-def count_faults(
-    annotations: Sequence[dict[str, Any]], rles: Sequence[dict[str, Any]]
-) -> Counter[str]:
+def count_faults(annotations: Sequence[Entry], rles: Sequence[Rle]) -> Counter[str]:
     """Count the objects of an image that may be trained wrongly or not at all, by kind of defect.
 
     Args:
@@ -133,28 +135,11 @@ def count_faults(
         >>> count_faults([one], [encode_segmentation(outline, 6, 8)])
         Counter({'empty mask': 1})
     """
-    from pycocotools import mask as coco_mask
-
-    if not annotations:
-        return Counter()
-    limits = rles[0]["size"][::-1]
-    boxes = np.array([annotation["bbox"] for annotation in annotations], np.float64)
-    starts = boxes[:, :2].clip(0, limits)
-    ends = (boxes[:, :2] + boxes[:, 2:]).clip(0, limits)
-    tight = coco_mask.toBbox(rles)
-    tight_ends = tight[:, :2] + tight[:, 2:]
-    # Most boxes equal those of their masks. Only the other objects are looked at one by one, which
-    # is slower.
-    is_near = np.abs(np.hstack([starts - tight[:, :2], ends - tight_ends])).max(1) <= NEAR
-    has_area = (boxes[:, 2:] > 0).all(1) & (ends > starts).all(1) & (tight[:, 2:] > 0).all(1)
-    is_sound = is_near & has_area & (tight_ends.max(1) > NEAR)
-    is_sound &= [not _is_object(annotation) for annotation in annotations]
-    is_sound &= [not _is_area_odd(*pair) for pair in zip(annotations, rles, strict=True)]
-    kinds = [_find_fault(annotations[i], rles[i]) for i in np.flatnonzero(~is_sound).tolist()]
+    kinds = map(_find_fault, annotations, rles)
     return Counter(filter(None, kinds))
 
 
-def _is_object(crowd: dict[str, Any]) -> bool:
+def _is_object(crowd: Entry) -> bool:
     """Return whether an annotation is marked as a crowd, but may be a single object.
 
     V7 Darwin exports objects with holes as crowds in RLE without an area. COCO's own crowds have an
@@ -164,24 +149,22 @@ def _is_object(crowd: dict[str, Any]) -> bool:
     return bool(crowd["iscrowd"] and is_rle and crowd["area"] == 0)
 
 
-def _find_fault(annotation: dict[str, Any], mask: dict[str, Any]) -> str:
+def _find_fault(annotation: Entry, mask: Rle) -> str:
     """Return the defect because of which an object may be trained wrongly or not at all.
 
     The text is empty if there is no such defect.
     """
     if annotation["iscrowd"]:
         return "crowd without area" if _is_object(annotation) else ""
-    outline = annotation["segmentation"]
     tight, _ = measure_mask(mask)
-    # The mask of a normalised polygon lies in the corner at (0, 0). Other polygons are not read
-    # again, because that takes time.
-    if isinstance(outline, list) and max(tight[0] + tight[2], tight[1] + tight[3]) <= NEAR:
-        if is_normalised(np.concatenate(read_polygons(outline))):
-            return "normalised polygon"
-    for kind, _ in compare_outline(annotation, mask):
-        # An object whose box has no area is left out of training, which is no fault.
-        return "" if kind == "box without area" else kind
-    return "area and mask disagree" if _is_area_odd(annotation, mask) else ""
+    # The mask of a normalised polygon lies in the corner at (0, 0).
+    is_in_corner = max(tight[0] + tight[2], tight[1] + tight[3]) <= NEAR
+    differs = compare_box(annotation["bbox"], tight, *mask["size"])
+    # Most boxes equal those of their masks. Only the other objects are read again, which is slower.
+    if not (is_in_corner or differs or _is_area_odd(annotation, mask)):
+        return ""
+    defects, _ = check_object(annotation, mask["size"])
+    return next((kind for kind, _ in defects if kind in _COUNTED), "")
 
 
 def _check_polygons(

@@ -16,6 +16,7 @@ import numpy as np
 from colab_utils.data.checks import (
     DatasetReport,
     Problem,
+    Validation,
     check_dataset,
     find_shared,
     inspect_images,
@@ -27,14 +28,17 @@ from colab_utils.data.masks import encode_segmentation, measure_mask
 from colab_utils.data.object_checks import NEAR, check_object, compare_outline, is_normalised
 from colab_utils.data.segmentations import (
     OUTLINE_NUMBERS,
+    Entry,
+    Rle,
     count_numbers,
     identify_segmentation,
     read_polygons,
 )
+from colab_utils.data.sizes import Size
 from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.files import require_new
-from colab_utils.places import Place, open_place
+from colab_utils.places import Place, PlaceLike, open_place
 from colab_utils.require import require_local_path
 
 # Why an object has no mask. The key is the count of numbers in its segmentation.
@@ -52,13 +56,13 @@ class _LostObjectError(Exception):
 
 
 def repair_annotations(
-    images: str | Place,
-    annotations: str | Place,
+    images: PlaceLike,
+    annotations: PlaceLike,
     *,
     output: str | Path,
     crowds: Literal["leave", "objects"] = "leave",
     deep: bool = False,
-    validation: tuple[str | Place, str | Place] | None = None,
+    validation: Validation | None = None,
 ) -> DatasetReport:
     """Write a repaired copy of the annotations. The original file is not changed.
 
@@ -105,7 +109,7 @@ def repair_annotations(
     for number in dataset.unknown_images.tolist():
         done["annotation without an image left out"].append(f"annotation {number}")
     gone = Counter[str]()
-    entries: list[dict[str, Any]] = []
+    entries: list[Entry] = []
     kept: list[bytes] = []
     has_objects = False
     for group, is_alone in _group_entries(dataset):
@@ -179,7 +183,7 @@ class _MendedImage:
         self.entry = dataset.image(group[0])
         self._size = self._mend_entry(dataset, group, header)
         self._as_objects = as_objects
-        self.annotations: dict[str, dict[str, Any]] = {}
+        self.annotations: dict[str, Entry] = {}
         """Annotations by category and outline. Of equal ones, only the first is kept."""
         categories = {category["id"] for category in dataset.categories}
         for i in group:
@@ -188,9 +192,7 @@ class _MendedImage:
                     raise _LostObjectError("unknown category")
                 self._add(annotation)
 
-    def _mend_entry(
-        self, dataset: CocoDataset, group: list[int], header: Header
-    ) -> tuple[int, int]:
+    def _mend_entry(self, dataset: CocoDataset, group: list[int], header: Header) -> Size:
         """Mend the image's entry by its file. Return the height and width of its masks."""
         size = self.entry["height"], self.entry["width"]
         if not all(header.size):
@@ -222,7 +224,7 @@ class _MendedImage:
             raise _LostObjectError("size mismatch")
         return size
 
-    def _add(self, entry: dict[str, Any]) -> None:
+    def _add(self, entry: Entry) -> None:
         """Mend an annotation by its mask, and add it.
 
         It is left out if it has no area, or the same category and outline as another one.
@@ -266,7 +268,7 @@ class _MendedImage:
         else:
             self.annotations[key] = entry | values
 
-    def _mend_box(self, values: dict[str, Any], rle: dict[str, Any]) -> None:
+    def _mend_box(self, values: Entry, rle: Rle) -> None:
         """Take the box from the mask if box and mask disagree.
 
         Raises:
@@ -287,7 +289,7 @@ class _MendedImage:
         values["bbox"], _ = measure_mask(rle)
         self.changes.append("box from the mask")
 
-    def _read_values(self, entry: dict[str, Any]) -> dict[str, Any]:
+    def _read_values(self, entry: Entry) -> Entry:
         """Return the numeric fields of an annotation, as COCO has them.
 
         Raises:
@@ -311,7 +313,7 @@ def _read_headers(
     folder: Place,
     dataset: CocoDataset,
     deep: bool,
-    validation: tuple[str | Place, str | Place] | None,
+    validation: Validation | None,
 ) -> list[Header]:
     """Return the header of each image. An image that is also in the validation set counts as
     unusable.
@@ -343,7 +345,7 @@ def _find_swapped(dataset: CocoDataset, headers: Sequence[Header]) -> list[int]:
     return swapped if len(swapped) >= _NEARLY_ALL * total else []
 
 
-def _fit(dataset: CocoDataset, group: list[int], size: tuple[int, int]) -> bool:
+def _fit(dataset: CocoDataset, group: list[int], size: Size) -> bool:
     """Return whether all polygons lie in an image of this size, and all RLE is made for it."""
     misfits = {"object without mask", "bad mask", "polygon beyond the image"}
     for i in group:
@@ -370,14 +372,14 @@ def _is_of_other_units(area: float | None, box: list[float], pixels: int) -> boo
     return (in_box > 1 and in_mask > 1.1) or (in_box < 0.1 and in_mask < 0.5)
 
 
-def _try_field(entry: dict[str, Any], name: str) -> Any:
+def _try_field(entry: Entry, name: str) -> Any:
     try:
         return read_field(entry, name)
     except FAULTS:
         return None
 
 
-def _mend_outline(outline: Any, size: tuple[int, int]) -> Any:
+def _mend_outline(outline: Any, size: Size) -> Any:
     """Return a segmentation as COCO has it: a list of polygons in pixels, or RLE.
 
     Raises:

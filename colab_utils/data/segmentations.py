@@ -10,6 +10,10 @@ from numpy.typing import NDArray
 
 from colab_utils.errors import ColabUtilsError
 
+Entry = dict[str, Any]
+"""An image, an annotation or a category, as COCO has it."""
+Rle = dict[str, Any]
+"""A mask in RLE, as COCO has it: ``size`` (height and width) and ``counts``."""
 OUTLINE_NUMBERS = 6
 """How many numbers the smallest outline has: x and y of three points."""
 # Polygons that reach beyond this pixel are refused. No image is so wide, and pycocotools would walk
@@ -52,7 +56,7 @@ def identify_segmentation(segmentation: Any) -> tuple[str, Any] | None:
     return None
 
 
-def _read_point(entry: dict[str, Any]) -> Any:
+def _read_point(entry: Entry) -> Any:
     """Convert an object with x and y to a point, or to a list of points if x and y are lists."""
     if entry.keys() >= {"x", "y"}:
         return np.stack([entry["x"], entry["y"]], -1).tolist()
@@ -105,7 +109,7 @@ def count_numbers(segmentation: Any) -> int:
     return len(_NUMBER.findall(str(segmentation)))
 
 
-def is_nothing(annotation: dict[str, Any]) -> bool:
+def is_nothing(annotation: Entry) -> bool:
     """Return whether an annotation has no outline, no box and no area.
 
     A click that draws nothing leaves such annotations. The fields must be as COCO has them.

@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+Size = tuple[int, int]
+"""Height and width in pixels."""
 MODEL_SIZES = (800, 1333)
 """Default size of Mask R-CNN's input in pixels: the shorter side, and the limit of the longer one.
 """
@@ -22,7 +24,7 @@ def find_scale(
     return np.minimum(min_size / np.minimum(height, width), max_size / np.maximum(height, width))
 
 
-def fit_size(height: int, width: int, *, min_size: float, max_size: float) -> tuple[int, int]:
+def fit_size(height: int, width: int, *, min_size: float, max_size: float) -> Size:
     """Return the size to which torchvision's Mask R-CNN shrinks or enlarges an image.
 
     Each side is multiplied by the scale and rounded down, but has at least one pixel. See
@@ -38,7 +40,7 @@ def fit_size(height: int, width: int, *, min_size: float, max_size: float) -> tu
     return max(1, math.floor(height * scale)), max(1, math.floor(width * scale))
 
 
-def plan_size(height: int, width: int, *, min_size: int, max_size: int) -> tuple[int, int]:
+def plan_size(height: int, width: int, *, min_size: int, max_size: int) -> Size:
     """Return the size at which an image is stored.
 
     It is the size to which torchvision's Mask R-CNN would shrink the image. Images that it would

@@ -12,7 +12,10 @@ from colab_utils.data.statistics import DatasetStatistics
 from colab_utils.errors import ColabUtilsError
 from colab_utils.show.pictures import PALETTE, DescribedFigure, make_figure
 from colab_utils.streams import StreamTrial
+from colab_utils.units import format_count
 
+# The start and the end of each step, in seconds.
+Spans = Sequence[tuple[float, float]]
 BLUE = PALETTE[0]
 ORANGE = PALETTE[1]
 GREY = "#949494"
@@ -27,7 +30,7 @@ _CLASSES = 20
 
 
 def plot_first_seconds(
-    rows: Mapping[str, Sequence[tuple[float, float]]],
+    rows: Mapping[str, Spans],
     *,
     seconds: float | None = None,
     title: str = "",
@@ -86,9 +89,8 @@ def plot_first_seconds(
                 color="white",
                 edgecolor=GREY,
             )
-            batches = count_batches(spans, shown_s)
-            noun = "batch" if batches == 1 else "batches"
-            text = f"{white} {waits[name]}, {batches:,} {noun}"
+            batches = format_count(count_batches(spans, shown_s), "batch", "batches")
+            text = f"{white} {waits[name]}, {batches}"
             _write(axis, text, shown_s, row)
             figure.words.append(f"{name}: {text}")
         lengths = [(begin_s, end_s - begin_s) for begin_s, end_s in spans]
@@ -100,7 +102,7 @@ def plot_first_seconds(
     return figure
 
 
-def count_batches(spans: Sequence[tuple[float, float]], seconds: float) -> int:
+def count_batches(spans: Spans, seconds: float) -> int:
     """Return the number of steps that ended in the first ``seconds`` seconds."""
     return sum(end_s <= seconds for _, end_s in spans)
 

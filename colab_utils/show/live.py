@@ -127,53 +127,30 @@ def explore_simulation(
     require_number("load_s", load_s, above=0)
     require_number("step_s", step_s, above=0)
 
-    def make(kind: Any, value: float, text: str, **ends: float) -> Any:
-        wide = {"layout": {"width": "44em"}, "style": {"description_width": "20em"}}
+    def make(kind: Any, text: str, value: float, low: float, high: float, step: float) -> Any:
         return kind(
             value,
+            min=low,
+            max=high,
+            step=step,
             description=f"{text} (yours: {value:.3g})",
             continuous_update=False,
-            **wide,
-            **ends,
+            layout={"width": "44em"},
+            style={"description_width": "20em"},
         )
 
-    decades = {
-        "min": min(-3, math.log10(min(load_s, step_s))),
-        "max": max(2, math.log10(max(load_s, step_s))),
-    }
+    whole = ipywidgets.IntSlider
+    powers = ipywidgets.FloatLogSlider
+    # The ends of a slider of powers of ten are exponents.
+    low = min(-3, math.log10(min(load_s, step_s)))
+    high = max(2, math.log10(max(load_s, step_s)))
+    widest = max(1.5, load_cv)
     sliders = {
-        "workers": make(
-            ipywidgets.IntSlider,
-            workers,
-            "workers",
-            min=0,
-            max=max(workers, 8),
-        ),
-        "load_s": make(
-            ipywidgets.FloatLogSlider, load_s, "loading a batch, seconds", step=0.02, **decades
-        ),
-        "load_cv": make(
-            ipywidgets.FloatSlider,
-            load_cv,
-            "spread of loading",
-            min=0,
-            max=max(1.5, load_cv),
-            step=0.01,
-        ),
-        "step_s": make(
-            ipywidgets.FloatLogSlider,
-            step_s,
-            "a step, seconds",
-            step=0.02,
-            **decades,
-        ),
-        "prefetch": make(
-            ipywidgets.IntSlider,
-            prefetch,
-            "batches ahead, each worker",
-            min=1,
-            max=max(prefetch, 8),
-        ),
+        "workers": make(whole, "workers", workers, 0, max(workers, 8), 1),
+        "load_s": make(powers, "loading a batch, seconds", load_s, low, high, 0.02),
+        "load_cv": make(ipywidgets.FloatSlider, "spread of loading", load_cv, 0, widest, 0.01),
+        "step_s": make(powers, "a step, seconds", step_s, low, high, 0.02),
+        "prefetch": make(whole, "batches ahead, each worker", prefetch, 1, max(prefetch, 8), 1),
     }
     view = ipywidgets.HTML()
 

@@ -21,10 +21,11 @@ from pycocotools import mask as coco_mask
 
 from colab_utils.data.coco import CocoDataset
 from colab_utils.data.decoding import open_image, to_rgb, turn_upright
-from colab_utils.data.masks import encode_segmentation, resize_rles
+from colab_utils.data.masks import crop_pixels, encode_segmentation
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import read_file
-from colab_utils.places import Place, open_place
+from colab_utils.places import Place, PlaceLike, open_place
+from colab_utils.units import format_count
 
 # Okabe and Ito's colours. People with any common colour blindness can tell them apart
 # (jfly.uni-koeln.de/color).
@@ -37,8 +38,12 @@ _NAMED = 5
 _DRAWN = 100
 # An image of unknown height or width is drawn with this many pixels.
 _UNKNOWN_SIDE = 480
+# `draw_annotations` draws images with at most this many pixels a side.
+_LONGEST_SIDE = 640
+# A target or a prediction of torchvision's models, or what is drawn of them.
+_Objects = Mapping[str, Any]
 # A panel has a heading, an image, and the objects on it.
-_Panel = tuple[str, Any, Mapping[str, Any]]
+_Panel = tuple[str, Any, _Objects]
 
 
 class DescribedFigure(Figure):
@@ -63,8 +68,8 @@ class DescribedFigure(Figure):
 
 
 def draw_pair(
-    before: tuple[Any, Mapping[str, Any]],
-    after: tuple[Any, Mapping[str, Any]],
+    before: tuple[Any, _Objects],
+    after: tuple[Any, _Objects],
     *,
     class_names: Mapping[int, str],
 ) -> DescribedFigure:
@@ -94,7 +99,7 @@ def draw_pair(
 
 
 def draw_predictions(
-    dataset: Any, predictions: Sequence[Mapping[str, Any]], *, min_score: float = 0.5
+    dataset: Any, predictions: Sequence[_Objects], *, min_score: float = 0.5
 ) -> DescribedFigure:
     """Draw one sample a row: the ground truth on the left, the model's predictions on the right.
 
@@ -131,8 +136,8 @@ def draw_predictions(
         panels.append((f"sample {i}, prediction", image, {**shown, "fits": fits.any(1)}))
         objects_that_fit.extend(fits.any(0))
         predictions_that_fit.extend(fits.any(1))
-    objects = _count(len(objects_that_fit), "object")
-    drawn = _count(len(predictions_that_fit), "prediction")
+    objects = format_count(len(objects_that_fit), "object")
+    drawn = format_count(len(predictions_that_fit), "prediction")
     title = (
         f"{sum(objects_that_fit)} of {objects} found (thick outlines), "
         f"by {drawn} with a score of {min_score:g} or more"
@@ -141,7 +146,7 @@ def draw_predictions(
 
 
 def draw_annotations(
-    images: str | Place,
+    images: PlaceLike,
     panels: Sequence[tuple[str, CocoDataset, int]],
     *,
     title: str,
@@ -170,35 +175,28 @@ def draw_annotations(
     )
 
 
-def _read_annotated(images: Place, dataset: CocoDataset, i: int) -> tuple[Any, dict[str, Any]]:
+def _read_annotated(images: Place, dataset: CocoDataset, i: int) -> tuple[Any, _Objects]:
     """Read a small copy of an image, and its annotations at the same scale."""
-    height, width = dataset.sizes[i].tolist()
-    if height <= 0:
-        height = _UNKNOWN_SIDE
-    if width <= 0:
-        width = _UNKNOWN_SIDE
-    picture: Image.Image | None = None
+    size = dataset.sizes[i]
+    height, width = np.where(size > 0, size, _UNKNOWN_SIDE).tolist()
+    picture = Image.new("RGB", (width, height), "#dddddd")
     # The page that shows the picture also names bad files in words. So errors are ignored here.
     with suppress(Exception):
         content = read_file(dataset.find_image(images, i)[0])
         picture = to_rgb(turn_upright(open_image(content), height, width))
         width, height = picture.size
-    scale = min(1, 640 / max(width, height))
-    size = max(1, round(width * scale)), max(1, round(height * scale))
-    small = picture.resize(size) if picture else Image.new("RGB", size, "#dddddd")
-
+    # Only every n-th pixel of a mask is drawn, and the mean of n x n pixels of the image.
+    each = -(-max(width, height) // _LONGEST_SIDE)
+    small = np.asarray(picture.reduce(each))
     annotations = dataset.read_annotations(i)[0]
     annotations.sort(key=lambda annotation: -abs(math.prod(annotation["bbox"][2:])))
     annotations = annotations[:_DRAWN]
-    masks = list[Any]()
-    for annotation in annotations:
-        try:
+    masks = np.zeros((len(annotations), *small.shape[:2]), np.uint8)
+    for mask, annotation in zip(masks, annotations, strict=True):
+        with suppress(ColabUtilsError):
             rle = encode_segmentation(annotation["segmentation"], height, width)
-            rles = resize_rles([rle], small.height, small.width)
-            masks.append(coco_mask.decode(rles)[..., 0])
-        except ColabUtilsError:
-            masks.append(np.zeros((small.height, small.width), np.uint8))
-    boxes = np.array([annotation["bbox"] for annotation in annotations]).reshape(-1, 4) * scale
+            mask[:] = coco_mask.decode(rle)[::each, ::each]
+    boxes = np.array([annotation["bbox"] for annotation in annotations]).reshape(-1, 4) / each
     boxes[:, 2:] += boxes[:, :2]
     objects = {
         "boxes": boxes.clip(-99, 999),
@@ -206,7 +204,7 @@ def _read_annotated(images: Place, dataset: CocoDataset, i: int) -> tuple[Any, d
         "masks": masks,
         "size": (width, height),
     }
-    return np.asarray(small).transpose(2, 0, 1), objects
+    return small.transpose(2, 0, 1), objects
 
 
 def make_figure(title: str, *, width: float, height: float) -> DescribedFigure:
@@ -286,7 +284,7 @@ class _Object(NamedTuple):
 
 
 def _draw_objects(
-    axis: Axes, image: Any, objects: Mapping[str, Any], names: Mapping[int, str], inches: float
+    axis: Axes, image: Any, objects: _Objects, names: Mapping[int, str], inches: float
 ) -> None:
     # Only every n-th pixel of a large photo is drawn.
     each = max(1, max(image.shape) // 1000)
@@ -311,7 +309,7 @@ def _draw_objects(
     axis.imshow(canvas.clip(0, 1))
 
 
-def _list_objects(objects: Mapping[str, Any], names: Mapping[int, str], each: int) -> list[_Object]:
+def _list_objects(objects: _Objects, names: Mapping[int, str], each: int) -> list[_Object]:
     boxes = _to_array(objects["boxes"]) / each
     masks = _to_array(objects["masks"])
     scores = _to_array(objects.get("scores", ()))
@@ -334,14 +332,14 @@ def _list_objects(objects: Mapping[str, Any], names: Mapping[int, str], each: in
 
 def _draw_outline(axis: Axes, item: _Object) -> None:
     """Draw the outline of a mask in the colour of its object, with a white edge."""
-    top, bottom = np.flatnonzero(item.inside.any(1))[[0, -1]]
-    left, right = np.flatnonzero(item.inside.any(0))[[0, -1]]
-    crop = item.inside[top : bottom + 1, left : right + 1]
+    left, top, crop = crop_pixels(item.inside)
+    bottom = top + crop.shape[0]
+    right = left + crop.shape[1]
     # A border of zeros closes the outline of a mask at the edge of its crop.
     lines = axis.contour(
         np.pad(crop, 1),
         [0.5],
-        extent=(left - 1, right + 1, top - 1, bottom + 1),
+        extent=(left - 1, right, top - 1, bottom),
         colors=[item.colour],
     )
     halo = withStroke(linewidth=item.thick + 1.5, foreground="white")
@@ -367,7 +365,7 @@ def _write_name(axis: Axes, item: _Object, shape: tuple[int, ...], inches: float
     )
 
 
-def _match(predictions: Mapping[str, Any], truth: Mapping[str, Any]) -> Any:
+def _match(predictions: _Objects, truth: _Objects) -> Any:
     """Return which of the N predictions fits which of the M objects, bool [N, M]."""
     masks = _to_array(predictions["masks"]).astype(np.float32)
     truths = _to_array(truth["masks"]).astype(np.float32)
@@ -381,8 +379,3 @@ def _to_array(values: Any) -> Any:
     if hasattr(values, "cpu"):
         values = values.cpu()
     return np.asarray(values)
-
-
-def _count(number: int, noun: str) -> str:
-    plural = "" if number == 1 else "s"
-    return f"{number:,} {noun}{plural}"

@@ -11,6 +11,7 @@ from colab_utils.require import require_local_path
 from colab_utils.show.charts import format_figure, plot_bars
 from colab_utils.show.comparison_charts import Content, find_gain, read_comparison
 from colab_utils.show.pictures import DescribedFigure
+from colab_utils.units import format_count
 
 if TYPE_CHECKING:
     from colab_utils.comparison.compare import Comparison
@@ -39,10 +40,9 @@ def plot_receipts(receipts: Sequence[str | Path]) -> DescribedFigure:
         notes[name] = f"waits {line['waits before']:.0%} → {line['waits after']:.0%}"
     before = median(line["waits before"] for line in lines)
     after = median(line["waits after"] for line in lines)
-    noun = "receipt" if len(lines) == 1 else "receipts"
     title = (
-        f"{len(lines)} {noun}: the step waits {before:.0%} → {after:.0%} of the time, "
-        f"and trains {format_figure(median(values.values()))} times as fast (medians)"
+        f"{format_count(len(lines), 'receipt')}: the step waits {before:.0%} → {after:.0%} of the "
+        f"time, and trains {format_figure(median(values.values()))} times as fast (medians)"
     )
     unit = "times as many images/s as before"
     return plot_bars(

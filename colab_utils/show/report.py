@@ -17,7 +17,7 @@ from colab_utils.drive import explain_write
 from colab_utils.errors import escape
 from colab_utils.files import require_new, write_file
 from colab_utils.machine import Machine
-from colab_utils.places import Place
+from colab_utils.places import PlaceLike
 from colab_utils.require import require_local_path
 from colab_utils.show import render
 from colab_utils.show.charts import plot_first_seconds, plot_statistics
@@ -121,8 +121,8 @@ def write_summary(summary: "Summary", path: str | Path) -> Path:
 
 def write_check(
     report: DatasetReport,
-    images: str | Place,
-    annotations: str | Place | CocoDataset,
+    images: PlaceLike,
+    annotations: PlaceLike | CocoDataset,
     path: str | Path,
     *,
     repaired: str | Path = "",

@@ -12,8 +12,6 @@ from typing import Any
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.loading.ranks import Ranks
 
-_NAMED_RANKS = 4
-
 
 @contextmanager
 def share_errors(ranks: Ranks) -> Iterator[None]:
@@ -50,7 +48,7 @@ def require_same(ranks: Ranks, facts: Mapping[str, Any]) -> None:
         facts: What this process has: texts, numbers or None. The keys are names for the message.
 
     Raises:
-        ColabUtilsError: Some facts differ. The message lists their values, with the ranks of each.
+        ColabUtilsError: Some facts differ. The message lists their values, with the first ranks.
 
     Example:
         >>> require_same(Ranks(), {"seed": 0})
@@ -72,16 +70,6 @@ def require_same(ranks: Ranks, facts: Mapping[str, Any]) -> None:
 
 
 def _describe_values(values: list[Any]) -> str:
-    """Return each value with the ranks that have it, such as "0 on rank 0, 7 on ranks 1 and 2"."""
-    ranks_of_values: dict[Any, list[str]] = {}
-    for rank, value in enumerate(values):
-        ranks_of_values.setdefault(value, []).append(str(rank))
-    parts = []
-    for value, ranks in ranks_of_values.items():
-        if len(ranks) == 1:
-            parts.append(f"{value} on rank {ranks[0]}")
-            continue
-        if len(ranks) > _NAMED_RANKS:
-            ranks = [*ranks[:_NAMED_RANKS], f"{len(ranks) - _NAMED_RANKS} more"]
-        parts.append(f"{value} on ranks {', '.join(ranks[:-1])} and {ranks[-1]}")
+    """Return each value with the first rank that has it, such as "0 on rank 0, 7 on rank 2"."""
+    parts = [f"{value} on rank {values.index(value)}" for value in dict.fromkeys(values)]
     return ", ".join(parts)

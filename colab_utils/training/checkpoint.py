@@ -13,8 +13,10 @@ import torch
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import hash_bytes, parse_file, read_whole
-from colab_utils.places import Place
+from colab_utils.places import Place, PlaceLike
 
+State = Mapping[str, Any]
+"""What a checkpoint holds."""
 TORN = "is torn (cut short or damaged)"
 # A seal begins with this text, where the number is the version of the format. The checksum follows.
 _SEAL = b"colab_utils 2 "
@@ -26,7 +28,7 @@ class TornError(ColabUtilsError):
     """A checkpoint is not as it was written. It gave the same wrong bytes twice."""
 
 
-def pack_state(state: Mapping[str, Any]) -> tuple[memoryview, bytes]:
+def pack_state(state: State) -> tuple[memoryview, bytes]:
     """Return the content of a file that holds a state, and the seal to write after it.
 
     Example:
@@ -83,7 +85,7 @@ def _check_seal(path: Place, content: bytes) -> bytes:
 
 
 @contextmanager
-def explain_state(state: Mapping[str, Any] | None) -> Iterator[None]:
+def explain_state(state: State | None) -> Iterator[None]:
     """Refuse a checkpoint if the block, which uses its state, fails.
 
     ``state`` is what `CheckpointFolder.read` returned.
@@ -110,7 +112,7 @@ def explain_state(state: Mapping[str, Any] | None) -> Iterator[None]:
         raise _refuse(state["path"]) from error
 
 
-def choose_weights(state: Mapping[str, Any]) -> Any:
+def choose_weights(state: State) -> Any:
     """Return the weights of a checkpoint: the averaged ones if an earlier version stored them.
 
     Example:
@@ -137,23 +139,21 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], path: str) 
             )
 
 
-def _refuse(path: str | Place) -> ColabUtilsError:
+def _refuse(path: PlaceLike) -> ColabUtilsError:
     return ColabUtilsError(
         f"{path} is no checkpoint of this version of colab_utils: it was changed or renamed, or "
         f"another program or version wrote it. {_CURE} Or update colab_utils."
     )
 
 
-def load_content(path: Place, content: bytes) -> dict[str, Any]:
+def load_content(path: Place, content: bytes) -> State:
     """Return the state that a file holds.
 
     `read_sealed` has checked the seal of ``content``, so the file is not torn. Only torn files are
     renamed, by `CheckpointFolder.read`. So this file keeps its name even if it cannot be loaded.
     """
     try:
-        state: dict[str, Any] = torch.load(
-            io.BytesIO(content), map_location="cpu", weights_only=True
-        )
+        state: State = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:
         first_line = (str(error) or type(error).__name__).splitlines()[0]
         raise ColabUtilsError(

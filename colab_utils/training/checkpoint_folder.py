@@ -11,7 +11,7 @@ import shutil
 import stat
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from secrets import token_bytes
@@ -23,6 +23,7 @@ from colab_utils.files import hash_bytes, read_whole, write_file
 from colab_utils.machine import COLAB_ROOT
 from colab_utils.places import (
     Place,
+    PlaceLike,
     RefusedError,
     ServerLostError,
     UrlPath,
@@ -31,6 +32,7 @@ from colab_utils.places import (
 )
 from colab_utils.training.checkpoint import (
     TORN,
+    State,
     TornError,
     explain_read,
     load_content,
@@ -81,7 +83,7 @@ class CheckpointFolder:
         [1.5, 0.5]
     """
 
-    def __init__(self, run: str | Place) -> None:
+    def __init__(self, run: PlaceLike) -> None:
         self.run = open_place(run)
         self._identity = b""
 
@@ -132,7 +134,7 @@ class CheckpointFolder:
 
     def save(
         self,
-        state: Mapping[str, Any],
+        state: State,
         *,
         step: int,
         which: Which = "newest",
@@ -215,7 +217,7 @@ class CheckpointFolder:
             ) from error
         return path
 
-    def read(self, which: Which = "newest", *, repair: bool = False) -> dict[str, Any] | None:
+    def read(self, which: Which = "newest", *, repair: bool = False) -> State | None:
         """Read the newest or the best complete checkpoint to the CPU.
 
         A file is torn if it is cut short or fails its checksum, and a second read gives the same

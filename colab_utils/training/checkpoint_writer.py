@@ -1,6 +1,5 @@
 """Checkpoints that are written in a thread while training goes on."""
 
-from collections.abc import Mapping
 from concurrent.futures import Future
 from time import perf_counter
 from typing import Any
@@ -11,6 +10,7 @@ from torch.utils._pytree import tree_map_only
 
 from colab_utils.places import Place
 from colab_utils.processes import ThreadPool
+from colab_utils.training.checkpoint import State
 from colab_utils.training.checkpoint_folder import CheckpointFolder, Which
 
 # Seconds from one checkpoint until the next is due. The first number is for the middle of an epoch,
@@ -56,7 +56,7 @@ class CheckpointWriter:
 
     def submit(
         self,
-        state: Mapping[str, Any],
+        state: State,
         *,
         step: int,
         which: Which = "newest",

@@ -16,7 +16,7 @@ from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.opening import open_dataset
 from colab_utils.loading.samples import has_moved_names
-from colab_utils.places import Place, open_place
+from colab_utils.places import PlaceLike, open_place
 
 
 @dataclass(frozen=True)
@@ -68,30 +68,25 @@ class OpenData:
     def describe(self) -> dict[str, Any]:
         """Return facts that all processes must agree on, because they share the batches."""
         order = hash_bytes(self.dataset.image_ids.tobytes(), self.dataset.sizes.tobytes())
-        facts: dict[str, Any] = {
+        return {
             "dataset": self.dataset.fingerprint,
             "number of images": len(self.dataset),
             "number of images with objects": len(self.rows),
             # Two copies of a dataset may have the same number of images, but not the same images.
             # The sizes are in the checksum, because they decide which images share a batch.
             "order of the images": order,
-            "validation dataset": None,
-            "number of validation images": None,
+            "validation dataset": getattr(self.validation, "fingerprint", None),
         }
-        if self.validation is not None:
-            facts["validation dataset"] = self.validation.fingerprint
-            facts["number of validation images"] = len(self.validation)
-        return facts
 
 
 @dataclass(frozen=True)
 class DataSource:
     """Where the images of a run lie: in shards, or in loose files that are made into shards."""
 
-    shards: str | Place | None = None
-    images: str | Place | None = None
-    annotations: str | Place | None = None
-    drive: str | Place | None = None
+    shards: PlaceLike | None = None
+    images: PlaceLike | None = None
+    annotations: PlaceLike | None = None
+    drive: PlaceLike | None = None
     """Folder on Drive for the shards that are made of the loose files."""
     ssd: str | Path | None = None
     """Folder for the shards, on this machine's disk."""
@@ -134,7 +129,7 @@ class DataSource:
 def open_data(
     source: DataSource,
     *,
-    val_shards: str | Place | None,
+    val_shards: PlaceLike | None,
     seed: int,
 ) -> Iterator[OpenData]:
     """Open the images of a run. After the block, stop copying or writing shards.
@@ -152,7 +147,7 @@ def open_data(
 def _find_images(
     dataset: ShardDataset | CocoFolder,
     source: DataSource,
-    val_shards: str | Place | None,
+    val_shards: PlaceLike | None,
 ) -> OpenData:
     """Find the images with objects, and open the validation images."""
     place = source.shards or source.images

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torchvision.models.detection import MaskRCNN
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor
 
+from colab_utils.data.sizes import Size
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.samples import has_moved_names
@@ -28,7 +29,7 @@ from colab_utils.processes import ThreadPool, explain_shared_memory, fork_pool
 from colab_utils.progress import show_progress
 from colab_utils.training.detection import describe_detections, detect
 from colab_utils.training.precision import keep_boxes_exact
-from colab_utils.training.sizes import Size, choose_sizes, fit_shape
+from colab_utils.training.sizes import find_size
 
 _DECODING_THREADS = 2
 
@@ -208,9 +209,11 @@ def _group_images(
     if not isinstance(model, MaskRCNN):
         return [[i] for i in range(len(dataset))]
     groups: dict[Size, list[int]] = {}
-    for i, size in enumerate(choose_sizes(model.transform, dataset.sizes.tolist())):
-        shape = fit_shape([size], step=model.transform.size_divisible)
-        groups.setdefault(shape, []).append(i)
+    step = model.transform.size_divisible
+    for i, size in enumerate(dataset.sizes.tolist()):
+        height, width = find_size(model.transform, *size)
+        # torchvision pads each side to a multiple of the step.
+        groups.setdefault((-(-height // step), -(-width // step)), []).append(i)
     batches = []
     for group in groups.values():
         batches += [group[i : i + batch_size] for i in range(0, len(group), batch_size)]

@@ -3,12 +3,13 @@
 import math
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from time import monotonic
-from typing import cast
+from typing import NoReturn, cast
 
 from torch import distributed
 
@@ -40,12 +41,13 @@ def watch_ranks(ranks: Ranks, on_silence: Callable[[str], object]) -> Iterator["
     """
     store = _open_store(ranks)
     heartbeat = Heartbeat(ranks, store, on_silence)
-    threads = []
-    if store is not None:
-        threads = [
-            threading.Thread(target=heartbeat.beat, daemon=True),
-            threading.Thread(target=heartbeat.watch, daemon=True),
-        ]
+    if store is None:
+        yield heartbeat
+        return
+    threads = [
+        threading.Thread(target=heartbeat.beat, daemon=True),
+        threading.Thread(target=heartbeat.watch, daemon=True),
+    ]
     for thread in threads:
         thread.start()
     has_ended_well = False
@@ -57,7 +59,7 @@ def watch_ranks(ranks: Ranks, on_silence: Callable[[str], object]) -> Iterator["
         # If a thread is inside torch when Python ends, the process is aborted.
         for thread in threads:
             thread.join()
-        if has_ended_well and store is not None:
+        if has_ended_well:
             # The store may be gone, because its process has ended already.
             with suppress(RuntimeError):
                 store.set(_name_key(ranks.rank), _FAREWELL)
@@ -144,6 +146,17 @@ class Heartbeat:
             return f"The machine of torchrun's store, {store}, was not heard for {_SILENCE_S:.0f} s"
         lost = ", ".join(f"rank {rank} on {self._hosts[rank]}" for rank in silent)
         return f"No sign of life came from {lost} for {_SILENCE_S:.0f} s"
+
+
+def end_process(text: str, outlook: str) -> NoReturn:
+    """End this process at once, because another one is lost. The main thread waits for that one."""
+    print(
+        f"error: {text}. Look at that machine and its network, and start all processes again: "
+        f"{outlook}.",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(1)
 
 
 def _name_key(rank: int) -> str:

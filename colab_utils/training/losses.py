@@ -21,14 +21,16 @@ from torchvision.models.detection.roi_heads import RoIHeads, fastrcnn_loss
 from torchvision.models.detection.rpn import RegionProposalNetwork
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
+from colab_utils.data.sizes import Size
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.mask_targets import sample_masks
 from colab_utils.loading.masks import flip_boxes
 from colab_utils.loading.targets import check_objects
-from colab_utils.training.sizes import Size
 from colab_utils.training.torch_defaults import use_cpu
 
+Tensors = dict[str, Tensor]
+"""A target of torchvision's models, or their losses, by name."""
 _COMPARED_OBJECTS = 16
 
 
@@ -38,7 +40,7 @@ def compute_losses(
     batch: PackedBatch,
     *,
     flips: Sequence[bool] | None = None,
-) -> dict[str, Tensor]:
+) -> Tensors:
     """Return the losses of ``model(images, targets)`` in training mode, from a packed batch.
 
     With the same random state, the losses and their gradients are those of torchvision. Only mask
@@ -143,7 +145,7 @@ def make_input(
     batch: PackedBatch,
     *,
     flips: Sequence[bool],
-) -> tuple[ImageList, list[dict[str, Tensor]]]:
+) -> tuple[ImageList, list[Tensors]]:
     """Transform a packed batch as ``transform(images, targets)`` does, but without masks.
 
     Images are transformed one at a time. torchvision needs all images of a batch as floats in their
@@ -193,8 +195,8 @@ def _find_proposals(
     rpn: RegionProposalNetwork,
     images: ImageList,
     features: Mapping[str, Tensor],
-    targets: list[dict[str, Tensor]],
-) -> tuple[list[Tensor], dict[str, Tensor]]:
+    targets: list[Tensors],
+) -> tuple[list[Tensor], Tensors]:
     """Return the proposals of each image, and the losses of the proposal network.
 
     torchvision compares all objects of an image with all anchors at once. Its tensors together take
@@ -236,7 +238,7 @@ def _compute_box_losses(
     offsets: list[Tensor],
     *,
     sizes: list[Size],
-) -> dict[str, Tensor]:
+) -> Tensors:
     """Return the losses of the classes and of the boxes of all regions.
 
     Args:

@@ -11,7 +11,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import PackedBatch, collate_packed, open_batch, write_batch
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.training.model import LIGHT_MODEL
-from colab_utils.training.sizes import choose_sizes
+from colab_utils.training.sizes import find_size
 from colab_utils.training.step import MOST_PARTS, TrainingStep
 from colab_utils.units import format_bytes
 
@@ -77,7 +77,7 @@ def plan_memory(
     """
     model = step.model
     counts = dataset.counts[rows]
-    sizes = choose_sizes(model.transform, dataset.sizes[rows].tolist())
+    sizes = [find_size(model.transform, *size) for size in dataset.sizes[rows].tolist()]
     heaviest = _find_heaviest(np.array(sizes), counts)
     if batch_size is None:
         tries = [(size, 1) for size in _BATCH_SIZES if size <= len(heaviest)]

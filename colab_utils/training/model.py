@@ -24,10 +24,10 @@ from torchvision.models.detection.faster_rcnn import FastRCNNPredictor
 from torchvision.models.detection.mask_rcnn import MaskRCNNPredictor
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.places import Place
+from colab_utils.places import PlaceLike
 from colab_utils.progress import is_watched
 from colab_utils.require import require_choice
-from colab_utils.training.checkpoint import choose_weights, explain_state, load_weights
+from colab_utils.training.checkpoint import State, choose_weights, explain_state, load_weights
 from colab_utils.training.checkpoint_folder import CheckpointFolder
 from colab_utils.training.norms import Norms, freeze_norms
 from colab_utils.training.small_models import assemble_light, assemble_tiny
@@ -60,7 +60,7 @@ def build_mask_rcnn(
     name: str = GPU_MODEL,
     *,
     num_classes: int,
-    weights: str | Place | None = "coco",
+    weights: PlaceLike | None = "coco",
     min_size: int = 800,
     max_size: int = 1333,
     norms: Norms = "frozen",
@@ -166,9 +166,7 @@ def assemble_mask_rcnn(
 
 
 @use_cpu()
-def load_trained_model(
-    run: str | Place, *, which: Literal["best", "newest"] = "newest"
-) -> MaskRCNN:
+def load_trained_model(run: PlaceLike, *, which: Literal["best", "newest"] = "newest") -> MaskRCNN:
     """Load the model of a run's newest checkpoint to the CPU, in evaluation mode.
 
     No file is changed. If an earlier version of this package stored averaged weights in the
@@ -195,7 +193,7 @@ def load_trained_model(
     return _read_model(state).eval()
 
 
-def _read_model(state: Mapping[str, Any]) -> MaskRCNN:
+def _read_model(state: State) -> MaskRCNN:
     """Return the model of a checkpoint, in training mode."""
     with explain_state(state):
         plan = state["plan"]
@@ -259,7 +257,7 @@ def _fetch_pretrained(name: str) -> Mapping[str, Any] | None:
         socket.setdefaulttimeout(timeout)
 
 
-def _load_run(name: str, run: str | Place) -> tuple[MaskRCNN, Mapping[int, str]]:
+def _load_run(name: str, run: PlaceLike) -> tuple[MaskRCNN, Mapping[int, str]]:
     """Load the model and the class names of a run's best checkpoint.
 
     Without a best checkpoint, take the newest.
@@ -304,21 +302,16 @@ def _replace_heads(
             matches[label] = labels[name.lower()]
             # Label 0 is the background on both sides.
             matches[0] = 0
-    heads = model.roi_heads
-    boxes = heads.box_predictor
-    masks = heads.mask_predictor
+    boxes = model.roi_heads.box_predictor
+    masks = model.roi_heads.mask_predictor
     classes = boxes.cls_score.out_features
-    convolution = masks.conv5_mask
-    heads.box_predictor = FastRCNNPredictor(boxes.cls_score.in_features, num_classes)
-    heads.mask_predictor = MaskRCNNPredictor(
-        convolution.in_channels, convolution.out_channels, num_classes
-    )
-    heads.mask_predictor.conv5_mask = convolution
+    new_boxes = FastRCNNPredictor(boxes.cls_score.in_features, num_classes)
+    channels = masks.mask_fcn_logits.in_channels
+    new_logits = MaskRCNNPredictor(channels, channels, num_classes).mask_fcn_logits
     sources = [*boxes.parameters(), *masks.mask_fcn_logits.parameters()]
-    targets = [
-        *heads.box_predictor.parameters(),
-        *heads.mask_predictor.mask_fcn_logits.parameters(),
-    ]
+    targets = [*new_boxes.parameters(), *new_logits.parameters()]
+    model.roi_heads.box_predictor = new_boxes
+    masks.mask_fcn_logits = new_logits
     for source, target in zip(sources, targets, strict=True):
         rows = source.unflatten(0, (classes, -1))[[*matches.values()]]
         target.unflatten(0, (num_classes, -1))[[*matches]] = rows

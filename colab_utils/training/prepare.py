@@ -8,9 +8,9 @@ import torch
 
 from colab_utils.errors import ColabUtilsWarning
 from colab_utils.loading.ranks import Ranks
-from colab_utils.places import Place
+from colab_utils.places import PlaceLike
 from colab_utils.training.agreement import share_errors
-from colab_utils.training.checkpoint import explain_state
+from colab_utils.training.checkpoint import State, explain_state
 from colab_utils.training.data import OpenData
 from colab_utils.training.memory import MemoryPlan, plan_memory
 from colab_utils.training.model import assemble_mask_rcnn, build_mask_rcnn
@@ -42,8 +42,8 @@ def prepare_step(
     device: torch.device,
     ranks: Ranks,
     seed: int,
-    weights: str | Place | None,
-    state: dict[str, Any] | None,
+    weights: PlaceLike | None,
+    state: State | None,
 ) -> PreparedStep:
     """Build the model on its device, the same in every process, and choose the batch size.
 
@@ -87,8 +87,8 @@ def _build_network(
     settings: Settings,
     data: OpenData,
     ranks: Ranks,
-    weights: str | Place | None,
-    state: dict[str, Any] | None,
+    weights: PlaceLike | None,
+    state: State | None,
 ) -> Any:
     """Return the layers to load a checkpoint into, or the model that a new run starts from."""
     sizes: dict[str, Any] = {

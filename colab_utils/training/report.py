@@ -1,7 +1,7 @@
 """The reports of a run: a log line every few steps, and a summary at the end."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -59,6 +59,10 @@ class LogLine:
             f"step {self.step}/{self.steps}  loss {self.loss:.3f}  lr {self.learning_rate:.5f}  "
             f"{self.images_per_second:.1f} images/s  wait {self.wait_share:.0%}{memory}{evaluated}"
         )
+
+
+Log = Callable[[TrainingPlan | LogLine], object]
+"""What takes the plan of a run, and then each line of its log."""
 
 
 @dataclass(frozen=True)

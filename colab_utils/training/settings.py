@@ -38,10 +38,9 @@ class AskedSettings:
         """
         if self.model is not None:
             require_choice("model", self.model, tuple(BUILDERS))
-        if self.min_size is not None:
-            require_count("min_size", self.min_size, maximum=LARGEST_SIDE)
-        if self.max_size is not None:
-            require_count("max_size", self.max_size, maximum=LARGEST_SIDE)
+        for name, side in {"min_size": self.min_size, "max_size": self.max_size}.items():
+            if side is not None:
+                require_count(name, side, maximum=LARGEST_SIDE)
         names = get_args(Augment)
         if self.augment is not None and self.augment not in (*names, OWN_TRANSFORMS):
             raise ColabUtilsError(

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.ranks import Ranks
-from colab_utils.training.checkpoint import choose_weights, load_weights
+from colab_utils.training.checkpoint import State, choose_weights, load_weights
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.precision import choose_precision, keep_boxes_exact
 from colab_utils.training.schedule import make_optimizer
@@ -261,7 +261,7 @@ class TrainingStep:
         gc.collect()
         torch.cuda.empty_cache()
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: State) -> None:
         """Load the weights, the optimiser and the scaler of a checkpoint, from any device.
 
         Raises:

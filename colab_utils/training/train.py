@@ -1,9 +1,8 @@
 """Train a Mask R-CNN: ``train`` opens data, chooses settings, prepares a step and makes a plan."""
 
 import os
-import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
@@ -18,20 +17,20 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import find_device, make_loader
 from colab_utils.loading.targets import Transforms
-from colab_utils.places import Place, open_place
+from colab_utils.places import PlaceLike, open_place
 from colab_utils.require import require_choice, require_count, require_local_path, require_path
 from colab_utils.shards.lock import hold_folder
 from colab_utils.training.agreement import require_same, share_errors
-from colab_utils.training.checkpoint import explain_state
+from colab_utils.training.checkpoint import State, explain_state
 from colab_utils.training.checkpoint_folder import CheckpointFolder
 from colab_utils.training.data import DataSource, OpenData, open_data
-from colab_utils.training.heartbeat import watch_ranks
+from colab_utils.training.heartbeat import end_process, watch_ranks
 from colab_utils.training.model import GPU_MODEL
 from colab_utils.training.norms import Norms
 from colab_utils.training.plan import TrainingPlan, count_steps, make_plan
 from colab_utils.training.prepare import prepare_step
 from colab_utils.training.ranks import join_ranks
-from colab_utils.training.report import LogLine, TrainReport
+from colab_utils.training.report import Log, TrainReport
 from colab_utils.training.settings import (
     LARGEST_COUNT,
     OWN_TRANSFORMS,
@@ -51,20 +50,20 @@ _ELSEWHERE = "another run folder (RUN_NAME), or pass resume='never'"
 
 
 def train(
-    shards: str | Place | None = None,
-    run: str | Place | None = None,
+    shards: PlaceLike | None = None,
+    run: PlaceLike | None = None,
     *,
-    images: str | Place | None = None,
-    annotations: str | Place | None = None,
-    drive: str | Place | None = None,
+    images: PlaceLike | None = None,
+    annotations: PlaceLike | None = None,
+    drive: PlaceLike | None = None,
     ssd: str | Path | None = None,
     local: str | Path | None = None,
     limit_gb: float | None = None,
-    val_shards: str | Place | None = None,
+    val_shards: PlaceLike | None = None,
     steps: int | None = None,
     epochs: int | None = None,
     model: str | None = None,
-    weights: str | Place | None = "coco",
+    weights: PlaceLike | None = "coco",
     batch_size: int | Literal["auto"] = "auto",
     resume: Literal["auto", "never"] = "auto",
     seed: int = 0,
@@ -75,7 +74,7 @@ def train(
     augment: Augment | Transforms | None = None,
     norms: Norms | None = None,
     workers: int | Literal["auto"] = "auto",
-    log: Callable[[TrainingPlan | LogLine], object] | None = None,
+    log: Log | None = None,
     device: str | torch.device | None = None,
 ) -> TrainReport:
     """Train a Mask R-CNN on shards, with checkpoints in ``run``. The same call resumes from them.
@@ -186,7 +185,7 @@ def train(
         ranks = stack.enter_context(join_ranks(device))
         heartbeat = stack.enter_context(watch_ranks(ranks, _end_before_training))
         folder = CheckpointFolder(run)
-        state: dict[str, Any] | None = None
+        state: State | None = None
         with share_errors(ranks):
             data = stack.enter_context(
                 open_data(
@@ -277,13 +276,7 @@ def train(
 
 def _end_before_training(text: str) -> None:
     """End this process, because another one is lost before the first step."""
-    print(
-        f"error: {text}. Nothing was trained. Look at that machine and its network, and start all "
-        "processes again.",
-        file=sys.stderr,
-        flush=True,
-    )
-    os._exit(1)
+    end_process(text, "nothing was trained yet")
 
 
 def _warn_of_faults(data: OpenData) -> None:
@@ -298,17 +291,15 @@ def _warn_of_faults(data: OpenData) -> None:
 
 def _check_length(steps: int | None, epochs: int | None, checkpoint_steps: int | None) -> None:
     """Refuse bad numbers of steps or epochs, and both of them at once."""
-    if steps is not None:
-        require_count("steps", steps, maximum=LARGEST_COUNT)
-    if epochs is not None:
-        require_count("epochs", epochs, maximum=LARGEST_COUNT)
-        if steps is not None:
-            raise ColabUtilsError(f"Both steps and epochs ({epochs}) are given. Pass one of them.")
-    if checkpoint_steps is not None:
-        require_count("checkpoint_steps", checkpoint_steps, maximum=LARGEST_COUNT)
+    counts = {"steps": steps, "epochs": epochs, "checkpoint_steps": checkpoint_steps}
+    for name, count in counts.items():
+        if count is not None:
+            require_count(name, count, maximum=LARGEST_COUNT)
+    if steps and epochs:
+        raise ColabUtilsError(f"Both steps and epochs ({epochs}) are given. Pass one of them.")
 
 
-def _check_paths(source: DataSource, val_shards: Any, *others: str | Place | None) -> None:
+def _check_paths(source: DataSource, val_shards: Any, *others: PlaceLike | None) -> None:
     """Refuse values that are no paths, URLs that cannot be read, and data named twice."""
     source.check()
     named = {"shards": source.shards, "val_shards": val_shards, "images": source.images}
@@ -341,7 +332,7 @@ def _choose_device(device: str | torch.device | None) -> torch.device:
 
 def _choose_settings(
     asked: AskedSettings,
-    state: dict[str, Any] | None,
+    state: State | None,
     data: OpenData,
     *,
     transforms: Transforms | None,
@@ -364,7 +355,7 @@ def _choose_settings(
 
 
 def _check_checkpoint(
-    state: dict[str, Any],
+    state: State,
     settings: Settings,
     data: OpenData,
     *,

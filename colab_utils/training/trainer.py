@@ -1,12 +1,10 @@
 """The training loop, and what a checkpoint saves of it between two steps."""
 
 import math
-import os
 import signal
-import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -23,13 +21,14 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, describe_erro
 from colab_utils.loading.clock import LoopClock
 from colab_utils.loading.loader import Loader
 from colab_utils.progress import show_progress
-from colab_utils.training.checkpoint import explain_state
+from colab_utils.training.checkpoint import State, explain_state
 from colab_utils.training.checkpoint_folder import CheckpointFolder
 from colab_utils.training.checkpoint_writer import CheckpointWriter
 from colab_utils.training.data import OpenData
 from colab_utils.training.evaluate import AveragePrecision, evaluate
+from colab_utils.training.heartbeat import end_process
 from colab_utils.training.plan import TrainingPlan
-from colab_utils.training.report import LogLine, LossPoint, TrainReport, average_losses
+from colab_utils.training.report import Log, LogLine, LossPoint, TrainReport, average_losses
 from colab_utils.training.schedule import compute_rate
 from colab_utils.training.skipped import SkippedSteps
 from colab_utils.training.step import TrainingStep
@@ -51,7 +50,7 @@ class Trainer:
 
     def __init__(
         self,
-        plan: "TrainingPlan",
+        plan: TrainingPlan,
         step: TrainingStep,
         loader: Loader,
         folder: CheckpointFolder,
@@ -95,7 +94,7 @@ class Trainer:
         self._signal = 0
         self._is_evaluating = False
 
-    def run(self, log: "Callable[[TrainingPlan | LogLine], object] | None") -> "TrainReport":
+    def run(self, log: Log | None) -> TrainReport:
         """Train until the plan's last step, evaluate, and return a report.
 
         ``log`` is called with the plan, then with each line. Without it, a progress bar is shown.
@@ -236,7 +235,7 @@ class Trainer:
         self._measured = now
         return images / wall_s, wait_s / wall_s
 
-    def _log(self, log: "Callable[[LogLine], object] | None") -> None:
+    def _log(self, log: Log | None) -> None:
         self._fetch_losses()
         self._tell_skipped()
         gpu_bytes = None
@@ -335,15 +334,9 @@ class Trainer:
         saving = threading.Thread(target=self._save_last, daemon=True)
         saving.start()
         saving.join(_LAST_CHECKPOINT_S)
-        print(
-            f"error: {text}. Look at that machine and its network, and start all processes again: "
-            f"they go on from {self.folder.newest or 'the start'}.",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(1)
+        end_process(text, f"they go on from {self.folder.newest or 'the start'}")
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: State) -> None:
         """Take the step, the losses and the best precision so far from a checkpoint.
 
         The step and the loader have loaded their own parts of the checkpoint before.

@@ -188,7 +188,8 @@ def test_a_process_that_falls_silent_before_the_first_step_is_named(shards, tmp_
         )
     error = capfd.readouterr().err
     host = socket.gethostname()
-    assert f"error: No sign of life came from rank 1 on {host} for 3 s. Nothing was" in error
+    assert f"error: No sign of life came from rank 1 on {host} for 3 s. Look at" in error
+    assert "start all processes again: nothing was trained yet." in error
     assert "Traceback" not in error
 
 
@@ -395,7 +396,7 @@ def test_one_process_of_a_host_copies_and_the_others_follow(many_shards, tmp_pat
         "model": TINY_MODEL,
         "shards": drive,
         "run": tmp_path / "run",
-        "local": tmp_path / "ssd",
+        "ssd": tmp_path / "ssd",
         "epochs": 2,
         "batch_size": 4,
         "workers": workers,
@@ -607,7 +608,7 @@ def test_ranks_with_a_partial_copy_are_refused_in_all_of_them(many_shards, tmp_p
     )
     assert len(set(messages)) == 1
     left = len(ShardDataset(many_shards / "part"))
-    assert f"number of images (9 on ranks 0 and 1, {left} on rank 2)" in messages[0]
+    assert f"number of images (9 on rank 0, {left} on rank 2)" in messages[0]
     assert "complete copies of the same shards" in messages[0]
     assert not (tmp_path / "run").exists()
 
@@ -698,14 +699,12 @@ def test_ranks_do_not_wait_for_a_folder_that_cannot_be_made(shards, tmp_path):
     assert messages[1].endswith(messages[0])
 
 
-def test_many_ranks_are_counted():
+def test_of_many_ranks_the_first_of_each_value_is_named():
     class Pretended(Ranks):
         def gather(self, value):
             return [{"seed": 0}] * 9 + [{"seed": 7}] * 2
 
-    with pytest.raises(
-        ColabUtilsError, match=r"seed \(0 on ranks 0, 1, 2, 3 and 5 more, 7 on ranks 9 and 10\)\. "
-    ):
+    with pytest.raises(ColabUtilsError, match=r"seed \(0 on rank 0, 7 on rank 9\)\. "):
         require_same(Pretended(0, 11), {"seed": 0})
 
 

@@ -159,7 +159,7 @@ def test_on_a_gpu_training_begins_with_the_first_shard(
         report = train(
             tiny_shards,
             tmp_path / "run",
-            local=tmp_path / "ssd",
+            ssd=tmp_path / "ssd",
             epochs=1,
             log=note,
             model=TINY_MODEL,
