@@ -72,7 +72,9 @@ _LASTING_KINDS = (PermissionError, NotImplementedError, ImportError, TypeError, 
 _LASTING_NUMBERS = (errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.EACCES, errno.ENOSPC)
 _LASTING_WORDS = ("Credential", "Token", "Auth", "Certificate", "Refresh", "NonRetryable")
 # HTTP statuses below 500 after which the same request may succeed later.
-_PASSING_STATUS = (408, 425, 429)
+_PASSING_STATUS = (408, 409, 425, 429)
+# S3 gives these reasons with other statuses, such as 400. The same request may succeed later.
+_PASSING_REASONS = re.compile(r"RequestTimeout|BadDigest|IncompleteBody|SHA256Mismatch|Throttl")
 _SILENT_S = 60.0
 # A gap of at most so many bytes is read and dropped, which is faster than another request.
 _SKIPPED_BYTES = 4_000_000
@@ -359,6 +361,20 @@ class UrlPath:
             system.invalidate_cache()
             return dict(system.info(path))
 
+    def find_refusal(self, error: Exception) -> Exception:
+        """Return an error that says why the server refused: the given one, or that of a read.
+
+        The answer of S3 to a question for a file's size has no reason, but its answer to a read has
+        one.
+        """
+        if _find_answer(error).get("Code") in ("400", "401", "403"):
+            system, path = self._locate()
+            try:
+                system.cat_file(path, 0, 1)
+            except Exception as refusal:
+                return refusal
+        return error
+
     def _locate(self) -> tuple[Any, str]:
         """Return fsspec's file system of the server, and the path of this file in it."""
         system = _open_system(self.server, os.getpid())
@@ -503,17 +519,24 @@ def guard_server(path: UrlPath) -> Iterator[None]:
         cause = _find_cause(error)
         if isinstance(cause, FileNotFoundError | NotADirectoryError | IsADirectoryError):
             raise
+        cause = path.find_refusal(cause)
         reason = _describe_cause(cause)
         if not _is_lasting(cause):
             raise ServerLostError(
                 f"{path} cannot be reached: the server failed ({reason}). Run the same again "
                 "later: what is done is safe."
             ) from error
+        # The next call opens the server anew, and thus finds new credentials.
+        _open_system.cache_clear()
+        cure = (
+            "Look at the address, and at your credentials and rights there; they may have expired"
+        )
+        if "TimeTooSkewed" in reason:
+            cure = "Set the clock of this machine"
         raise RefusedError(
-            f"{path} cannot be reached: the server refused ({reason}). Look at the address, and "
-            "at your credentials and rights there; they may have expired. Then run the same "
+            f"{path} cannot be reached: the server refused ({reason}). {cure}. Then run the same "
             "again: what is done is safe."
-        ) from error
+        ) from cause
 
 
 def _find_cause(error: Exception) -> Exception:
@@ -540,15 +563,27 @@ def find_reason(error: BaseException) -> str:
 def _describe_cause(error: BaseException) -> str:
     """Return an error in one line, without the address: the address may hold a signature."""
     status = _find_status(error)
+    answer = _find_answer(error)
     text = f"{type(error).__name__}: {error}"
-    if status:
+    if answer:
+        text = f"{answer.get('Code')}: {answer.get('Message')}"
+    elif status:
         # gcsfs writes the status behind its message, too.
         text = f"{status} {getattr(error, 'message', '')}".removesuffix(f", {status}")
     return " ".join(text.split())[:200]
 
 
+def _find_answer(error: BaseException) -> dict[str, Any]:
+    """Return the ``Code`` and ``Message`` with which S3 refused a request; {} for other errors."""
+    response = getattr(error.__cause__, "response", None)
+    return response.get("Error", {}) if isinstance(response, dict) else {}
+
+
 def _find_status(error: BaseException) -> int:
     """Return the HTTP status of an error; 0 if it has none."""
+    cause: Any = error.__cause__
+    if _find_answer(error):
+        return int(cause.response["ResponseMetadata"]["HTTPStatusCode"])
     for name in ("status", "code"):
         value = getattr(error, name, None)
         if isinstance(value, int):
@@ -560,7 +595,8 @@ def _is_lasting(error: Exception) -> bool:
     """Return whether the same request would fail again."""
     status = _find_status(error)
     if status:
-        return 300 <= status < 500 and status not in _PASSING_STATUS
+        is_passing = status in _PASSING_STATUS or _PASSING_REASONS.match(_describe_cause(error))
+        return 300 <= status < 500 and not is_passing
     if isinstance(error, _LASTING_KINDS):
         return True
     # The error of gcsfs for a refused request has no status and no number.

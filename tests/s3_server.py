@@ -1,4 +1,5 @@
-"""A server that answers as S3 does, in a process of its own: `python -m tests.s3_server RULES.json`.
+"""A server that answers as S3 does, in a process of its own:
+`python -m tests.s3_server RULES.json`.
 
 moto keeps the files. In front of it, each request is checked as S3 checks it: the access key, the
 signature, the clock of the client, and whether the session token has expired. The answer to a HEAD
