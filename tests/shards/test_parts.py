@@ -23,11 +23,11 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards import finish, job_plan, jobs, plan_jobs, running, write_shard
 from colab_utils.shards.job_plan import read_plan
-from colab_utils.shards.source import SOURCE_NAME
 from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import slow_down
 from tests.drive_mount import mount_or_skip
+from tests.snapshots import snapshot
 
 SHARD_MB = 0.03
 
@@ -40,12 +40,6 @@ def write_alone(dataset, folder, **options):
 
 def plan(dataset, folder, **options):
     return plan_jobs(*dataset, shards=folder, **{"shard_mb": SHARD_MB, **options})
-
-
-def snapshot(folder):
-    """Return the content of each file, but the note of when the data were changed."""
-    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != SOURCE_NAME]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
 # These tests write parts.

@@ -10,7 +10,6 @@ from colab_utils.__main__ import main
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
 from colab_utils.places import open_place
-from colab_utils.sample_data import make_dataset
 from colab_utils.shards import copy as copying
 from colab_utils.shards import finish, plan_jobs, write_shard
 from colab_utils.shards.copy import copy_shards
@@ -20,24 +19,10 @@ from colab_utils.shards.parts import write_part
 from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import find_recipe, write_shards
 from tests.faulty_server import FaultyFileSystem, fail_from, fail_times
+from tests.snapshots import snapshot
 
 URL = "faulty://bucket/shards"
 SETTINGS = {"shard_mb": 0.05, "storage": "keep"}
-
-
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory):
-    """Thirty small pictures, which make eight shards."""
-    folder = tmp_path_factory.mktemp("photos")
-    return make_dataset(folder, n=30, width=160, height=128, objects=(1, 4), workers=1)
-
-
-@pytest.fixture(scope="module")
-def local(photos, tmp_path_factory):
-    """Their shards in a folder."""
-    folder = tmp_path_factory.mktemp("local") / "shards"
-    write_shards(photos.images, photos.annotations, shards=folder, workers=1, **SETTINGS)
-    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -53,10 +38,6 @@ def filled(bucket, local):
     """The same folder with the shards in it."""
     shutil.copytree(local, bucket)
     return bucket
-
-
-def snapshot(folder):
-    return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
 
 
 def write(photos, **options):
