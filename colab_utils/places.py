@@ -70,11 +70,24 @@ _PACKAGES = {
 # Lasting errors: the same request would fail again.
 _LASTING_KINDS = (PermissionError, NotImplementedError, ImportError, TypeError, ValueError)
 _LASTING_NUMBERS = (errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.EACCES, errno.ENOSPC)
-_LASTING_WORDS = ("Credential", "Token", "Auth", "Certificate", "Refresh", "NonRetryable")
+_LASTING_WORDS = (
+    "Auth",
+    "Certificate",
+    "Config",
+    "Credential",
+    "NonRetryable",
+    "Profile",
+    "Refresh",
+    "Region",
+    "Token",
+    "Validation",
+)
 # HTTP statuses below 500 after which the same request may succeed later.
 _PASSING_STATUS = (408, 409, 425, 429)
 # S3 gives these reasons with other statuses, such as 400. The same request may succeed later.
 _PASSING_REASONS = re.compile(r"RequestTimeout|BadDigest|IncompleteBody|SHA256Mismatch|Throttl")
+# So S3 and Google refuse a request that another time was written on.
+_WRONG_CLOCK = re.compile(r"RequestTimeTooSkewed|iat and exp")
 _SILENT_S = 60.0
 # A gap of at most so many bytes is read and dropped, which is faster than another request.
 _SKIPPED_BYTES = 4_000_000
@@ -209,7 +222,7 @@ class UrlPath:
         """
         with guard_server(self):
             system, path = self._locate()
-            content = bytes(system.cat_file(path, start, start + count))
+            content = bytes(system.cat_file(path, start=start, end=start + count))
         if len(content) <= count:
             return content
         _WITHOUT_RANGES.add(self.server)
@@ -370,7 +383,7 @@ class UrlPath:
         if _find_answer(error).get("Code") in ("400", "401", "403"):
             system, path = self._locate()
             try:
-                system.cat_file(path, 0, 1)
+                system.cat_file(path, start=0, end=1)
             except Exception as refusal:
                 return refusal
         return error
@@ -531,7 +544,7 @@ def guard_server(path: UrlPath) -> Iterator[None]:
         cure = (
             "Look at the address, and at your credentials and rights there; they may have expired"
         )
-        if "TimeTooSkewed" in reason:
+        if _WRONG_CLOCK.search(reason):
             cure = "Set the clock of this machine"
         raise RefusedError(
             f"{path} cannot be reached: the server refused ({reason}). {cure}. Then run the same "
@@ -570,6 +583,9 @@ def _describe_cause(error: BaseException) -> str:
     elif status:
         # gcsfs writes the status behind its message, too.
         text = f"{status} {getattr(error, 'message', '')}".removesuffix(f", {status}")
+    if type(error.__cause__).__name__ == "RefreshError":
+        # So Google refuses a new token.
+        text += f": {error.__cause__}"
     return " ".join(text.split())[:200]
 
 

@@ -4,11 +4,13 @@ process of its own.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,6 +98,10 @@ class Store:
         raise NotImplementedError
 
 
+async def _sleep_briefly(seconds: float) -> None:
+    await asyncio.sleep(seconds / 1000)
+
+
 class S3(Store):
     """S3, by moto."""
 
@@ -140,9 +146,11 @@ class Google(Store):
     denied = "Forbidden.*storage.objects.get"
 
     def _set_environment(self) -> None:
-        # gcsfs asks for the kind of a bucket by another protocol, at Google itself.
-        self.patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
         self.patch.setenv("STORAGE_EMULATOR_HOST", self.address)
+        import gcsfs.retry
+
+        # gcsfs asks six times, and waits for half a minute in all.
+        self.patch.setattr(gcsfs.retry, "asyncio", SimpleNamespace(sleep=_sleep_briefly))
 
     def _set_credentials(self, user: str) -> None:
         """Write the key of a service account, whose tokens this server gives."""
