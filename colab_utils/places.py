@@ -439,8 +439,8 @@ def open_place(path: "str | os.PathLike[str] | UrlPath") -> Place:
     """Return a path on this machine as a `Path`, and a URL as a `UrlPath`.
 
     Raises:
-        ColabUtilsError: fsspec does not know the protocol, a package for it is missing, or the path
-            is a chain of URLs.
+        ColabUtilsError: fsspec does not know the protocol, a package for it is missing, the path is
+            a chain of URLs, or it is neither a path nor a URL.
 
     Example:
         >>> open_place("data/shards"), open_place("file:///data/shards")
@@ -450,18 +450,26 @@ def open_place(path: "str | os.PathLike[str] | UrlPath") -> Place:
     """
     if isinstance(path, UrlPath):
         return path
+    if not isinstance(path, str | os.PathLike) or not str(path).strip() or "\0" in str(path):
+        raise ColabUtilsError(
+            f"{path!r} is not the path of a folder or file. Pass its path, or its URL."
+        )
     text = os.fspath(path)
-    if _CHAIN.match(text):
+    # A space around a URL comes with copying and pasting.
+    url = text.strip()
+    if _CHAIN.match(url):
         raise ColabUtilsError(
             f"{text} is a chain of URLs, which cannot be read. Name only its last URL."
         )
-    match = _URL.fullmatch(text)
+    match = _URL.fullmatch(url)
     if match is None:
-        return Path(path)
+        return _open_local(text)
     protocol = match[1].lower()
     rest = match[2].rstrip("/")
     if protocol in _LOCAL:
-        return Path("/", rest)
+        return _open_file_url(url)
+    if not rest:
+        raise ColabUtilsError(f"{text} names no bucket and no server. Add its name.")
     query = ""
     if protocol in WEB and "?" in rest:
         # An address with a query is that of one file, and each of its slashes counts.
@@ -469,6 +477,28 @@ def open_place(path: "str | os.PathLike[str] | UrlPath") -> Place:
         query = "?" + query
     _require_protocol(f"{protocol}://{rest}", protocol)
     return UrlPath(f"{protocol}://{rest}", query)
+
+
+def _open_local(text: str) -> Path:
+    if "://" in text or text.partition(":")[0].lower() in _PACKAGES:
+        raise ColabUtilsError(
+            f"{text!r} is neither a URL nor a path. Write a URL as s3://bucket/folder, or put ./ "
+            "before the name of a folder."
+        )
+    path = Path(text)
+    # Without its "./", the path of a folder named "s3:" looks like a URL.
+    return path.absolute() if _URL.fullmatch(str(path)) else path
+
+
+def _open_file_url(url: str) -> Path:
+    """Return the path of a URL such as ``file:///data``; ``file://data`` would be a machine."""
+    _, _, rest = url.partition(":")
+    path = re.sub("^//localhost(?=/)", "", rest)
+    if re.match("//[^/]", path):
+        raise ColabUtilsError(
+            f"{url} begins with the name of a machine. Write the path alone, or file:///folder."
+        )
+    return Path("/", path.strip("/"))
 
 
 def name_below(path: Place, folder: Place) -> str:

@@ -135,7 +135,10 @@ def _take(
 ) -> ShardIndex | None:
     """Return the index of a shard; None if its worker was lost and the job is to be run again."""
     try:
-        return future.result()
+        index = future.result()
+        if isinstance(index, ShardIndex):
+            return index
+        raise TypeError(f"in place of an index of the shard came {index!r:.50}")
     except ColabUtilsError:
         raise
     except Exception as error:

@@ -451,9 +451,20 @@ def _watch(plan: JobPlan, runs: Runs, max_bad: float) -> list[ShardIndex]:
 
 
 def finish_folder(folder: Place, plan: JobPlan, done: Iterable[ShardIndex]) -> ShardIndex:
-    """Write the index of a folder whose shards are all written, and remove its plan."""
+    """Write the index of a folder whose shards are all written, and remove its plan.
+
+    Raises:
+        ColabUtilsError: the shards are not in the folder. The workers have written them to a folder
+            that only they see, such as one in their memory or on another machine.
+    """
     patience = Retries()
-    index = patience.write(folder, keep_columns, folder, join_index(plan, done))
+    index = join_index(plan, done)
+    if not patience.write(folder, has_files, index, folder):
+        raise ColabUtilsError(
+            f"The shards were written, but this process does not see all of them in {folder}. Name "
+            "a folder that all workers and this machine share, and run the same again."
+        )
+    index = patience.write(folder, keep_columns, folder, index)
     patience.write(folder, write_index, folder, index)
     keep_source(folder, index, open_place(plan.image_folder), plan.source, plan.planned_ns)
     patience.write(folder, remove_plan, folder)
