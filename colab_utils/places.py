@@ -28,7 +28,7 @@ from urllib.parse import quote, unquote
 from colab_utils.drive import DriveLostError, Retries
 from colab_utils.errors import ColabUtilsError
 
-_URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.IGNORECASE | re.DOTALL)
+_URL = re.compile(r"([a-z][a-z0-9+.-]+):(/+)(.*)", re.IGNORECASE | re.DOTALL)
 _CHAIN = re.compile(r"[a-z][a-z0-9+.-]+::", re.IGNORECASE)
 _LOCAL = ("file", "local")
 WEB = ("http", "https")
@@ -70,17 +70,8 @@ _PACKAGES = {
 # Lasting errors: the same request would fail again.
 _LASTING_KINDS = (PermissionError, NotImplementedError, ImportError, TypeError, ValueError)
 _LASTING_NUMBERS = (errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.EACCES, errno.ENOSPC)
-_LASTING_WORDS = (
-    "Auth",
-    "Certificate",
-    "Config",
-    "Credential",
-    "NonRetryable",
-    "Profile",
-    "Refresh",
-    "Region",
-    "Token",
-    "Validation",
+_LASTING_NAMES = re.compile(
+    r"Auth|Certificate|Config|Credential|NonRetryable|Profile|Refresh|Region|Token|Validation"
 )
 # HTTP statuses below 500 after which the same request may succeed later.
 _PASSING_STATUS = (408, 409, 425, 429)
@@ -465,15 +456,20 @@ def open_place(path: "str | os.PathLike[str] | UrlPath") -> Place:
     if match is None:
         return _open_local(text)
     protocol = match[1].lower()
-    rest = match[2].rstrip("/")
+    rest = match[3].rstrip("/")
     if protocol in _LOCAL:
-        return _open_file_url(url)
+        if match[2] == "//":
+            raise ColabUtilsError(
+                f"{text} begins with the name of a machine. Write the path alone, or {protocol}:"
+                "///folder."
+            )
+        return Path("/", rest)
     if not rest:
         raise ColabUtilsError(f"{text} names no bucket and no server. Add its name.")
     query = ""
     if protocol in WEB and "?" in rest:
         # An address with a query is that of one file, and each of its slashes counts.
-        rest, _, query = match[2].partition("?")
+        rest, _, query = match[3].partition("?")
         query = "?" + query
     _require_protocol(f"{protocol}://{rest}", protocol)
     return UrlPath(f"{protocol}://{rest}", query)
@@ -488,17 +484,6 @@ def _open_local(text: str) -> Path:
     path = Path(text)
     # Without its "./", the path of a folder named "s3:" looks like a URL.
     return path.absolute() if _URL.fullmatch(str(path)) else path
-
-
-def _open_file_url(url: str) -> Path:
-    """Return the path of a URL such as ``file:///data``; ``file://data`` would be a machine."""
-    _, _, rest = url.partition(":")
-    path = re.sub("^//localhost(?=/)", "", rest)
-    if re.match("//[^/]", path):
-        raise ColabUtilsError(
-            f"{url} begins with the name of a machine. Write the path alone, or file:///folder."
-        )
-    return Path("/", path.strip("/"))
 
 
 def name_below(path: Place, folder: Place) -> str:
@@ -648,7 +633,7 @@ def _is_lasting(error: Exception) -> bool:
     # The error of gcsfs for a refused request has no status and no number.
     if getattr(error, "errno", None) in _LASTING_NUMBERS or str(error).startswith("Forbidden"):
         return True
-    return any(word in type(error).__name__ for word in _LASTING_WORDS)
+    return bool(_LASTING_NAMES.search(type(error).__name__))
 
 
 class UrlFile(io.RawIOBase):

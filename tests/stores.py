@@ -143,7 +143,7 @@ class Google(Store):
     packages = ("gcsfs",)
     expired = "401"
     missing = "401"
-    denied = "Forbidden.*storage.objects.get"
+    denied = "OSError: Forbidden.*storage.objects.get"
 
     def _set_environment(self) -> None:
         self.patch.setenv("STORAGE_EMULATOR_HOST", self.address)

@@ -85,9 +85,7 @@ class JobPlan:
     """How images are stored; see `ShardIndex`."""
     categories: list[dict[str, Any]]
     images: int
-    """Images in the whole dataset. ``annotations`` and ``crowds`` count all of it, too."""
-    annotations: int
-    crowds: int
+    """Images in the whole dataset."""
     version: str
     """Version of the package. All shards are written by the same version."""
     source: ShardSource
@@ -148,8 +146,6 @@ def make_plan(
         recipe=recipe,
         categories=list(dataset.images.categories),
         images=len(dataset),
-        annotations=dataset.annotations,
-        crowds=dataset.crowds,
         version=colab_utils.__version__,
         source=describe_source(dataset),
         planned_ns=time_ns(),

@@ -513,7 +513,8 @@ def check_bad(
             f"be bad ({examples}). Repair them, or their annotations with `check --repair "
             "OUT.json`, or allow more with max_bad (preprocess: --max-bad SHARE)."
         )
-    require_sound_objects(_sum_faults(done), plan.annotations - plan.crowds, max_bad)
+    objects = plan.source.annotations - plan.source.crowds
+    require_sound_objects(_sum_faults(done), objects, max_bad)
 
 
 def _join_skipped(indexes: Iterable[ShardIndex]) -> tuple[SkippedImage, ...]:
