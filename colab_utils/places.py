@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, unquote
 
 from colab_utils.drive import DriveLostError, Retries
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, UnavailableError
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):(/+)(.*)", re.IGNORECASE | re.DOTALL)
 _CHAIN = re.compile(r"[a-z][a-z0-9+.-]+::", re.IGNORECASE)
@@ -95,8 +95,16 @@ class ServerLostError(DriveLostError):
     place = "the server"
 
 
-class RefusedError(ColabUtilsError):
-    """A server refused a request, and would refuse it again. Look at address and credentials."""
+class RefusedError(UnavailableError):
+    """A server refused a request, and would refuse it again. Look at address and credentials.
+
+    It says nothing about the file, which may be sound. The next call opens the server anew, and
+    thus finds new credentials. This also holds for the process that gets the error of its worker.
+    """
+
+    def __init__(self, *message: object) -> None:
+        super().__init__(*message)
+        _open_system.cache_clear()
 
 
 class UrlStatus(NamedTuple):
@@ -554,8 +562,6 @@ def guard_server(path: UrlPath) -> Iterator[None]:
                 f"{path} cannot be reached: the server failed ({reason}). Run the same again "
                 "later: what is done is safe."
             ) from error
-        # The next call opens the server anew, and thus finds new credentials.
-        _open_system.cache_clear()
         cure = (
             "Look at the address, and at your credentials and rights there; they may have expired"
         )
