@@ -32,7 +32,7 @@ SETTINGS = {"shard_mb": 0.05, "storage": "keep"}
 @pytest.fixture(params=[S3, Google], ids=["S3", "Google"])
 def store(request, tmp_path, monkeypatch):
     """A server with an empty bucket."""
-    # gcsfs reads this when it is imported. Without it, gcsfs asks for the kind of a bucket by another
+    # gcsfs reads this when it is imported. Without it, it asks for the kind of a bucket by another
     # protocol, at Google itself.
     monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     for package in request.param.packages:
