@@ -76,7 +76,9 @@ _LASTING_NAMES = re.compile(
 # HTTP statuses below 500 after which the same request may succeed later.
 _PASSING_STATUS = (408, 409, 425, 429)
 # S3 gives these reasons with other statuses, such as 400. The same request may succeed later.
-_PASSING_REASONS = re.compile(r"RequestTimeout|BadDigest|IncompleteBody|SHA256Mismatch|Throttl")
+_PASSING_REASON = re.compile(r"RequestTimeout|BadDigest|IncompleteBody|SHA256Mismatch|Throttl")
+# So botocore tells of an answer of S3 that has a status alone.
+_NO_REASON = re.compile(r"An error occurred \((400|401|403)\)")
 # So S3 and Google refuse a request that another time was written on.
 _WRONG_CLOCK = re.compile(r"RequestTimeTooSkewed|iat and exp")
 _SILENT_S = 60.0
@@ -379,12 +381,12 @@ class UrlPath:
         The answer of S3 to a question for a file's size has no reason, but its answer to a read has
         one.
         """
-        if _find_answer(error).get("Code") in ("400", "401", "403"):
+        if _NO_REASON.match(str(error)):
             system, path = self._locate()
             try:
                 system.cat_file(path, start=0, end=1)
             except Exception as refusal:
-                return refusal
+                return _find_cause(refusal)
         return error
 
     def _locate(self) -> tuple[Any, str]:
@@ -561,7 +563,7 @@ def guard_server(path: UrlPath) -> Iterator[None]:
             raise ServerLostError(
                 f"{path} cannot be reached: the server failed ({reason}). Run the same again "
                 "later: what is done is safe."
-            ) from error
+            ) from cause
         cure = (
             "Look at the address, and at your credentials and rights there; they may have expired"
         )
@@ -577,10 +579,13 @@ def _find_cause(error: Exception) -> Exception:
     """Return the real cause of an error of fsspec.
 
     fsspec raises FileNotFoundError for every failure of a web server, also if the file is there.
+    For an answer of S3, it raises an error of Python, whose cause has the status and the code.
     """
     cause = error.__cause__
-    if not isinstance(error, FileNotFoundError) or not isinstance(cause, Exception):
+    if not isinstance(cause, Exception):
         return error
+    if not isinstance(error, FileNotFoundError):
+        return cause if _is_answer(cause) else error
     status = _find_status(cause)
     is_silence = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
     is_failure = status or type(cause).__module__.startswith("aiohttp")
@@ -597,30 +602,25 @@ def find_reason(error: BaseException) -> str:
 def _describe_cause(error: BaseException) -> str:
     """Return an error in one line, without the address: the address may hold a signature."""
     status = _find_status(error)
-    answer = _find_answer(error)
     text = f"{type(error).__name__}: {error}"
-    if answer:
-        text = f"{answer.get('Code')}: {answer.get('Message')}"
-    elif status:
+    if status:
         # gcsfs writes the status behind its message, too.
-        text = f"{status} {getattr(error, 'message', '')}".removesuffix(f", {status}")
+        text = f"{status} {getattr(error, 'message', error)}".removesuffix(f", {status}")
     if type(error.__cause__).__name__ == "RefreshError":
         # So Google refuses a new token.
         text += f": {error.__cause__}"
     return " ".join(text.split())[:200]
 
 
-def _find_answer(error: BaseException) -> dict[str, Any]:
-    """Return the ``Code`` and ``Message`` with which S3 refused a request; {} for other errors."""
-    response = getattr(error.__cause__, "response", None)
-    return response.get("Error", {}) if isinstance(response, dict) else {}
+def _is_answer(error: Any) -> bool:
+    """Return whether an error is that of botocore for an answer of S3."""
+    return isinstance(getattr(error, "response", None), dict)
 
 
-def _find_status(error: BaseException) -> int:
+def _find_status(error: Any) -> int:
     """Return the HTTP status of an error; 0 if it has none."""
-    cause: Any = error.__cause__
-    if _find_answer(error):
-        return int(cause.response["ResponseMetadata"]["HTTPStatusCode"])
+    if _is_answer(error):
+        return int(error.response["ResponseMetadata"]["HTTPStatusCode"])
     for name in ("status", "code"):
         value = getattr(error, name, None)
         if isinstance(value, int):
@@ -632,7 +632,7 @@ def _is_lasting(error: Exception) -> bool:
     """Return whether the same request would fail again."""
     status = _find_status(error)
     if status:
-        is_passing = status in _PASSING_STATUS or _PASSING_REASONS.match(_describe_cause(error))
+        is_passing = status in _PASSING_STATUS or _PASSING_REASON.search(str(error))
         return 300 <= status < 500 and not is_passing
     if isinstance(error, _LASTING_KINDS):
         return True

@@ -108,9 +108,9 @@ class S3(Store):
     module = "tests.s3_server"
     url = "s3://bucket"
     packages = ("s3fs", "moto")
-    expired = "ExpiredToken: The provided token has expired"
+    expired = "The provided token has expired"
     missing = "NoCredentials"
-    denied = "AccessDenied: Access Denied"
+    denied = r"403 An error occurred \(AccessDenied\)"
 
     def _set_environment(self) -> None:
         for name, value in {
