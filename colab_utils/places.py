@@ -29,7 +29,6 @@ from colab_utils.drive import DriveLostError, Retries
 from colab_utils.errors import ColabUtilsError, UnavailableError
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):(/+)(.*)", re.IGNORECASE | re.DOTALL)
-_CHAIN = re.compile(r"[a-z][a-z0-9+.-]+::", re.IGNORECASE)
 _LOCAL = ("file", "local")
 WEB = ("http", "https")
 """Protocols of web servers. A web server sends a file if you know its name. It does not list a
@@ -69,7 +68,7 @@ _PACKAGES = {
 }
 # Lasting errors: the same request would fail again.
 _LASTING_KINDS = (PermissionError, NotImplementedError, ImportError, TypeError, ValueError)
-_LASTING_NUMBERS = (errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.EACCES, errno.ENOSPC)
+_LASTING_NUMBERS = (errno.EINVAL, errno.ENOSYS, errno.ENOSPC)
 _LASTING_NAMES = re.compile(
     r"Auth|Certificate|Config|Credential|NonRetryable|Profile|Refresh|Region|Token|Validation"
 )
@@ -440,8 +439,8 @@ def open_place(path: "str | os.PathLike[str] | UrlPath") -> Place:
     """Return a path on this machine as a `Path`, and a URL as a `UrlPath`.
 
     Raises:
-        ColabUtilsError: fsspec does not know the protocol, a package for it is missing, the path is
-            a chain of URLs, or it is neither a path nor a URL.
+        ColabUtilsError: fsspec does not know the protocol, a package for it is missing, or this is
+            neither a path nor a single URL.
 
     Example:
         >>> open_place("data/shards"), open_place("file:///data/shards")
@@ -457,12 +456,7 @@ def open_place(path: "str | os.PathLike[str] | UrlPath") -> Place:
         )
     text = os.fspath(path)
     # A space around a URL comes with copying and pasting.
-    url = text.strip()
-    if _CHAIN.match(url):
-        raise ColabUtilsError(
-            f"{text} is a chain of URLs, which cannot be read. Name only its last URL."
-        )
-    match = _URL.fullmatch(url)
+    match = _URL.fullmatch(text.strip())
     if match is None:
         return _open_local(text)
     protocol = match[1].lower()
@@ -488,7 +482,7 @@ def open_place(path: "str | os.PathLike[str] | UrlPath") -> Place:
 def _open_local(text: str) -> Path:
     if "://" in text or text.partition(":")[0].lower() in _PACKAGES:
         raise ColabUtilsError(
-            f"{text!r} is neither a URL nor a path. Write a URL as s3://bucket/folder, or put ./ "
+            f"{text!r} is neither a URL nor a path. Write one URL as s3://bucket/folder, or put ./ "
             "before the name of a folder."
         )
     path = Path(text)
@@ -528,10 +522,8 @@ def _require_protocol(url: str, protocol: str) -> None:
         get_filesystem_class(protocol)
     except ImportError as error:
         package = _PACKAGES.get(protocol)
-        install = f"Run: pip install {package}" if package else "Install it."
-        raise ColabUtilsError(
-            f"{url} needs a package that is not installed ({_describe_cause(error)}). {install}"
-        ) from None
+        cure = f"Run: pip install {package}" if package else error
+        raise ColabUtilsError(f"{url} needs a package that is not installed. {cure}") from None
     except ValueError:
         raise ColabUtilsError(
             f"{url} has a protocol that fsspec does not know. Look at its name, or copy the data "

@@ -129,9 +129,9 @@ def test_what_is_no_path_is_told(path):
         # Where we know no package, the message has fsspec's own words.
         ("oci://bucket/x", "Install ocifs"),
         ("nonsense://bucket/x", "has a protocol that fsspec does not know"),
-        ("simplecache::s3://bucket/x", "is a chain of URLs"),
+        ("simplecache::s3://bucket/x", "neither a URL nor a path. Write one URL"),
         # These would be folders on this machine, with names that nobody wants.
-        ("s3:bucket/x", "neither a URL nor a path. Write a URL as s3://"),
+        ("s3:bucket/x", "neither a URL nor a path. Write one URL as s3://"),
         ("'memory://bucket/x'", "neither a URL nor a path"),
         ("file://data/x", "begins with the name of a machine. Write the path alone"),
         ("memory://", "names no bucket and no server"),

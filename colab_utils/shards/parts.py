@@ -145,7 +145,7 @@ def write_part(
     if not plan.count:
         return finish(plan.shards)
     jobs = plan.jobs[(number - 1) % parts :: parts]
-    run = partial(run_here, partial(write_shard, streams=streams), jobs, processes)
+    run = partial(run_here, partial(write_shard, streams=streams), partial(iter, jobs), processes)
     return make_report(join_index(plan, write_all(plan, run, max_bad)), started_s)
 
 

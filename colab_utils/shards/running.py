@@ -28,8 +28,10 @@ in all (0 if that is not known).
 """
 
 
-def run_here(run: Callable[[Any], ShardIndex], jobs: Iterable[Any], processes: int) -> Runs:
-    """Run every job on processes of this machine.
+def run_here(
+    run: Callable[[Any], ShardIndex], list_jobs: Callable[[], Iterable[Any]], processes: int
+) -> Runs:
+    """Run every job that ``list_jobs`` gives on processes of this machine.
 
     Raises:
         ColabUtilsError: if a job failed, or the system ended a process.
@@ -38,7 +40,7 @@ def run_here(run: Callable[[Any], ShardIndex], jobs: Iterable[Any], processes: i
     with explain_shared_memory():
         images_done = context.Value("q", 0)
         progress = WorkerProgress(images_done, context.Event())
-    source = iter(jobs)
+    source = iter(list_jobs())
     # There are no more processes than jobs.
     first = list(islice(source, processes))
     with fork_pool(len(first) or 1, join_run, progress) as pool:

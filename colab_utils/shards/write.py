@@ -195,7 +195,7 @@ def write_shards(
             with explain_write(folder):
                 if executor is None:
                     cut_all = partial(cut_parts, folder, images, dataset, recipe, streams)
-                    run = partial(_run_parts, cut_all, processes)
+                    run = partial(run_here, run_part, cut_all, processes)
                 else:
                     plan = patience.write(folder, save_plan, plan, dataset)
                     run = partial(
@@ -403,10 +403,6 @@ def cut_parts(
     for number, part in enumerate(dataset.cut(parts)):
         path = name_shard(folder.absolute(), number)
         yield ShardPart(path, part, images.absolute(), recipe, streams, drive)
-
-
-def _run_parts(cut: Callable[[], Iterator[ShardPart]], processes: int) -> Runs:
-    return run_here(run_part, cut(), processes)
 
 
 def write_all(plan: JobPlan, run: Callable[[], Runs], max_bad: float) -> list[ShardIndex]:
