@@ -26,10 +26,9 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, unquote
 
 from colab_utils.drive import DriveLostError, Retries
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, UnavailableError
 
-_URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.IGNORECASE | re.DOTALL)
-_CHAIN = re.compile(r"[a-z][a-z0-9+.-]+::", re.IGNORECASE)
+_URL = re.compile(r"([a-z][a-z0-9+.-]+):(/+)(.*)", re.IGNORECASE | re.DOTALL)
 _LOCAL = ("file", "local")
 WEB = ("http", "https")
 """Protocols of web servers. A web server sends a file if you know its name. It does not list a
@@ -69,10 +68,18 @@ _PACKAGES = {
 }
 # Lasting errors: the same request would fail again.
 _LASTING_KINDS = (PermissionError, NotImplementedError, ImportError, TypeError, ValueError)
-_LASTING_NUMBERS = (errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.EACCES, errno.ENOSPC)
-_LASTING_WORDS = ("Credential", "Token", "Auth", "Certificate", "Refresh", "NonRetryable")
+_LASTING_NUMBERS = (errno.EINVAL, errno.ENOSYS, errno.ENOSPC)
+_LASTING_NAMES = re.compile(
+    r"Auth|Certificate|Config|Credential|NonRetryable|Profile|Refresh|Region|Token|Validation"
+)
 # HTTP statuses below 500 after which the same request may succeed later.
-_PASSING_STATUS = (408, 425, 429)
+_PASSING_STATUS = (408, 409, 425, 429)
+# S3 gives these reasons with other statuses, such as 400. The same request may succeed later.
+_PASSING_REASON = re.compile(r"RequestTimeout|BadDigest|IncompleteBody|SHA256Mismatch|Throttl")
+# So botocore tells of an answer of S3 that has a status alone.
+_NO_REASON = re.compile(r"An error occurred \((400|401|403)\)")
+# So S3 and Google refuse a request that another time was written on.
+_WRONG_CLOCK = re.compile(r"RequestTimeTooSkewed|iat and exp")
 _SILENT_S = 60.0
 # A gap of at most so many bytes is read and dropped, which is faster than another request.
 _SKIPPED_BYTES = 4_000_000
@@ -89,8 +96,16 @@ class ServerLostError(DriveLostError):
     place = "the server"
 
 
-class RefusedError(ColabUtilsError):
-    """A server refused a request, and would refuse it again. Look at address and credentials."""
+class RefusedError(UnavailableError):
+    """A server refused a request, and would refuse it again. Look at address and credentials.
+
+    It says nothing about the file, which may be sound. The next call opens the server anew, and
+    thus finds new credentials. This also holds for the process that gets the error of its worker.
+    """
+
+    def __init__(self, *message: object) -> None:
+        super().__init__(*message)
+        _open_system.cache_clear()
 
 
 class UrlStatus(NamedTuple):
@@ -207,7 +222,7 @@ class UrlPath:
         """
         with guard_server(self):
             system, path = self._locate()
-            content = bytes(system.cat_file(path, start, start + count))
+            content = bytes(system.cat_file(path, start=start, end=start + count))
         if len(content) <= count:
             return content
         _WITHOUT_RANGES.add(self.server)
@@ -359,6 +374,20 @@ class UrlPath:
             system.invalidate_cache()
             return dict(system.info(path))
 
+    def find_refusal(self, error: Exception) -> Exception:
+        """Return an error that says why the server refused: the given one, or that of a read.
+
+        The answer of S3 to a question for a file's size has no reason, but its answer to a read has
+        one.
+        """
+        if _NO_REASON.match(str(error)):
+            system, path = self._locate()
+            try:
+                system.cat_file(path, start=0, end=1)
+            except Exception as refusal:
+                return _find_cause(refusal)
+        return error
+
     def _locate(self) -> tuple[Any, str]:
         """Return fsspec's file system of the server, and the path of this file in it."""
         system = _open_system(self.server, os.getpid())
@@ -412,8 +441,8 @@ def open_place(path: "str | os.PathLike[str] | UrlPath") -> Place:
     """Return a path on this machine as a `Path`, and a URL as a `UrlPath`.
 
     Raises:
-        ColabUtilsError: fsspec does not know the protocol, a package for it is missing, or the path
-            is a chain of URLs.
+        ColabUtilsError: fsspec does not know the protocol, a package for it is missing, or this is
+            neither a path nor a single URL.
 
     Example:
         >>> open_place("data/shards"), open_place("file:///data/shards")
@@ -423,25 +452,44 @@ def open_place(path: "str | os.PathLike[str] | UrlPath") -> Place:
     """
     if isinstance(path, UrlPath):
         return path
-    text = os.fspath(path)
-    if _CHAIN.match(text):
+    if not isinstance(path, str | os.PathLike) or not str(path).strip() or "\0" in str(path):
         raise ColabUtilsError(
-            f"{text} is a chain of URLs, which cannot be read. Name only its last URL."
+            f"{path!r} is not the path of a folder or file. Pass its path, or its URL."
         )
-    match = _URL.fullmatch(text)
+    text = os.fspath(path)
+    # A space around a URL comes with copying and pasting.
+    match = _URL.fullmatch(text.strip())
     if match is None:
-        return Path(path)
+        return _open_local(text)
     protocol = match[1].lower()
-    rest = match[2].rstrip("/")
+    rest = match[3].rstrip("/")
     if protocol in _LOCAL:
+        if match[2] == "//":
+            raise ColabUtilsError(
+                f"{text} begins with the name of a machine. Write the path alone, or {protocol}:"
+                "///folder."
+            )
         return Path("/", rest)
+    if not rest:
+        raise ColabUtilsError(f"{text} names no bucket and no server. Add its name.")
     query = ""
     if protocol in WEB and "?" in rest:
         # An address with a query is that of one file, and each of its slashes counts.
-        rest, _, query = match[2].partition("?")
+        rest, _, query = match[3].partition("?")
         query = "?" + query
     _require_protocol(f"{protocol}://{rest}", protocol)
     return UrlPath(f"{protocol}://{rest}", query)
+
+
+def _open_local(text: str) -> Path:
+    if "://" in text or text.partition(":")[0].lower() in _PACKAGES:
+        raise ColabUtilsError(
+            f"{text!r} is neither a URL nor a path. Write one URL as s3://bucket/folder, or put ./ "
+            "before the name of a folder."
+        )
+    path = Path(text)
+    # Without its "./", the path of a folder named "s3:" looks like a URL.
+    return path.absolute() if _URL.fullmatch(str(path)) else path
 
 
 def name_below(path: Place, folder: Place) -> str:
@@ -476,10 +524,8 @@ def _require_protocol(url: str, protocol: str) -> None:
         get_filesystem_class(protocol)
     except ImportError as error:
         package = _PACKAGES.get(protocol)
-        install = f"Run: pip install {package}" if package else "Install it."
-        raise ColabUtilsError(
-            f"{url} needs a package that is not installed ({_describe_cause(error)}). {install}"
-        ) from None
+        cure = f"Run: pip install {package}" if package else error
+        raise ColabUtilsError(f"{url} needs a package that is not installed. {cure}") from None
     except ValueError:
         raise ColabUtilsError(
             f"{url} has a protocol that fsspec does not know. Look at its name, or copy the data "
@@ -505,27 +551,35 @@ def guard_server(path: UrlPath) -> Iterator[None]:
         cause = _find_cause(error)
         if isinstance(cause, FileNotFoundError | NotADirectoryError | IsADirectoryError):
             raise
+        cause = path.find_refusal(cause)
         reason = _describe_cause(cause)
         if not _is_lasting(cause):
             raise ServerLostError(
                 f"{path} cannot be reached: the server failed ({reason}). Run the same again "
                 "later: what is done is safe."
-            ) from error
+            ) from cause
+        cure = (
+            "Look at the address, and at your credentials and rights there; they may have expired"
+        )
+        if _WRONG_CLOCK.search(reason):
+            cure = "Set the clock of this machine"
         raise RefusedError(
-            f"{path} cannot be reached: the server refused ({reason}). Look at the address, and "
-            "at your credentials and rights there; they may have expired. Then run the same "
+            f"{path} cannot be reached: the server refused ({reason}). {cure}. Then run the same "
             "again: what is done is safe."
-        ) from error
+        ) from cause
 
 
 def _find_cause(error: Exception) -> Exception:
     """Return the real cause of an error of fsspec.
 
     fsspec raises FileNotFoundError for every failure of a web server, also if the file is there.
+    For an answer of S3, it raises an error of Python, whose cause has the status and the code.
     """
     cause = error.__cause__
-    if not isinstance(error, FileNotFoundError) or not isinstance(cause, Exception):
+    if not isinstance(cause, Exception):
         return error
+    if not isinstance(error, FileNotFoundError):
+        return cause if _is_answer(cause) else error
     status = _find_status(cause)
     is_silence = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
     is_failure = status or type(cause).__module__.startswith("aiohttp")
@@ -545,12 +599,22 @@ def _describe_cause(error: BaseException) -> str:
     text = f"{type(error).__name__}: {error}"
     if status:
         # gcsfs writes the status behind its message, too.
-        text = f"{status} {getattr(error, 'message', '')}".removesuffix(f", {status}")
+        text = f"{status} {getattr(error, 'message', error)}".removesuffix(f", {status}")
+    if type(error.__cause__).__name__ == "RefreshError":
+        # So Google refuses a new token.
+        text += f": {error.__cause__}"
     return " ".join(text.split())[:200]
 
 
-def _find_status(error: BaseException) -> int:
+def _is_answer(error: Any) -> bool:
+    """Return whether an error is that of botocore for an answer of S3."""
+    return isinstance(getattr(error, "response", None), dict)
+
+
+def _find_status(error: Any) -> int:
     """Return the HTTP status of an error; 0 if it has none."""
+    if _is_answer(error):
+        return int(error.response["ResponseMetadata"]["HTTPStatusCode"])
     for name in ("status", "code"):
         value = getattr(error, name, None)
         if isinstance(value, int):
@@ -562,13 +626,14 @@ def _is_lasting(error: Exception) -> bool:
     """Return whether the same request would fail again."""
     status = _find_status(error)
     if status:
-        return 300 <= status < 500 and status not in _PASSING_STATUS
+        is_passing = status in _PASSING_STATUS or _PASSING_REASON.search(str(error))
+        return 300 <= status < 500 and not is_passing
     if isinstance(error, _LASTING_KINDS):
         return True
     # The error of gcsfs for a refused request has no status and no number.
     if getattr(error, "errno", None) in _LASTING_NUMBERS or str(error).startswith("Forbidden"):
         return True
-    return any(word in type(error).__name__ for word in _LASTING_WORDS)
+    return bool(_LASTING_NAMES.search(type(error).__name__))
 
 
 class UrlFile(io.RawIOBase):

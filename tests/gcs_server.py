@@ -1,10 +1,11 @@
 """A server that answers as Google Cloud Storage does (its JSON API), in a process of its own:
-`python -m tests.gcs_server FAULTS.json`.
+`python -m tests.gcs_server RULES.json`.
 
 It keeps the files of one bucket, ``bucket``, in memory, and hands out tokens to service accounts.
-The faults lie in a JSON file that is read at each request for a shard: after ``skip`` of them,
-``times`` are answered with ``status``. With the status 401 all tokens are refused from then on, and
-no new ones are given, until the file is gone.
+The rules lie in a JSON file that is read at each request. ``expired`` is the account whose tokens
+are refused after ``skip`` requests for a shard, and that gets no new ones. ``clock_s`` is how many
+seconds this server's clock is ahead. ``status`` answers the requests for a shard after ``skip`` of
+them, ``times`` times.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import hashlib
 import json
 import re
 import threading
+import time
 from datetime import UTC, datetime
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,7 +25,9 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 BUCKET = "bucket"
-TOKEN = "token-of-the-service-account"
+_TOKEN = "token of "
+# A client that asks for a token may have a clock this far from the server's.
+_MOST_SKEW_S = 300
 # A part of a file that is not its last must be a multiple of so many bytes.
 _PART_BYTES = 1 << 18
 # A listing has no more entries than this on a page, so that all clients have to turn pages.
@@ -40,38 +44,36 @@ class GcsServer(ThreadingHTTPServer):
     """A bucket in memory.
 
     Args:
-        faults: The JSON file.
+        rules: The JSON file.
     """
 
     daemon_threads = True
     request_queue_size = 256
 
-    def __init__(self, faults: Path) -> None:
+    def __init__(self, rules: Path) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.faults = faults
         self.files: dict[str, tuple[bytes, dict[str, Any]]] = {}
         self.uploads: dict[str, tuple[str, bytearray]] = {}
         self.lock = threading.Lock()
-        self._fault_text = ""
+        self._rules = rules
+        self._rules_text = ""
         self._asked = 0
 
-    def find_fault(self, path: str) -> int:
-        """Return the status that a request fails with; 0 if it does not."""
-        if not self.faults.exists():
-            return 0
-        text = self.faults.read_text()
-        fault = json.loads(text)
+    def read_rules(self, path: str) -> dict[str, Any]:
+        """Return the rules for a request: none of those whose turn has not come, or has passed."""
+        text = self._rules.read_text() if self._rules.exists() else "{}"
+        rules: dict[str, Any] = json.loads(text)
         with self.lock:
-            if text != self._fault_text:
-                self._fault_text = text
+            if text != self._rules_text:
+                self._rules_text = text
                 self._asked = 0
-            if "shard-" in path:
-                self._asked += 1
-            number = self._asked - fault["skip"]
-        is_expired = fault["status"] == HTTPStatus.UNAUTHORIZED
-        if number < 1 or not (is_expired or "shard-" in path) or number > fault["times"]:
-            return 0
-        return int(fault["status"])
+            self._asked += "shard-" in path
+            number = self._asked - rules.get("skip", 0)
+        if number < 1 and "skip" in rules:
+            return {}
+        if "shard-" not in path or number > rules.get("times", 10**6):
+            rules.pop("status", None)
+        return rules
 
     def store(self, name: str, content: bytes) -> dict[str, Any]:
         """Keep a file; return what the API tells about it."""
@@ -112,15 +114,13 @@ class _Handler(BaseHTTPRequestHandler):
         address = urlsplit(self.path)
         self.query = {name: values[0] for name, values in parse_qs(address.query).items()}
         self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        fault = self.server.find_fault(unquote(self.path) + self._name_sent())
+        rules = self.server.read_rules(unquote(self.path) + self._name_sent())
         if address.path == "/token":
-            if fault == HTTPStatus.UNAUTHORIZED:
-                self._send_json({"error": "invalid_grant"}, HTTPStatus.BAD_REQUEST)
-            else:
-                token = {"access_token": TOKEN, "expires_in": 3600, "token_type": "Bearer"}
-                self._send_json(token)
+            self._give_token(rules)
             return
-        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+        account = self.headers.get("Authorization", "").removeprefix(f"Bearer {_TOKEN}")
+        fault = rules.get("status", 0)
+        if account.startswith("Bearer") or account in ("", rules.get("expired")):
             fault = HTTPStatus.UNAUTHORIZED
         match = re.fullmatch(
             r"(?:/download|/upload)?/storage/v1/b/([^/]+)(?:/o(?:/(.+))?)?", address.path
@@ -131,6 +131,27 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.NOT_FOUND)
         else:
             answer(unquote(match[2] or ""))
+
+    def _give_token(self, rules: dict[str, Any]) -> None:
+        """Give an account a token, unless it is expired or its clock is wrong."""
+        assertion = parse_qs(self.body.decode())["assertion"][0]
+        payload = assertion.split(".")[1]
+        claim = json.loads(base64.urlsafe_b64decode(payload + "=="))
+        account = claim["iss"].partition("@")[0]
+        problem = ""
+        if account == rules.get("expired"):
+            problem = "Invalid JWT Signature."
+        if abs(claim["iat"] - time.time() - rules.get("clock_s", 0)) > _MOST_SKEW_S:
+            problem = (
+                "Invalid JWT: Token must be a short-lived token (60 minutes) and in a reasonable "
+                "timeframe. Check your iat and exp values in the JWT claim."
+            )
+        if problem:
+            refusal = {"error": "invalid_grant", "error_description": problem}
+            self._send_json(refusal, HTTPStatus.BAD_REQUEST)
+        else:
+            token = {"access_token": _TOKEN + account, "expires_in": 3600, "token_type": "Bearer"}
+            self._send_json(token)
 
     def _name_sent(self) -> str:
         """Return the name of the file that is sent in the body."""
@@ -258,9 +279,9 @@ class _Handler(BaseHTTPRequestHandler):
 def main() -> None:
     """Serve, and print the port."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("faults", type=Path)
+    parser.add_argument("rules", type=Path)
     options = parser.parse_args()
-    server = GcsServer(options.faults)
+    server = GcsServer(options.rules)
     print(server.server_address[1], flush=True)
     server.serve_forever()
 

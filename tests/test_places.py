@@ -44,6 +44,23 @@ class NoCredentialsError(Exception):
     """As botocore calls it."""
 
 
+class ClientError(Exception):
+    """That of botocore for an answer of S3. s3fs raises an error of Python from it."""
+
+    def __init__(self, status, code, message):
+        super().__init__(f"An error occurred ({code}) when calling a method: {message}")
+        self.response = {
+            "Error": {"Code": code, "Message": message},
+            "ResponseMetadata": {"HTTPStatusCode": status},
+        }
+
+
+def make_s3_error(status, code, message="said S3", number=errno.EIO):
+    error = OSError(number, message)
+    error.__cause__ = ClientError(status, code, message)
+    return error
+
+
 @pytest.fixture(autouse=True)
 def empty_server(tmp_path):
     FaultyFileSystem.reset(tmp_path)
@@ -76,10 +93,31 @@ def file():
         ("HTTPS://host/photos/?key=a/b?c/", UrlPath("https://host/photos/", "?key=a/b?c/")),
         ("12:30/a", Path("12:30/a")),
         ("C:/data", Path("C:/data")),
+        ("FILE:/data/", Path("/data")),
+        # A space comes with copying and pasting.
+        (" memory://bucket/shards ", UrlPath("memory://bucket/shards")),
+        ("memory://bucket", UrlPath("memory://bucket")),
+        ("memory:/bucket/a%20b?c d", UrlPath("memory://bucket/a%20b?c d")),
+        ("data/a b%20?c", Path("data/a b%20?c")),
     ],
 )
 def test_a_place_is_a_path_or_a_url(text, place):
     assert open_place(text) == place
+
+
+def test_a_folder_may_have_a_name_like_a_protocol(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    place = open_place("./s3:/shards")
+    assert place == tmp_path / "s3:/shards"
+    assert open_place(place) == place
+
+
+@pytest.mark.parametrize(
+    "path", [None, 5, b"data", "", " ", "a\0b", UrlPath], ids=lambda path: repr(path)[:9]
+)
+def test_what_is_no_path_is_told(path):
+    with pytest.raises(ColabUtilsError, match="is not the path of a folder or file"):
+        open_place(path)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +129,13 @@ def test_a_place_is_a_path_or_a_url(text, place):
         # Where we know no package, the message has fsspec's own words.
         ("oci://bucket/x", "Install ocifs"),
         ("nonsense://bucket/x", "has a protocol that fsspec does not know"),
-        ("simplecache::s3://bucket/x", "is a chain of URLs"),
+        ("simplecache::s3://bucket/x", "neither a URL nor a path. Write one URL"),
+        # These would be folders on this machine, with names that nobody wants.
+        ("s3:bucket/x", "neither a URL nor a path. Write one URL as s3://"),
+        ("'memory://bucket/x'", "neither a URL nor a path"),
+        ("file://data/x", "begins with the name of a machine. Write the path alone"),
+        ("memory://", "names no bucket and no server"),
+        ("https:///", "names no bucket and no server"),
     ],
 )
 def test_a_url_that_cannot_be_read_here_is_refused_at_once(url, cure):
@@ -187,6 +231,11 @@ def test_a_server_that_fails_is_never_taken_for_an_empty_one(file, call):
         AnswerError(503),
         AnswerError(500),
         RuntimeError("the connection was closed"),
+        make_s3_error(503, "SlowDown"),
+        make_s3_error(409, "OperationAborted"),
+        # The bytes were damaged on the way.
+        make_s3_error(400, "BadDigest", number=errno.EINVAL),
+        make_s3_error(400, "RequestTimeout", number=errno.EINVAL),
     ],
     ids=repr,
 )
@@ -208,6 +257,10 @@ def test_what_may_pass_is_tried_again(file, error):
         # So gcsfs tells of Google's 403, and of credentials that cannot be renewed.
         (OSError("Forbidden: b/bucket/o\nno access to the object"), "no access to the object"),
         (NonRetryableError("Got error while refreshing credentials."), "refreshing"),
+        # s3fs does not know these codes.
+        (make_s3_error(400, "ExpiredTokenException"), r"400 .*\(ExpiredTokenException\)"),
+        (make_s3_error(403, "QuotaExceeded"), r"403 .*\(QuotaExceeded\)"),
+        (make_s3_error(301, "PermanentRedirect"), r"301 .*\(PermanentRedirect\)"),
     ],
     ids=repr,
 )
@@ -221,6 +274,34 @@ def test_what_the_server_refuses_is_told_at_once(file, error, reason):
     assert "secret" not in str(caught.value)
     assert "space" not in str(caught.value)
     assert retries.count == 0
+
+
+def test_the_reason_is_asked_for_where_an_answer_has_none(file):
+    """S3 answers HEAD with a status alone."""
+
+    def refuse(call, path):
+        if call == "info":
+            raise make_s3_error(400, "400", "Bad Request", errno.EINVAL)
+        raise make_s3_error(400, "ExpiredToken", "The token has expired.", errno.EACCES)
+
+    FaultyFileSystem.fault = refuse
+    with pytest.raises(RefusedError, match=r"\(ExpiredToken\) .*: The token has expired\.\)"):
+        file.stat()
+
+
+def test_a_wrong_clock_is_told_with_its_cure(file):
+    FaultyFileSystem.fault = fail_from(0, make_s3_error(403, "RequestTimeTooSkewed"))
+    with pytest.raises(RefusedError, match=r"Set the clock of this machine\. Then run"):
+        file.read_bytes()
+
+
+def test_a_refused_server_is_opened_anew_also_by_the_parent_of_the_refused_process(file):
+    """New credentials are found only so."""
+    before = file._locate()[0]
+    assert file._locate()[0] is before
+    error = pickle.loads(pickle.dumps(RefusedError("refused")))
+    assert str(error) == "refused"
+    assert file._locate()[0] is not before
 
 
 def test_a_status_is_told_once():

@@ -58,6 +58,19 @@ class ShardJob(NamedTuple):
         return open_place(self.shards) / f"plan-{key}" / f"stop-{token}"
 
 
+def parse_job(job: Any) -> ShardJob:
+    """Return a job. It may come as a list, as from JSON.
+
+    Raises:
+        ColabUtilsError: it is not a job.
+    """
+    if isinstance(job, list | tuple) and [type(value) for value in job] == [str, int, str]:
+        return ShardJob(*job)
+    raise ColabUtilsError(
+        f"{job!r:.100} is not a job. Pass one of the jobs of plan_jobs: two texts and a number."
+    )
+
+
 @dataclass(frozen=True)
 class JobPlan:
     """The shards to write, planned by `plan_jobs`. ``jobs`` has one job for each shard."""
@@ -72,9 +85,7 @@ class JobPlan:
     """How images are stored; see `ShardIndex`."""
     categories: list[dict[str, Any]]
     images: int
-    """Images in the whole dataset. ``annotations`` and ``crowds`` count all of it, too."""
-    annotations: int
-    crowds: int
+    """Images in the whole dataset."""
     version: str
     """Version of the package. All shards are written by the same version."""
     source: ShardSource
@@ -135,8 +146,6 @@ def make_plan(
         recipe=recipe,
         categories=list(dataset.images.categories),
         images=len(dataset),
-        annotations=dataset.annotations,
-        crowds=dataset.crowds,
         version=colab_utils.__version__,
         source=describe_source(dataset),
         planned_ns=time_ns(),

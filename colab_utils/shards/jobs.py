@@ -19,7 +19,7 @@ from colab_utils.reader import Reader, Reading
 from colab_utils.shards.arrays import ArraysBuilder, describe_shard, dump_arrays
 from colab_utils.shards.copy import Copying
 from colab_utils.shards.index import ShardIndex, SkippedImage
-from colab_utils.shards.job_plan import RunStop, ShardJob, load_part, read_plan
+from colab_utils.shards.job_plan import RunStop, ShardJob, load_part, parse_job, read_plan
 from colab_utils.shards.records import read_image, try_sample
 from colab_utils.streams import require_streams
 
@@ -111,7 +111,7 @@ def write_shard(job: ShardJob, *, streams: int | Literal["auto"] = "auto") -> Sh
     there already is left as it is, unless one of its bad images was repaired.
 
     Args:
-        job: one of the ``jobs`` of `plan_jobs`.
+        job: one of the ``jobs`` of `plan_jobs`. It may come as a list, as from JSON.
         streams: number of files that are read at the same time; "auto" measures how many Drive can
             serve.
 
@@ -123,6 +123,7 @@ def write_shard(job: ShardJob, *, streams: int | Literal["auto"] = "auto") -> Sh
     Example:
         See `plan_jobs`.
     """
+    job = parse_job(job)
     folder = open_place(job.shards)
     require_streams(streams)
     plan = Retries().write(folder, read_plan, folder)

@@ -28,8 +28,10 @@ in all (0 if that is not known).
 """
 
 
-def run_here(run: Callable[[Any], ShardIndex], jobs: Iterable[Any], processes: int) -> Runs:
-    """Run every job on processes of this machine.
+def run_here(
+    run: Callable[[Any], ShardIndex], list_jobs: Callable[[], Iterable[Any]], processes: int
+) -> Runs:
+    """Run every job that ``list_jobs`` gives on processes of this machine.
 
     Raises:
         ColabUtilsError: if a job failed, or the system ended a process.
@@ -38,7 +40,7 @@ def run_here(run: Callable[[Any], ShardIndex], jobs: Iterable[Any], processes: i
     with explain_shared_memory():
         images_done = context.Value("q", 0)
         progress = WorkerProgress(images_done, context.Event())
-    source = iter(jobs)
+    source = iter(list_jobs())
     # There are no more processes than jobs.
     first = list(islice(source, processes))
     with fork_pool(len(first) or 1, join_run, progress) as pool:
@@ -135,7 +137,10 @@ def _take(
 ) -> ShardIndex | None:
     """Return the index of a shard; None if its worker was lost and the job is to be run again."""
     try:
-        return future.result()
+        index = future.result()
+        if isinstance(index, ShardIndex):
+            return index
+        raise TypeError(f"in place of an index of the shard came {index!r:.50}")
     except ColabUtilsError:
         raise
     except Exception as error:

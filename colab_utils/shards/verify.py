@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from colab_utils.drive import Retries, guard_drive
-from colab_utils.files import has_size, hash_file
+from colab_utils.files import hash_file
 from colab_utils.places import Place, open_place
 from colab_utils.progress import show_progress
 from colab_utils.shards.index import COLUMNS_NAME, read_index
@@ -83,8 +83,8 @@ def find_fault(
         path = folder / name
         try:
             with guard_drive(path):
-                if not has_size(path, size):
-                    count = path.stat().st_size
+                count = path.stat().st_size
+                if count != size:
                     return (
                         f"{name} has {count:,} bytes, but {size:,} were written: it was cut short "
                         "or changed"

@@ -195,7 +195,7 @@ def write_shards(
             with explain_write(folder):
                 if executor is None:
                     cut_all = partial(cut_parts, folder, images, dataset, recipe, streams)
-                    run = partial(_run_parts, cut_all, processes)
+                    run = partial(run_here, run_part, cut_all, processes)
                 else:
                     plan = patience.write(folder, save_plan, plan, dataset)
                     run = partial(
@@ -405,10 +405,6 @@ def cut_parts(
         yield ShardPart(path, part, images.absolute(), recipe, streams, drive)
 
 
-def _run_parts(cut: Callable[[], Iterator[ShardPart]], processes: int) -> Runs:
-    return run_here(run_part, cut(), processes)
-
-
 def write_all(plan: JobPlan, run: Callable[[], Runs], max_bad: float) -> list[ShardIndex]:
     """Write shards of a plan; return an index of each.
 
@@ -451,9 +447,20 @@ def _watch(plan: JobPlan, runs: Runs, max_bad: float) -> list[ShardIndex]:
 
 
 def finish_folder(folder: Place, plan: JobPlan, done: Iterable[ShardIndex]) -> ShardIndex:
-    """Write the index of a folder whose shards are all written, and remove its plan."""
+    """Write the index of a folder whose shards are all written, and remove its plan.
+
+    Raises:
+        ColabUtilsError: the shards are not in the folder. The workers have written them to a folder
+            that only they see, such as one in their memory or on another machine.
+    """
     patience = Retries()
-    index = patience.write(folder, keep_columns, folder, join_index(plan, done))
+    index = join_index(plan, done)
+    if not patience.write(folder, has_files, index, folder):
+        raise ColabUtilsError(
+            f"The shards were written, but this process does not see all of them in {folder}. Name "
+            "a folder that all workers and this machine share, and run the same again."
+        )
+    index = patience.write(folder, keep_columns, folder, index)
     patience.write(folder, write_index, folder, index)
     keep_source(folder, index, open_place(plan.image_folder), plan.source, plan.planned_ns)
     patience.write(folder, remove_plan, folder)
@@ -502,7 +509,8 @@ def check_bad(
             f"be bad ({examples}). Repair them, or their annotations with `check --repair "
             "OUT.json`, or allow more with max_bad (preprocess: --max-bad SHARE)."
         )
-    require_sound_objects(_sum_faults(done), plan.annotations - plan.crowds, max_bad)
+    objects = plan.source.annotations - plan.source.crowds
+    require_sound_objects(_sum_faults(done), objects, max_bad)
 
 
 def _join_skipped(indexes: Iterable[ShardIndex]) -> tuple[SkippedImage, ...]:

@@ -1,10 +1,13 @@
-"""What the tests of shards share: a dataset that may be spoiled, and a folder to write to."""
+"""What the tests of shards share: datasets, shards and a folder to write to."""
 
 from __future__ import annotations
 
 import shutil
 
 import pytest
+
+from colab_utils.sample_data import make_dataset
+from colab_utils.shards.write import write_shards
 
 
 @pytest.fixture
@@ -18,3 +21,25 @@ def dataset(tiny_dataset, tmp_path):
 @pytest.fixture
 def folder(tmp_path):
     return tmp_path / "shards"
+
+
+@pytest.fixture(scope="session")
+def photos(tmp_path_factory):
+    """Thirty small pictures, which make eight shards of 0.05 MB: read them, never change them."""
+    folder = tmp_path_factory.mktemp("photos")
+    return make_dataset(folder, n=30, width=160, height=128, objects=(1, 4), workers=1)
+
+
+@pytest.fixture(scope="session")
+def local(photos, tmp_path_factory):
+    """Their shards in a folder: read them, never change them."""
+    folder = tmp_path_factory.mktemp("local") / "shards"
+    write_shards(
+        photos.images,
+        photos.annotations,
+        shards=folder,
+        workers=1,
+        shard_mb=0.05,
+        storage="keep",
+    )
+    return folder

@@ -19,9 +19,9 @@ import pytest
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.sample_data import make_dataset
-from colab_utils.shards.source import SOURCE_NAME
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import slow_down
+from tests.snapshots import snapshot
 
 SHARD_MB = 0.05
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,12 +52,6 @@ def slow_photos(photos):
 def write(photos, folder, **options):
     settings = {"shard_mb": SHARD_MB, "storage": "keep", **options}
     return write_shards(photos.images, photos.annotations, shards=folder, **settings)
-
-
-def snapshot(folder):
-    """Return the content of each file, but the note of when the data were changed."""
-    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != SOURCE_NAME]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
 def wait_for(condition, seconds=60):

@@ -23,11 +23,12 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards import finish, job_plan, jobs, plan_jobs, running, write_shard
 from colab_utils.shards.job_plan import read_plan
-from colab_utils.shards.source import SOURCE_NAME
+from colab_utils.shards.parts import write_part
 from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import slow_down
 from tests.drive_mount import mount_or_skip
+from tests.snapshots import snapshot
 
 SHARD_MB = 0.03
 
@@ -40,12 +41,6 @@ def write_alone(dataset, folder, **options):
 
 def plan(dataset, folder, **options):
     return plan_jobs(*dataset, shards=folder, **{"shard_mb": SHARD_MB, **options})
-
-
-def snapshot(folder):
-    """Return the content of each file, but the note of when the data were changed."""
-    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != SOURCE_NAME]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
 # These tests write parts.
@@ -292,6 +287,38 @@ def test_a_job_of_another_plan_writes_nothing(dataset, folder, tmp_path, monkeyp
     assert finish(folder).images == 12
 
 
+def test_a_job_may_come_as_a_list(dataset, folder, tmp_path):
+    for job in plan(dataset, folder).jobs:
+        write_shard(json.loads(json.dumps(job)))
+    finish(folder)
+    assert snapshot(folder) == write_alone(dataset, tmp_path / "alone")
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        None,
+        "shards",
+        ["shards", 0],
+        ["shards", "0", "run"],
+        ["shards", 0.0, "run"],
+        ("shards", True, "run"),
+        {"shards": "shards", "number": 0, "run": "run"},
+    ],
+    ids=str,
+)
+def test_what_is_no_job_is_told(job):
+    with pytest.raises(ColabUtilsError, match=r"is not a job\. Pass one of the jobs of plan_jobs"):
+        write_shard(job)
+
+
+@pytest.mark.parametrize("part", [(1, 0), (5, 4), (-1, 4), (1.5, 2), ("1", 2)], ids=str)
+def test_a_part_that_is_none_in_python(dataset, folder, part):
+    with pytest.raises(ColabUtilsError, match=r"expected the (part|number of parts) "):
+        write_part(*dataset, part=part, shards=folder)
+    assert not folder.exists()
+
+
 @pytest.mark.parametrize("run", ["", "abc", "-", "0-0-0-0"])
 def test_a_job_that_was_made_up_is_refused(dataset, folder, run):
     job = plan(dataset, folder).jobs[0]
@@ -518,6 +545,40 @@ def test_an_executor_that_was_shut_down_is_told(dataset, folder):
         pass
     with pytest.raises(ColabUtilsError, match=r"shard-000000 was not written.*after shutdown"):
         write_alone(dataset, folder, executor=executor)
+
+
+def test_an_executor_that_gives_no_index_is_told(dataset, folder, tmp_path):
+    class Forgetting(ThreadPoolExecutor):
+        def submit(self, *_):
+            return super().submit(print, end="")
+
+    with (
+        Forgetting(1) as executor,
+        pytest.raises(ColabUtilsError, match="in place of an index of the shard came None"),
+    ):
+        write_alone(dataset, folder, executor=executor)
+    assert write_alone(dataset, folder) == write_alone(dataset, tmp_path / "alone")
+
+
+def test_an_executor_whose_workers_write_elsewhere_is_told(dataset, folder, tmp_path):
+    """Such as a cluster where each machine has a folder of this name of its own."""
+
+    def write_elsewhere(call, job):
+        index = call(job)
+        (folder / f"shard-{job.number:06d}.tar").unlink()
+        return index
+
+    class Elsewhere(ThreadPoolExecutor):
+        def submit(self, call, job):
+            return super().submit(write_elsewhere, call, job)
+
+    with (
+        Elsewhere(1) as executor,
+        pytest.raises(ColabUtilsError, match="this process does not see all of them in"),
+    ):
+        write_alone(dataset, folder, executor=executor)
+    assert not (folder / "index.json").exists()
+    assert write_alone(dataset, folder) == write_alone(dataset, tmp_path / "alone")
 
 
 def test_an_error_of_ours_is_not_tried_again(dataset, folder, forgetful, monkeypatch):

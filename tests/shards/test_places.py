@@ -9,8 +9,8 @@ import pytest
 from colab_utils.__main__ import main
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
-from colab_utils.places import open_place
-from colab_utils.sample_data import make_dataset
+from colab_utils.loading.dataset import ShardDataset
+from colab_utils.places import RefusedError, open_place
 from colab_utils.shards import copy as copying
 from colab_utils.shards import finish, plan_jobs, write_shard
 from colab_utils.shards.copy import copy_shards
@@ -20,24 +20,10 @@ from colab_utils.shards.parts import write_part
 from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import find_recipe, write_shards
 from tests.faulty_server import FaultyFileSystem, fail_from, fail_times
+from tests.snapshots import snapshot
 
 URL = "faulty://bucket/shards"
 SETTINGS = {"shard_mb": 0.05, "storage": "keep"}
-
-
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory):
-    """Thirty small pictures, which make eight shards."""
-    folder = tmp_path_factory.mktemp("photos")
-    return make_dataset(folder, n=30, width=160, height=128, objects=(1, 4), workers=1)
-
-
-@pytest.fixture(scope="module")
-def local(photos, tmp_path_factory):
-    """Their shards in a folder."""
-    folder = tmp_path_factory.mktemp("local") / "shards"
-    write_shards(photos.images, photos.annotations, shards=folder, workers=1, **SETTINGS)
-    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -53,10 +39,6 @@ def filled(bucket, local):
     """The same folder with the shards in it."""
     shutil.copytree(local, bucket)
     return bucket
-
-
-def snapshot(folder):
-    return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
 
 
 def write(photos, **options):
@@ -106,6 +88,56 @@ def test_images_and_annotations_may_lie_at_a_url(photos, local, tmp_path):
         **SETTINGS,
     )
     assert snapshot(tmp_path / "shards") == snapshot(local)
+
+
+def test_no_image_is_left_out_because_credentials_have_expired(photos, local, tmp_path):
+    """Few are left at the end, so that they would not be too many bad ones."""
+    shutil.copytree(photos.images, Path(FaultyFileSystem.root) / "data")
+    last = sorted(path.name for path in photos.images.iterdir())[-1]
+
+    def refuse(call, path):
+        if call == "read" and path.endswith(last):
+            raise PermissionError("The provided token has expired.")
+
+    def call():
+        return write_shards(
+            "faulty://data",
+            photos.annotations,
+            shards=tmp_path / "shards",
+            workers=1,
+            max_bad=1,
+            **SETTINGS,
+        )
+
+    FaultyFileSystem.fault = refuse
+    with pytest.raises(RefusedError, match="token has expired"):
+        call()
+    FaultyFileSystem.fault = None
+    assert call().skipped == ()
+    assert snapshot(tmp_path / "shards") == snapshot(local)
+
+
+def test_expired_credentials_are_never_called_a_damage(filled):
+    expired = PermissionError("The provided token has expired.")
+    for first in range(2, 8):
+        FaultyFileSystem.fault = fail_from(first, expired)
+        FaultyFileSystem.calls.clear()
+        with pytest.raises(RefusedError, match="token has expired"):
+            ShardDataset(URL)[29]
+
+
+def test_shards_that_only_the_workers_see_are_told(photos):
+    """The files of ``memory://`` end with the process that writes them."""
+    for workers in (1, 2):
+        with pytest.raises(ColabUtilsError, match="this process does not see all of them"):
+            write_shards(
+                photos.images,
+                photos.annotations,
+                shards="memory://lost/shards",
+                workers=workers,
+                **SETTINGS,
+            )
+    assert not open_place("memory://lost/shards/index.json").exists()
 
 
 def test_a_second_writer_at_a_url_is_refused(photos, bucket):

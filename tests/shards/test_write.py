@@ -43,10 +43,10 @@ from colab_utils.shards.index import read_index, write_index
 from colab_utils.shards.lock import hold_folder
 from colab_utils.shards.plan import plan_shards, split_images
 from colab_utils.shards.records import Sample, read_image, try_sample
-from colab_utils.shards.source import SOURCE_NAME
 from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import find_recipe, write_shards
 from tests.bad_reads import BadReads, cut
+from tests.snapshots import snapshot
 
 # A shard holds a few images of the tiny dataset.
 SHARD_MB = 0.03
@@ -63,15 +63,6 @@ def undisturbed(tiny_dataset, tmp_path_factory):
 
 def run(dataset, folder, **options: Any):
     return write_shards(*dataset, shards=folder, **{"shard_mb": SHARD_MB, "workers": 1, **options})
-
-
-def snapshot(folder) -> dict[str, bytes]:
-    """Return the content of each file, but the note of when the data were changed."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file() and path.name != SOURCE_NAME
-    }
 
 
 def test_files_are_read_ahead(dataset, folder, undisturbed, monkeypatch):

@@ -1,0 +1,167 @@
+"""A server that answers as S3 does, in a process of its own:
+`python -m tests.s3_server RULES.json`.
+
+moto keeps the files. In front of it, each request is checked as S3 checks it: the access key, the
+signature, the clock of the client, and whether the session token has expired. The answer to a HEAD
+request has a status and no reason, as with S3.
+
+The rules lie in a JSON file that is read at each request. ``expired`` is a session token that is
+refused after ``skip`` requests for a shard. ``clock_s`` is how many seconds this server's clock is
+ahead. ``code`` and ``status`` answer the requests for a shard after ``skip`` of them, ``times``
+times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import hmac
+import json
+import re
+import threading
+import time
+from calendar import timegm
+from pathlib import Path
+from typing import Any
+
+from moto.moto_server.werkzeug_app import (
+    DomainDispatcherApplication,
+    MotoRequestHandler,
+    create_backend_app,
+)
+from werkzeug.serving import make_server
+
+ACCESS_KEY = "key"
+SECRET = "secret"
+# A request may be this much older or newer than the server's clock.
+_MOST_SKEW_S = 900
+_AUTHORIZATION = re.compile(
+    r"AWS4-HMAC-SHA256 Credential=([^/]+)/(\S+), ?SignedHeaders=(\S+), ?Signature=(\w+)"
+)
+_MESSAGES = {
+    "AccessDenied": "Access Denied",
+    "ExpiredToken": "The provided token has expired.",
+    "InvalidAccessKeyId": "The AWS Access Key Id you provided does not exist in our records.",
+    "RequestTimeTooSkewed": "The difference between the request time and the current time is too "
+    "large.",
+    "SignatureDoesNotMatch": "The request signature we calculated does not match the signature you "
+    "provided. Check your key and signing method.",
+    "SlowDown": "Please reduce your request rate.",
+}
+
+
+class GuardedS3:
+    """The WSGI application: moto's, behind the checks.
+
+    Args:
+        rules: The JSON file.
+    """
+
+    def __init__(self, rules: Path) -> None:
+        self._rules = rules
+        self._files = DomainDispatcherApplication(create_backend_app)
+        self._lock = threading.Lock()
+        self._rules_text = ""
+        self._asked = 0
+
+    def __call__(self, environ: dict[str, Any], start_response: Any) -> Any:
+        """Refuse the request, or answer it."""
+        status, code = self._check(environ)
+        if not code:
+            return self._files(environ, start_response)
+        # A client that still sends does not read the answer.
+        environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        message = _MESSAGES.get(code, code)
+        content = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
+        if environ["REQUEST_METHOD"] == "HEAD":
+            content = b""
+        headers = [("Content-Type", "application/xml"), ("Content-Length", str(len(content)))]
+        start_response(f"{status} {code}", headers)
+        return [content]
+
+    def _check(self, environ: dict[str, Any]) -> tuple[int, str]:
+        """Return the status and the code of a refusal; (200, "") if there is none."""
+        rules, number = self._read_rules(environ["RAW_URI"])
+        match = _AUTHORIZATION.fullmatch(environ.get("HTTP_AUTHORIZATION", ""))
+        if match is None:
+            return 403, "AccessDenied"
+        if match[1] != ACCESS_KEY:
+            return 403, "InvalidAccessKeyId"
+        sent_s = timegm(time.strptime(environ["HTTP_X_AMZ_DATE"], "%Y%m%dT%H%M%SZ"))
+        if abs(sent_s - time.time() - rules.get("clock_s", 0)) > _MOST_SKEW_S:
+            return 403, "RequestTimeTooSkewed"
+        if sign(environ, match[2], match[3].split(";")) != match[4]:
+            return 403, "SignatureDoesNotMatch"
+        is_late = number > rules.get("skip", 0)
+        token = environ.get("HTTP_X_AMZ_SECURITY_TOKEN")
+        if is_late and token is not None and token == rules.get("expired"):
+            return 400, "ExpiredToken"
+        is_over = number > rules.get("skip", 0) + rules.get("times", 10**6)
+        if is_late and not is_over and "code" in rules and "shard-" in environ["RAW_URI"]:
+            return rules["status"], rules["code"]
+        return 200, ""
+
+    def _read_rules(self, path: str) -> tuple[dict[str, Any], int]:
+        """Return the rules, and how many requests for a shard came since they are new."""
+        text = self._rules.read_text() if self._rules.exists() else "{}"
+        with self._lock:
+            if text != self._rules_text:
+                self._rules_text = text
+                self._asked = 0
+            self._asked += "shard-" in path
+            return json.loads(text), self._asked
+
+
+def sign(environ: dict[str, Any], scope: str, names: list[str]) -> str:
+    """Return the signature that a request must have, by AWS's Signature Version 4.
+
+    Args:
+        environ: The request.
+        scope: The day, the region, the service and ``aws4_request``, with slashes.
+        names: The headers that are signed.
+    """
+    path, _, query = environ["RAW_URI"].partition("?")
+    pairs = [pair if "=" in pair else f"{pair}=" for pair in query.split("&") if pair]
+    headers = [f"{name}:{_get_header(environ, name)}\n" for name in names]
+    request = "\n".join(
+        [
+            environ["REQUEST_METHOD"],
+            path,
+            "&".join(sorted(pairs)),
+            "".join(headers),
+            ";".join(names),
+            environ["HTTP_X_AMZ_CONTENT_SHA256"],
+        ]
+    )
+    digest = hashlib.sha256(request.encode()).hexdigest()
+    text = f"AWS4-HMAC-SHA256\n{environ['HTTP_X_AMZ_DATE']}\n{scope}\n{digest}"
+    key = f"AWS4{SECRET}".encode()
+    for part in scope.split("/"):
+        key = hmac.digest(key, part.encode(), "sha256")
+    return hmac.digest(key, text.encode(), "sha256").hex()
+
+
+def _get_header(environ: dict[str, Any], name: str) -> str:
+    key = name.upper().replace("-", "_")
+    value = environ.get(f"HTTP_{key}", environ.get(key, ""))
+    return " ".join(value.split())
+
+
+def main() -> None:
+    """Serve, and print the port."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("rules", type=Path)
+    options = parser.parse_args()
+    server = make_server(
+        "127.0.0.1",
+        0,
+        GuardedS3(options.rules),
+        threaded=True,
+        request_handler=MotoRequestHandler,
+    )
+    print(server.server_port, flush=True)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""Shards in buckets of S3 and of Google Cloud Storage, at servers in processes of their own that
+check credentials as the real ones do: `make test-engines` installs what they need.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from colab_utils.data.checks import check_dataset
+from colab_utils.drive import DriveLostError
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.loading.arriving import ArrivingShards
+from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.loader import make_loader
+from colab_utils.places import RefusedError, UrlPath, open_place
+from colab_utils.shards import copy as copying
+from colab_utils.shards import finish, plan_jobs, write_shard
+from colab_utils.shards.copy import copy_shards
+from colab_utils.shards.index import read_index
+from colab_utils.shards.parts import write_part
+from colab_utils.shards.verify import verify_shards
+from colab_utils.shards.write import write_shards
+from colab_utils.training.checkpoint_folder import CheckpointFolder
+from tests.snapshots import snapshot
+from tests.stores import S3, Google, forget_servers
+
+SETTINGS = {"shard_mb": 0.05, "storage": "keep"}
+
+
+@pytest.fixture(params=[S3, Google], ids=["S3", "Google"])
+def store(request, tmp_path, monkeypatch):
+    """A server with an empty bucket."""
+    # gcsfs reads this when it is imported. Without it, it asks for the kind of a bucket by another
+    # protocol, at Google itself.
+    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    for package in request.param.packages:
+        pytest.importorskip(package, reason="make test-engines")
+    forget_servers()
+    server = request.param(tmp_path, monkeypatch)
+    yield server
+    server.close()
+    forget_servers()
+
+
+@pytest.fixture
+def url(store):
+    """A folder in the bucket."""
+    return f"{store.url}/shards"
+
+
+def write(photos, url, **options):
+    settings = {**SETTINGS, "workers": 1, **options}
+    return write_shards(photos.images, photos.annotations, shards=url, **settings)
+
+
+def test_shards_are_written_verified_and_copied(store, url, photos, local, tmp_path, monkeypatch):
+    monkeypatch.setattr(copying, "PART_BYTES", 10_000)
+    report = write(photos, url, workers=2)
+    assert report.images == 30
+    again = write(photos, url, workers=2)
+    assert again.shards == report.shards
+    assert verify_shards(url).bad == ()
+    copy_shards(url, tmp_path / "ssd")
+    assert snapshot(tmp_path / "ssd") == snapshot(local)
+    copy_shards(local, f"{store.url}/sent")
+    assert verify_shards(f"{store.url}/sent").bad == ()
+    assert copy_shards(local, f"{store.url}/sent").bytes == 0
+    names = open_place(f"{store.url}/sent").list_sizes()
+    assert names == {name: len(content) for name, content in snapshot(local).items()}
+
+
+def test_shards_arrive(url, local, tmp_path):
+    copy_shards(local, url)
+    dataset = ArrivingShards(url, tmp_path / "ssd")
+    dataset.wait()
+    assert snapshot(tmp_path / "ssd") == snapshot(local)
+    batches = make_loader(ShardDataset(url), batch_size=4, device="cpu", workers=2)
+    assert sum(len(targets) for _, targets in batches) == 30
+
+
+def test_a_large_file_is_sent_in_parts_and_not_read_back(store, monkeypatch):
+    path = UrlPath(f"{store.url}/large")
+    content = os.urandom(120_000_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(UrlPath, "read_bytes", None)
+        path.write(content)
+        assert path.holds(content)
+        assert not path.holds(content[:-1])
+    assert path.read_range(110_000_000, 1000) == content[110_000_000:110_001_000]
+    other = bytearray(content)
+    other[-1] ^= 1
+    assert not path.holds(bytes(other))
+
+
+def test_checkpoints_lie_in_a_bucket(store):
+    run = f"{store.url}/run"
+    folder = CheckpointFolder(run)
+    folder.prepare(anew=False)
+    for step in (1, 2, 3):
+        folder.save({"losses": [step]}, step=step)
+    assert CheckpointFolder(run).read()["losses"] == [3]
+    CheckpointFolder(run).prepare(anew=True)
+    assert CheckpointFolder(run).read() is None
+    assert len(open_place(f"{run}/previous-1").list_sizes()) == 2
+
+
+@pytest.mark.parametrize("name", ["nothing/shards", "bucket/nothing"])
+def test_a_place_that_is_not_there_is_told(store, photos, tmp_path, name):
+    url = store.url.replace("bucket", name)
+    for call in (
+        lambda: read_index(url),
+        lambda: verify_shards(url),
+        lambda: copy_shards(url, tmp_path / "ssd"),
+        lambda: ArrivingShards(url, tmp_path / "ssd"),
+        lambda: CocoFolder(url, photos.annotations),
+        lambda: check_dataset(url, photos.annotations),
+        lambda: check_dataset(photos.images, f"{url}/a.json"),
+    ):
+        with pytest.raises(ColabUtilsError, match=url) as caught:
+            call()
+        assert not isinstance(caught.value, DriveLostError)
+
+
+def test_a_bucket_is_never_made(store, photos, local):
+    url = store.url.replace("bucket", "typo/x")
+    for call in (
+        lambda: write(photos, url),
+        lambda: copy_shards(local, url),
+        lambda: CheckpointFolder(url).prepare(anew=False),
+    ):
+        with pytest.raises(ColabUtilsError, match="its bucket or folder is not there"):
+            call()
+    assert not open_place(url).exists()
+
+
+@pytest.mark.parametrize(("status", "code"), [(429, "TooManyRequests"), (503, "SlowDown")])
+def test_a_server_that_fails_for_a_while_is_asked_again(store, url, local, tmp_path, status, code):
+    copy_shards(local, url)
+    store.set_rules(status=status, code=code, times=3)
+    copy_shards(url, tmp_path / "ssd")
+    assert snapshot(tmp_path / "ssd") == snapshot(local)
+
+
+def test_missing_rights_are_told_at_once_and_the_same_call_continues(store, url, local, tmp_path):
+    copy_shards(local, url)
+    store.set_rules(status=403, code="AccessDenied", skip=5)
+    with pytest.raises(RefusedError, match=rf"refused \({store.denied}.*rights there"):
+        copy_shards(url, tmp_path / "ssd")
+    assert not (tmp_path / "ssd" / "index.json").exists()
+    store.rules.unlink()
+    copy_shards(url, tmp_path / "ssd")
+    assert snapshot(tmp_path / "ssd") == snapshot(local)
+
+
+def test_a_server_that_goes_is_told(store, url, local, tmp_path):
+    copy_shards(local, url)
+    store.close()
+    with pytest.raises(DriveLostError, match=r"the server failed .*[Cc]onnect"):
+        copy_shards(url, tmp_path / "ssd")
+
+
+def test_credentials_that_are_missing_are_told(store, url, local):
+    store.remove_credentials()
+    forget_servers()
+    with pytest.raises(RefusedError, match=rf"{store.missing}.*Look at .*credentials"):
+        copy_shards(local, url)
+
+
+def test_a_clock_that_is_wrong_is_told(store, url, local):
+    forget_servers()
+    store.set_rules(clock_s=3600)
+    with pytest.raises(RefusedError, match=r"Set the clock of this machine"):
+        copy_shards(local, url)
+    store.rules.unlink()
+    copy_shards(local, url)
+    assert verify_shards(url).bad == ()
+
+
+# In these tests, the credentials expire in the middle. The same call then continues in the same
+# process with new ones.
+
+
+def expect_expiry(store, skip, call):
+    store.expire(skip=skip)
+    with pytest.raises(RefusedError, match=rf"{store.expired}.*credentials.*expired") as caught:
+        call()
+    assert str(caught.value).count(store.expired) == 1
+    store.renew()
+
+
+@pytest.mark.parametrize("skip", [0, 12])
+def test_writing_goes_on_with_new_credentials(store, url, photos, local, tmp_path, skip):
+    expect_expiry(store, skip, lambda: write(photos, url))
+    assert not open_place(f"{url}/index.json").exists()
+    finished = [path.name for path in open_place(url).glob("shard-*")]
+    assert bool(finished) == bool(skip)
+    write(photos, url)
+    copy_shards(url, tmp_path / "all")
+    assert snapshot(tmp_path / "all") == snapshot(local)
+
+
+def test_parts_go_on_with_new_credentials(store, url, photos, local, tmp_path):
+    plan = plan_jobs(photos.images, photos.annotations, shards=url, **SETTINGS)
+    settings = {**SETTINGS, "shards": url, "workers": 1}
+    expect_expiry(
+        store,
+        9,
+        lambda: write_part(photos.images, photos.annotations, part=(1, 2), **settings),
+    )
+    write_part(photos.images, photos.annotations, part=(1, 2), **settings)
+    for job in plan.jobs[1::2]:
+        write_shard(job)
+    expect_expiry(store, 3, lambda: finish(url))
+    finish(url)
+    copy_shards(url, tmp_path / "all")
+    assert snapshot(tmp_path / "all") == snapshot(local)
+
+
+@pytest.mark.parametrize("streams", [1, 8])
+def test_a_copy_goes_on_with_new_credentials(store, url, local, tmp_path, streams):
+    copy_shards(local, url)
+    expect_expiry(store, 5, lambda: copy_shards(url, tmp_path / "ssd", streams=streams))
+    assert not (tmp_path / "ssd" / "index.json").exists()
+    assert not list((tmp_path / "ssd").glob(".*.part"))
+    copy_shards(url, tmp_path / "ssd")
+    assert snapshot(tmp_path / "ssd") == snapshot(local)
+
+
+def test_a_copy_into_a_bucket_goes_on_with_new_credentials(store, url, local, tmp_path):
+    expect_expiry(store, 7, lambda: copy_shards(local, url))
+    assert not open_place(f"{url}/index.json").exists()
+    copy_shards(local, url)
+    copy_shards(url, tmp_path / "ssd")
+    assert snapshot(tmp_path / "ssd") == snapshot(local)
+
+
+def test_verify_calls_nothing_bad_that_it_may_not_read(store, url, local):
+    copy_shards(local, url)
+    expect_expiry(store, 5, lambda: verify_shards(url))
+    assert verify_shards(url).bad == ()
+
+
+def test_arriving_goes_on_with_new_credentials(store, url, local, tmp_path):
+    copy_shards(local, url)
+
+    def train():
+        dataset = ArrivingShards(url, tmp_path / "ssd", workers=1)
+        batches = make_loader(dataset, batch_size=4, device="cpu", workers=2)
+        return sum(len(targets) for _, targets in batches)
+
+    expect_expiry(store, 24, train)
+    assert not (tmp_path / "ssd" / "index.json").exists()
+    assert train() == 30
+    assert snapshot(tmp_path / "ssd") == snapshot(local)
+
+
+def test_loading_from_a_bucket_goes_on_with_new_credentials(store, url, local):
+    copy_shards(local, url)
+
+    def train():
+        batches = make_loader(ShardDataset(url), batch_size=4, device="cpu", workers=2)
+        return sum(len(targets) for _, targets in batches)
+
+    expect_expiry(store, 24, train)
+    assert train() == 30
+
+
+def test_checkpoints_wait_for_new_credentials(store):
+    """A name that begins as that of a shard makes the server count."""
+    run = f"{store.url}/shard-run"
+    folder = CheckpointFolder(run)
+    folder.prepare(anew=False)
+    folder.save({"losses": [1]}, step=1)
+    store.expire(skip=0)
+    with pytest.warns(ColabUtilsWarning, match=rf"{store.expired}.*waits in"):
+        waiting = folder.save({"losses": [2]}, step=2)
+    assert waiting.parent == folder.waiting
+    with pytest.raises(DriveLostError, match="Look at the server and your credentials"):
+        folder.send_waiting()
+    store.renew()
+    folder.send_waiting()
+    assert not list(folder.waiting.iterdir())
+    assert CheckpointFolder(run).read()["losses"] == [2]
