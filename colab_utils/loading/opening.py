@@ -9,8 +9,7 @@ from typing import Literal, cast
 from colab_utils.data.coco_json import read_fingerprint
 from colab_utils.data.defects import count_allowed
 from colab_utils.drive import Retries
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.files import has_size
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableError
 from colab_utils.loading.arrival import FollowedArrival, hold_arrival
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
@@ -19,6 +18,7 @@ from colab_utils.loading.writing import FollowedWriting, Writing, WritingShards,
 from colab_utils.places import Place, is_same_place, open_place
 from colab_utils.require import require_count, require_local_path, require_number
 from colab_utils.shards.index import INDEX_NAME, read_index
+from colab_utils.shards.jobs import has_files
 from colab_utils.shards.lock import WRITER_NAME, hold_folder
 from colab_utils.shards.plan import make_recipe, open_annotations, stamp_annotations
 from colab_utils.shards.source import read_source
@@ -96,8 +96,16 @@ def open_dataset(
     require_number("max_bad", max_bad, minimum=0, maximum=1)
     require_streams(streams)
     require_count("seed", seed, minimum=0)
-    is_on_ssd = _has_shards(ssd, annotations) and _has_all_files(ssd)
-    is_on_drive = drive is not None and _has_shards(drive, annotations)
+    is_on_ssd = False
+    is_on_drive = False
+    try:
+        is_on_ssd = _has_shards(ssd, annotations) and _has_all_files(ssd)
+        is_on_drive = drive is not None and _has_shards(drive, annotations)
+    except UnavailableError as error:
+        if not (is_on_ssd or _has_all_files(ssd)):
+            raise
+        _warn(error, f"the shards in {ssd}")
+        return _open_shards(ssd, seed, contiguous_labels)
     if is_on_ssd and (is_on_drive or drive is None):
         return _open_shards(ssd, seed, contiguous_labels)
     if drive is not None and is_on_drive:
@@ -189,11 +197,14 @@ def _has_shards(folder: Place, annotations: Place) -> bool:
 
 
 def _has_all_files(folder: Path) -> bool:
-    """Return whether all files of the index in a folder are there, with their sizes.
+    """Return whether a folder has an index, and all files that the index of all shards lists.
 
     On Drive, this would take minutes.
     """
-    return all(has_size(folder / name, size) for name, size, _ in read_index(folder).files())
+    if not (folder / INDEX_NAME).exists():
+        return False
+    index = read_index(folder)
+    return not index.partial and has_files(index, folder)
 
 
 def _remove_mark(folder: Path) -> None:

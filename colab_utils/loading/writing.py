@@ -3,8 +3,9 @@
 import math
 import multiprocessing
 import os
+import warnings
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import BrokenExecutor, Future
 from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter, process_time
@@ -18,7 +19,7 @@ from colab_utils.data.coco_spool import SpooledCoco
 from colab_utils.data.defects import count_allowed
 from colab_utils.data.sizes import plan_size
 from colab_utils.drive import Retries
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import hash_bytes
 from colab_utils.loading.arrival import (
     Arrival,
@@ -32,7 +33,7 @@ from colab_utils.loading.ranks import find_ranks
 from colab_utils.loading.readers import ShardFiles, load_shard
 from colab_utils.machine import count_cores
 from colab_utils.places import Place, UrlPath, open_place
-from colab_utils.processes import ThreadPool, fork_pool
+from colab_utils.processes import ThreadPool, explain_lost_process, fork_pool, kill_pool
 from colab_utils.shards.arrays import convert_boxes
 from colab_utils.shards.columns import fill_tables, keep_columns, open_columns
 from colab_utils.shards.copy import COPY_STREAMS, Copying
@@ -111,9 +112,8 @@ class Writing(Arrival):
             # Most of its time a process waits for files, so the others begin with the first one.
             self._begins_alone = False
         with lock as stack:
-            if self._drive is not None:
-                stack.enter_context(hold_folder(self._drive))
             stack.enter_context(hold_folder(ssd))
+            self._hold_drive(stack)
             # A URL is left out: the code behind it may hold locks, and processes are forked soon.
             is_planned = "images_per_shard" in recipe
             if not (is_planned or self._begins_alone or isinstance(images, UrlPath)):
@@ -135,14 +135,34 @@ class Writing(Arrival):
             self._pool = fork_pool(min(workers, len(self.jobs)), join_run, progress)
             self._begin(stack)
 
+    def _hold_drive(self, stack: ExitStack) -> None:
+        """Lock the folder on Drive. If it takes no files now, the shards are not sent there."""
+        if self._drive is None:
+            return
+        try:
+            stack.enter_context(hold_folder(self._drive))
+        except ColabUtilsError as error:
+            self._drive = None
+            warnings.warn(
+                f"{error} The shards are not sent to Drive in this session. Training goes on.",
+                ColabUtilsWarning,
+                stacklevel=4,
+            )
+
     def stop(self) -> None:
         """End at the next image. Finished shards stay, and a new writing continues after them."""
         self._sending.stop.set()
         super().stop()
 
     def _copy_all(self) -> None:
-        with self._pool:
+        try:
             super()._copy_all()
+        except BrokenExecutor:
+            raise explain_lost_process() from None
+
+    def _end_moves(self) -> None:
+        # A part of a file that a killed process leaves is removed with the lock of the folder.
+        kill_pool(self._pool)
 
     def _fetch(self, number: int) -> None:
         began_s = perf_counter()

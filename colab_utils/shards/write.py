@@ -376,13 +376,20 @@ def begin_folder(
     index = _find_own_run(folder, dataset, recipe)
     if index is not None:
         recipe = index.recipe
-    elif "images_per_shard" not in recipe:
+    if "images_per_shard" in recipe:
+        image_bytes = recipe["shard_mb"] * 1e6 / recipe["images_per_shard"]
+    else:
         costs = try_images(images, select_sample(dataset), recipe)
-        mean = sum(max(cost.tar_bytes, cost.arrays_bytes) for cost in costs) / len(costs)
+        image_bytes = sum(max(cost.tar_bytes, cost.arrays_bytes) for cost in costs) / len(costs)
+        recipe = complete_recipe(recipe, image_bytes)
+    if not isinstance(folder, UrlPath):
+        missing = sum(
+            len(part)
+            for number, part in enumerate(split_images(recipe, len(dataset)))
+            if not name_shard(folder, number).exists()
+        )
         cure = "name another folder, or store smaller images (--min-size)"
-        if not isinstance(folder, UrlPath):
-            require_space(folder, mean * len(dataset), cure)
-        recipe = complete_recipe(recipe, mean)
+        require_space(folder, missing * image_bytes, cure)
     (folder / INDEX_NAME).unlink(missing_ok=True)
     return recipe
 

@@ -38,6 +38,8 @@ from colab_utils.shards.plan import make_recipe
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import DriveProfile, slow_down
 
+from ..drive_mount import mount_or_skip
+
 SHARD_MB = 0.02
 
 
@@ -513,9 +515,8 @@ def test_without_any_usable_image_there_is_no_dataset(own_dataset, places):
         open_dataset(images, annotations, **places)
 
 
-@pytest.mark.parametrize("held", ["drive", "ssd"])
-def test_beside_another_writer_loose_files_are_trained_on(tiny_dataset, places, held):
-    with hold_folder(places[held]):
+def test_beside_another_writer_loose_files_are_trained_on(tiny_dataset, places):
+    with hold_folder(places["ssd"]):
         with pytest.warns(ColabUtilsWarning, match="Another writer is at work in .* loose files"):
             dataset = open_tiny(tiny_dataset, places)
         assert type(dataset) is CocoFolder
@@ -523,6 +524,52 @@ def test_beside_another_writer_loose_files_are_trained_on(tiny_dataset, places, 
     dataset = open_tiny(tiny_dataset, places)
     dataset.wait()
     assert type(open_tiny(tiny_dataset, places)) is ShardDataset
+
+
+@pytest.fixture(params=["another writer", "full", "read-only"])
+def closed_drive(request, small_disk):
+    """A folder that takes no files, for three reasons."""
+    if request.param == "another writer":
+        with hold_folder(small_disk):
+            yield small_disk
+        return
+    if request.param == "full":
+        with suppress(OSError):
+            (small_disk / "movie.mp4").write_bytes(bytes(100_000))
+    else:
+        remount = ["mount", "-o", "remount,ro", str(small_disk)]
+        subprocess.run(remount, check=True)
+    yield small_disk
+
+
+def test_a_drive_that_takes_no_files_leaves_the_shards_on_the_ssd(
+    tiny_dataset, reference, places, closed_drive
+):
+    with pytest.warns(ColabUtilsWarning, match="The shards are not sent to Drive"):
+        dataset = open_tiny(tiny_dataset, {**places, "drive": closed_drive})
+    assert len(list_ids(make_loader(dataset, batch_size=3, workers=0))) == tiny_dataset.n
+    dataset.wait()
+    assert read_files(places["ssd"]) == read_files(reference)
+    assert not list(closed_drive.glob("shard-*"))
+
+
+def test_a_drive_that_is_gone_is_not_missed_where_the_ssd_has_all_shards(
+    tiny_dataset, places, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.01,))
+    shutil.copytree(tiny_dataset.images.parent, tmp_path / "backing" / "data")
+    with mount_or_skip(tmp_path / "backing", tmp_path / "mount") as mount:
+        data = mount.folder / "data"
+        files = (data / "images", data / tiny_dataset.annotations.name)
+        places["drive"] = mount.folder / "shards"
+        open_dataset(*files, **places, shard_mb=SHARD_MB).wait()
+        mount.fail(lost=True)
+        with pytest.warns(ColabUtilsWarning, match="Drive got disconnected.*reads the shards in"):
+            dataset = open_dataset(*files, **places, shard_mb=SHARD_MB)
+        assert len(list_ids(make_loader(dataset, batch_size=3, workers=0))) == tiny_dataset.n
+        (places["ssd"] / "shard-000001.tar").unlink()
+        with pytest.raises(ColabUtilsError, match="Drive got disconnected"):
+            open_dataset(*files, **places, shard_mb=SHARD_MB)
 
 
 def test_on_a_disk_that_is_too_small_loose_files_are_trained_on(tiny_dataset, places, monkeypatch):
@@ -550,6 +597,10 @@ def test_a_disk_that_fills_ends_in_one_message(
         list_ids(make_loader(dataset, batch_size=1, workers=1))
     assert "are safe, and the same call continues there" in str(caught.value)
     dataset.stop()
+    monkeypatch.undo()
+    with pytest.warns(ColabUtilsWarning, match="of free disk, .* loose files"):
+        again = open_tiny(tiny_dataset, {**places, "ssd": small_disk})
+    assert len(list_ids(make_loader(again, batch_size=3, workers=0))) == tiny_dataset.n
     open_tiny(tiny_dataset, places).wait()
     assert read_files(places["drive"]) == read_files(reference)
 
@@ -562,6 +613,12 @@ def test_a_drive_that_fills_leaves_training_alone(tiny_dataset, reference, place
     ):
         dataset.wait()
     assert not (small_disk / "index.json").exists()
+    # Who only trains is told, too, once.
+    loader = make_loader(dataset, batch_size=3, workers=0)
+    with pytest.warns(ColabUtilsWarning, match="No space left .* Training goes on") as warned:
+        assert len(list_ids(loader)) == tiny_dataset.n
+    assert len(warned) == 1
+    dataset.stop()
     open_tiny(tiny_dataset, places).wait()
     assert read_files(places["drive"]) == read_files(reference)
 
