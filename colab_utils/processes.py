@@ -16,7 +16,6 @@ from concurrent.futures import (
     ThreadPoolExecutor,
     wait,
 )
-from concurrent.futures.thread import _threads_queues
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from stat import S_ISREG
@@ -149,9 +148,6 @@ class ThreadPool(ThreadPoolExecutor):
         except ColabUtilsError:
             if not self._threads:
                 raise
-        # At its end, a program would wait for these threads. One of them may hang in a read.
-        for thread in self._threads:
-            _threads_queues.pop(thread, None)
 
 
 def start_thread(call: Callable[[], object], name: str) -> Thread:

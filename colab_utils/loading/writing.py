@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Sequence
 from concurrent.futures import BrokenExecutor, Future
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
@@ -48,6 +49,7 @@ from colab_utils.shards.jobs import (
 )
 from colab_utils.shards.lock import hold_folder
 from colab_utils.shards.plan import order_shards
+from colab_utils.shards.records import MISSING
 from colab_utils.shards.source import keep_source
 from colab_utils.shards.write import (
     begin_folder,
@@ -170,24 +172,35 @@ class Writing(Arrival):
         job = self.jobs[number]
         if number == 0 and self._first:
             job = self._first.fill(job)
-        part, cpu_s = self._pool.submit(_run_timed, job, priority).result()
+        part = self._write_shard(job, priority)
+        images = open_place(self._plan.image_folder)
+        names = [image.file_name for image in part.skipped if image.reason == MISSING]
+        if names and self.retries.find_again([images / name for name in names]):
+            # Drive did not show these images for a while. The shard is written again.
+            part = self._write_shard(job, priority)
         with self._lock:
-            self.cpu_s += cpu_s
             self._done.append(part)
             check_bad(self._plan, self._done, self._max_bad)
         self._note_shard(number, began_s)
         if self._drive is not None and part.images:
             self._sendings.append(self._senders.submit(self._send, part.shards[0]))
 
+    def _write_shard(self, job: ShardPart, priority: int) -> ShardIndex:
+        part, cpu_s = self._pool.submit(_run_timed, job, priority).result()
+        with self._lock:
+            self.cpu_s += cpu_s
+        return part
+
     def _describe(self) -> dict[str, Any]:
         return {**super()._describe(), "recipe": self._plan.recipe}
 
     def _send(self, shard: ShardInfo) -> None:
+        sending = self._sending
         tar, arrays = shard.files()
         # The arrays are sent first, because a tar alone does not show its dataset. If the session
         # ended after sending only a tar, the next session would refuse the folder.
-        self._sending.copy_file(*arrays)
-        self._sending.copy_file(*tar)
+        sending.retries.run(partial(sending.copy_file, *arrays))
+        sending.retries.run(partial(sending.copy_file, *tar))
 
     def _finish(self) -> None:
         index = join_index(self._plan, self._done)

@@ -404,12 +404,23 @@ def cut_parts(
 ) -> Iterator[ShardPart]:
     """Yield the part of the dataset that each shard holds.
 
-    If ``drive`` holds finished shards of an earlier session, they are copied from there.
+    If ``drive`` holds finished shards of an earlier session, they are copied from there. Later,
+    Drive is not asked for other shards: it may hang, and the shards can be written without it.
     """
+    finished: set[str] = set()
+    if drive is not None:
+        finished = Retries().write(drive, _list_arrays, drive)
     parts = split_images(recipe, len(dataset))
     for number, part in enumerate(dataset.cut(parts)):
         path = name_shard(folder.absolute(), number)
-        yield ShardPart(path, part, images.absolute(), recipe, streams, drive)
+        job = ShardPart(path, part, images.absolute(), recipe, streams)
+        if path.with_suffix(".arrays").name in finished:
+            job = job._replace(drive=drive)
+        yield job
+
+
+def _list_arrays(folder: Place) -> set[str]:
+    return {path.name for path in folder.glob("shard-*.arrays")}
 
 
 def _run_parts(cut: Callable[[], Iterator[ShardPart]], processes: int) -> Runs:
