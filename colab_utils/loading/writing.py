@@ -145,11 +145,7 @@ class Writing(Arrival):
             stack.enter_context(hold_folder(self._drive))
         except ColabUtilsError as error:
             self._drive = None
-            warnings.warn(
-                f"{error} The shards are not sent to Drive in this session. Training goes on.",
-                ColabUtilsWarning,
-                stacklevel=4,
-            )
+            warn_of_unsent(error)
 
     def stop(self) -> None:
         """End at the next image. Finished shards stay, and a new writing continues after them."""
@@ -248,6 +244,15 @@ class FollowedWriting(FollowedArrival):
 
     def __str__(self) -> str:
         return "another process of this machine writes them"
+
+
+def warn_of_unsent(error: ColabUtilsError) -> None:
+    """Warn that shards are written, but not sent to Drive."""
+    warnings.warn(
+        f"{error} The shards are not sent to Drive in this session. Training goes on.",
+        ColabUtilsWarning,
+        stacklevel=4,
+    )
 
 
 def name_writing(dataset: SpooledCoco) -> str:

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -571,7 +572,7 @@ def test_a_drive_that_is_gone_is_not_missed_where_the_ssd_has_all_shards(
     places["drive"] = mount.folder / "shards"
     open_dataset(*files, **places, shard_mb=SHARD_MB).wait()
     mount.fail(lost=True)
-    with pytest.warns(ColabUtilsWarning, match="Drive got disconnected.*reads the shards in"):
+    with pytest.warns(ColabUtilsWarning, match="Drive got disconnected.*were not compared"):
         dataset = open_dataset(*files, **places, shard_mb=SHARD_MB)
     assert len(list_ids(make_loader(dataset, batch_size=3, workers=0))) == tiny_dataset.n
     (places["ssd"] / "shard-000001.tar").unlink()
@@ -614,20 +615,33 @@ def test_a_disk_that_fills_ends_in_one_message(
 
 def test_a_drive_that_fills_leaves_training_alone(tiny_dataset, reference, places, small_disk):
     dataset = open_tiny(tiny_dataset, {**places, "drive": small_disk})
-    assert len(list_ids(make_loader(dataset, batch_size=3, workers=0))) == tiny_dataset.n
-    with pytest.raises(
-        ColabUtilsError, match=r"No space left .*ssd are safe, and the same call continues"
-    ):
-        dataset.wait()
-    assert not (small_disk / "index.json").exists()
-    # Who only trains is told, too, once.
     loader = make_loader(dataset, batch_size=3, workers=0)
-    with pytest.warns(ColabUtilsWarning, match="No space left .* Training goes on") as warned:
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        assert len(list_ids(loader)) == tiny_dataset.n
+        with pytest.raises(
+            ColabUtilsError, match=r"No space left .*ssd are safe, and the same call continues"
+        ):
+            dataset.wait()
+        # Who only trains on is told, too.
         assert len(list_ids(loader)) == tiny_dataset.n
     assert len(warned) == 1
+    assert re.search("No space left .* Training goes on", str(warned[0].message))
     dataset.stop()
+    assert not (small_disk / "index.json").exists()
     open_tiny(tiny_dataset, places).wait()
     assert read_files(places["drive"]) == read_files(reference)
+
+
+def test_without_any_answer_of_drive_the_shards_stay_on_the_ssd(
+    tiny_dataset, reference, places, mount
+):
+    mount.fail(lost=True)
+    places["drive"] = mount.folder / "shards"
+    with pytest.warns(ColabUtilsWarning, match="Drive got disconnected.*not sent to Drive"):
+        dataset = open_tiny(tiny_dataset, places)
+    dataset.wait()
+    assert read_files(places["ssd"]) == read_files(reference)
 
 
 def test_a_burst_of_errors_while_shards_are_sent_is_tried_again(
