@@ -333,27 +333,24 @@ class Arrival:
         """Copy and remove shards until all have arrived, or until the copy is stopped."""
         if self.takes_turns:
             self._keep_what_fits()
-        with ThreadPool(self._workers, thread_name_prefix="arrival") as pool:
-            try:
-                # The end of the program ends the arrival, too.
-                while main_thread().is_alive() and not self._is_over():
-                    self._start_moves(pool)
-                    self._note_full(self.takes_turns and not self._moves)
-                    self.retries.stop.wait(POLL_S)
-                    ended = [number for number, move in self._moves.items() if move.done()]
-                    for number in ended:
-                        self._moves.pop(number).result()
-            finally:
-                # If one copy or removal fails, the others end, too.
-                self.retries.stop.set()
-                wait(self._moves.values(), _STOP_S)
-                self._end_moves()
+        pool = ThreadPool(self._workers, thread_name_prefix="arrival")
+        try:
+            # The end of the program ends the arrival, too.
+            while main_thread().is_alive() and not self._is_over():
+                self._start_moves(pool)
+                self._note_full(self.takes_turns and not self._moves)
+                self.retries.stop.wait(POLL_S)
+                ended = [number for number, move in self._moves.items() if move.done()]
+                for number in ended:
+                    self._moves.pop(number).result()
+        finally:
+            # If one copy or removal fails, the others end, too. One that hangs is left alone.
+            self.retries.stop.set()
+            wait(self._moves.values(), _STOP_S)
+            pool.shutdown(wait=False)
 
     def _is_over(self) -> bool:
         return self.retries.stop.is_set() or self.is_complete
-
-    def _end_moves(self) -> None:
-        """End the moves that did not end by themselves, where this can be done."""
 
     def _note_full(self, is_full: bool) -> None:
         """Note whether all shards that fit are on the disk, for this process and its followers."""

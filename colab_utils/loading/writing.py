@@ -157,10 +157,9 @@ class Writing(Arrival):
             super()._copy_all()
         except BrokenExecutor:
             raise explain_lost_process() from None
-
-    def _end_moves(self) -> None:
-        # A part of a file that a killed process leaves is removed with the lock of the folder.
-        kill_pool(self._pool)
+        finally:
+            # A part of a file that a killed process leaves is removed with the lock of the folder.
+            kill_pool(self._pool)
 
     def _fetch(self, number: int) -> None:
         began_s = perf_counter()
