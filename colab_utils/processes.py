@@ -204,10 +204,22 @@ class _ForkPool(ProcessPoolExecutor):
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
         if isinstance(error, BrokenExecutor):
-            raise ColabUtilsError(
-                "The system ended a process, most often because memory ran out. Use fewer workers "
-                "(--workers 1)."
-            ) from None
+            raise explain_lost_process() from None
+
+
+def explain_lost_process() -> ColabUtilsError:
+    """Return the error to raise for a `BrokenExecutor`."""
+    return ColabUtilsError(
+        "The system ended a process, most often because memory ran out. Use fewer workers "
+        "(--workers 1)."
+    )
+
+
+def kill_pool(pool: ProcessPoolExecutor) -> None:
+    """Kill the processes of a pool, and do not wait for their end: one may hang in a read."""
+    for process in list(pool._processes.values()):
+        process.kill()
+    pool.shutdown(wait=False)
 
 
 def fork_pool(

@@ -8,12 +8,12 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from time import perf_counter
 from typing import Any
 
 from colab_utils.drive import Retries
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, UnavailableError
 from colab_utils.places import Place
 from colab_utils.processes import start_thread
 from colab_utils.streams import (
@@ -31,6 +31,9 @@ AHEAD_BYTES = 64_000_000
 # those behind it. With 16 files for each stream, the other streams run out of files only if one
 # file takes more than about 16 times as long as the others.
 _FILES_A_STREAM = 16
+# A read may hang for ever. It is given up if its file has not come so many seconds after it was
+# needed. The repetitions of a read that fails take 81 seconds.
+_GIVE_UP_S = 300.0
 
 
 class Reading:
@@ -53,10 +56,17 @@ class Reading:
 
         Raises:
             DriveLostError: Drive failed, and went on failing for 81 seconds.
+            UnavailableError: the file did not come within 300 seconds.
             Exception: what ``read`` raised.
         """
         self._reader._hurry(self)
         try:
+            if not wait([self.content], _GIVE_UP_S).done:
+                raise UnavailableError(
+                    f"A file of {self._reader._place} did not come within {_GIVE_UP_S:.0f} "
+                    "seconds. Mount that folder again, or restart the session. Then run the same "
+                    "again: what is done is safe."
+                )
             return self.content.result()
         finally:
             self._reader._release(self)
@@ -325,6 +335,8 @@ class Reader:
 
     def _release(self, reading: Reading) -> None:
         with self._lock:
+            # A file that was given up is still being read.
+            self._active.discard(reading)
             self._held_bytes -= self._held.pop(reading, 0)
             self._start_more()
 

@@ -35,7 +35,7 @@ class Faults:
     in their names end in their middle, while their size stays what it is; the next ``call_errors``
     looks at a file or a folder fail with EIO; files that have ``hidden_name`` in their paths do not
     show; if ``served`` is not 0, so many files are served at once and more than twice as many are
-    refused, whatever the profile says.
+    refused, whatever the profile says; the next ``write_errors`` writes fail with EIO.
     """
 
     errors: int = 0
@@ -50,6 +50,7 @@ class Faults:
     call_errors: int = 0
     hidden_name: str = ""
     served: int = 0
+    write_errors: int = 0
 
 
 def can_mount() -> str:

@@ -95,6 +95,9 @@ class Drive:
                 raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
             if writes and self._faults["full"]:
                 raise OSError(errno.ENOSPC, "No space left on device")
+            if writes and self._faults.get("write_errors", 0) > 0:
+                self._faults["write_errors"] -= 1
+                raise OSError(errno.EIO, "Input/output error")
             if looks and self._faults.get("call_errors", 0) > 0:
                 self._faults["call_errors"] -= 1
                 raise OSError(errno.EIO, "Input/output error")

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from colab_utils.drive import DriveLostError, Retries
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, UnavailableError
 from colab_utils.reader import Reader
 
 
@@ -112,6 +112,25 @@ def test_a_read_that_hangs_stops_no_other_once_it_is_forgotten(tmp_path):
     reader.prefetch(range(4))
     reader.forget([0])
     assert [reader.take(name) for name in (1, 2, 3)] == [1, 2, 3]
+    release.set()
+    reader.close()
+
+
+def test_a_file_that_never_comes_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr("colab_utils.reader._GIVE_UP_S", 0.2)
+    release = threading.Event()
+
+    def read(name):
+        if name == 0:
+            release.wait(10)
+        return name
+
+    reader = Reader(read, place=tmp_path, streams=1)
+    first, second = reader.ask(range(2))
+    with pytest.raises(UnavailableError, match=r"did not come within 0 seconds\. Mount"):
+        first.take()
+    # Its stream is free for the next file.
+    assert second.take() == 1
     release.set()
     reader.close()
 

@@ -5,18 +5,20 @@ import math
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import ExitStack, suppress
 from itertools import accumulate, chain
 from pathlib import Path
+from threading import main_thread
 from time import perf_counter, sleep
 from typing import Any
 
 import psutil
 
 from colab_utils.drive import DriveLostError, Retries, explain_write, guard_drive, is_on_drive
-from colab_utils.errors import ColabUtilsError, UnavailableError
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableError
 from colab_utils.files import has_size, hash_bytes, read_file, write_file
 from colab_utils.loading.ranks import find_ranks
 from colab_utils.places import Place
@@ -31,6 +33,8 @@ from colab_utils.shards.plan import order_shards
 STATUS_NAME = "arriving.json"
 # Seconds between two checks for shards that have arrived.
 POLL_S = 0.02
+# Seconds to wait for the end of copies that were stopped. A read of Drive may hang for longer.
+_STOP_S = 5.0
 
 
 class Arrival:
@@ -154,6 +158,7 @@ class Arrival:
         self._moves: dict[int, Future[None]] = {}
         self._lock = threading.Lock()
         self._error: ColabUtilsError | None = None
+        self._is_warned = False
         # True while all shards that fit are on the disk, and no other shard is needed.
         self._is_full = False
         # Shards that have arrived at any time; some may have been removed since.
@@ -177,9 +182,13 @@ class Arrival:
             raise
 
     def stop(self) -> None:
-        """Stop the copy after the piece that is being copied. A new copy continues there."""
+        """Stop the copy after the piece that is being copied. A new copy continues there.
+
+        If a read or a write hangs, this method does not wait for its end.
+        """
+        self._warn_of_failure()
         self.retries.stop.set()
-        self._thread.join()
+        self._thread.join(2 * _STOP_S)
 
     def wait(self) -> None:
         """Wait until the copy has ended. If shards take turns, wait for as many as fit.
@@ -267,7 +276,19 @@ class Arrival:
             missing = not self.spans_s.keys() >= set(shards)
             if missing and self._error is not None:
                 raise self._error
-            return not missing
+        self._warn_of_failure()
+        return not missing
+
+    def _warn_of_failure(self) -> None:
+        """Warn once if the work failed after the last shard, for example because Drive is full."""
+        if self._error is None or self._is_warned or not self.is_complete:
+            return
+        self._is_warned = True
+        warnings.warn(
+            f"{self._error}. Training goes on with the shards in {self.target}.",
+            ColabUtilsWarning,
+            stacklevel=3,
+        )
 
     def _run(self) -> None:
         with self._held:
@@ -312,18 +333,24 @@ class Arrival:
         """Copy and remove shards until all have arrived, or until the copy is stopped."""
         if self.takes_turns:
             self._keep_what_fits()
-        with ThreadPool(self._workers, thread_name_prefix="arrival") as pool:
-            try:
-                while not self.retries.stop.is_set() and not self.is_complete:
-                    self._start_moves(pool)
-                    self._note_full(self.takes_turns and not self._moves)
-                    self.retries.stop.wait(POLL_S)
-                    ended = [number for number, move in self._moves.items() if move.done()]
-                    for number in ended:
-                        self._moves.pop(number).result()
-            finally:
-                # If one copy or removal fails, the others end, too.
-                self.retries.stop.set()
+        pool = ThreadPool(self._workers, thread_name_prefix="arrival")
+        try:
+            # The end of the program ends the arrival, too.
+            while main_thread().is_alive() and not self._is_over():
+                self._start_moves(pool)
+                self._note_full(self.takes_turns and not self._moves)
+                self.retries.stop.wait(POLL_S)
+                ended = [number for number, move in self._moves.items() if move.done()]
+                for number in ended:
+                    self._moves.pop(number).result()
+        finally:
+            # If one copy or removal fails, the others end, too. One that hangs is left alone.
+            self.retries.stop.set()
+            wait(self._moves.values(), _STOP_S)
+            pool.shutdown(wait=False)
+
+    def _is_over(self) -> bool:
+        return self.retries.stop.is_set() or self.is_complete
 
     def _note_full(self, is_full: bool) -> None:
         """Note whether all shards that fit are on the disk, for this process and its followers."""

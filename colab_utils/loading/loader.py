@@ -152,8 +152,9 @@ def make_loader(
             ``late`` lists its samples. At the end of the epoch the loader waits this long once
             more. A sample that is still missing is left out if ``max_bad`` allows it, else it
             raises an error. If more than ``2 * workers + 8`` batches are late at the same time,
-            the missing samples are given up before the end of the epoch. The limit needs workers,
-            and must be longer than a batch takes. With several processes, each process moves its
+            the missing samples are given up before the end of the epoch. A shard that is still
+            being copied or written is waited for without this limit. The limit needs workers, and
+            must be longer than a batch takes. With several processes, each process moves its
             own late batches. All processes deliver the same number of batches, but in one step they
             may deliver shares of different batches. So each process has its own state. Default:
             None, which waits without a limit.

@@ -8,17 +8,23 @@ from typing import Literal, cast
 
 from colab_utils.data.coco_json import read_fingerprint
 from colab_utils.data.defects import count_allowed
-from colab_utils.drive import Retries
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.files import has_size
+from colab_utils.drive import Retries, is_on_drive
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableError
 from colab_utils.loading.arrival import FollowedArrival, hold_arrival
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.ranks import find_ranks
-from colab_utils.loading.writing import FollowedWriting, Writing, WritingShards, name_writing
+from colab_utils.loading.writing import (
+    FollowedWriting,
+    Writing,
+    WritingShards,
+    name_writing,
+    warn_of_unsent,
+)
 from colab_utils.places import Place, is_same_place, open_place
 from colab_utils.require import require_count, require_local_path, require_number
 from colab_utils.shards.index import INDEX_NAME, read_index
+from colab_utils.shards.jobs import has_files
 from colab_utils.shards.lock import WRITER_NAME, hold_folder
 from colab_utils.shards.plan import make_recipe, open_annotations, stamp_annotations
 from colab_utils.shards.source import read_source
@@ -96,11 +102,17 @@ def open_dataset(
     require_number("max_bad", max_bad, minimum=0, maximum=1)
     require_streams(streams)
     require_count("seed", seed, minimum=0)
-    is_on_ssd = _has_shards(ssd, annotations) and _has_all_files(ssd)
-    is_on_drive = drive is not None and _has_shards(drive, annotations)
-    if is_on_ssd and (is_on_drive or drive is None):
+    ssd_has_shards = False
+    drive_has_shards = False
+    try:
+        ssd_has_shards = _has_shards(ssd, annotations) and _has_all_files(ssd)
+        drive_has_shards = drive is not None and _has_shards(drive, annotations)
+    except UnavailableError as error:
+        drive = None
+        ssd_has_shards = _do_without_drive(error, images, ssd, is_compared=ssd_has_shards)
+    if ssd_has_shards and (drive_has_shards or drive is None):
         return _open_shards(ssd, seed, contiguous_labels)
-    if drive is not None and is_on_drive:
+    if drive is not None and drive_has_shards:
         try:
             _remove_mark(ssd)
             return ArrivingShards(drive, ssd, seed=seed, contiguous_labels=contiguous_labels)
@@ -129,7 +141,7 @@ def open_dataset(
                 seed=seed,
             )
     except ColabUtilsError as error:
-        if is_on_ssd:
+        if ssd_has_shards:
             _warn(error, f"the shards in {ssd}, which are not sent to Drive")
             return _open_shards(ssd, seed, contiguous_labels)
         loose = CocoFolder(
@@ -189,11 +201,34 @@ def _has_shards(folder: Place, annotations: Place) -> bool:
 
 
 def _has_all_files(folder: Path) -> bool:
-    """Return whether all files of the index in a folder are there, with their sizes.
+    """Return whether a folder has an index, and all files that the index of all shards lists.
 
     On Drive, this would take minutes.
     """
-    return all(has_size(folder / name, size) for name, size, _ in read_index(folder).files())
+    if not (folder / INDEX_NAME).exists():
+        return False
+    index = read_index(folder)
+    return not index.partial and has_files(index, folder)
+
+
+def _do_without_drive(
+    error: UnavailableError, images: Place, ssd: Path, *, is_compared: bool
+) -> bool:
+    """Warn that Drive is not used, and return whether the SSD has all shards.
+
+    Raises:
+        UnavailableError: Drive is needed: the images lie there.
+    """
+    if _has_all_files(ssd):
+        instead = f"the shards in {ssd}"
+        if not is_compared:
+            instead += ", which were not compared with the annotations"
+        _warn(error, instead)
+        return True
+    if is_on_drive(images):
+        raise error
+    warn_of_unsent(error)
+    return False
 
 
 def _remove_mark(folder: Path) -> None:

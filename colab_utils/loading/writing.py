@@ -3,9 +3,11 @@
 import math
 import multiprocessing
 import os
+import warnings
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import BrokenExecutor, Future
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
@@ -18,7 +20,7 @@ from colab_utils.data.coco_spool import SpooledCoco
 from colab_utils.data.defects import count_allowed
 from colab_utils.data.sizes import plan_size
 from colab_utils.drive import Retries
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import hash_bytes
 from colab_utils.loading.arrival import (
     Arrival,
@@ -32,7 +34,7 @@ from colab_utils.loading.ranks import find_ranks
 from colab_utils.loading.readers import ShardFiles, load_shard
 from colab_utils.machine import count_cores
 from colab_utils.places import Place, UrlPath, open_place
-from colab_utils.processes import ThreadPool, fork_pool
+from colab_utils.processes import ThreadPool, explain_lost_process, fork_pool, kill_pool
 from colab_utils.shards.arrays import convert_boxes
 from colab_utils.shards.columns import fill_tables, keep_columns, open_columns
 from colab_utils.shards.copy import COPY_STREAMS, Copying
@@ -47,6 +49,7 @@ from colab_utils.shards.jobs import (
 )
 from colab_utils.shards.lock import hold_folder
 from colab_utils.shards.plan import order_shards
+from colab_utils.shards.records import MISSING
 from colab_utils.shards.source import keep_source
 from colab_utils.shards.write import (
     begin_folder,
@@ -111,9 +114,8 @@ class Writing(Arrival):
             # Most of its time a process waits for files, so the others begin with the first one.
             self._begins_alone = False
         with lock as stack:
-            if self._drive is not None:
-                stack.enter_context(hold_folder(self._drive))
             stack.enter_context(hold_folder(ssd))
+            self._hold_drive(stack)
             # A URL is left out: the code behind it may hold locks, and processes are forked soon.
             is_planned = "images_per_shard" in recipe
             if not (is_planned or self._begins_alone or isinstance(images, UrlPath)):
@@ -135,14 +137,29 @@ class Writing(Arrival):
             self._pool = fork_pool(min(workers, len(self.jobs)), join_run, progress)
             self._begin(stack)
 
+    def _hold_drive(self, stack: ExitStack) -> None:
+        """Lock the folder on Drive. If it takes no files now, the shards are not sent there."""
+        if self._drive is None:
+            return
+        try:
+            stack.enter_context(hold_folder(self._drive))
+        except ColabUtilsError as error:
+            self._drive = None
+            warn_of_unsent(error)
+
     def stop(self) -> None:
         """End at the next image. Finished shards stay, and a new writing continues after them."""
         self._sending.stop.set()
         super().stop()
 
     def _copy_all(self) -> None:
-        with self._pool:
+        try:
             super()._copy_all()
+        except BrokenExecutor:
+            raise explain_lost_process() from None
+        finally:
+            # A part of a file that a killed process leaves is removed with the lock of the folder.
+            kill_pool(self._pool)
 
     def _fetch(self, number: int) -> None:
         began_s = perf_counter()
@@ -150,24 +167,35 @@ class Writing(Arrival):
         job = self.jobs[number]
         if number == 0 and self._first:
             job = self._first.fill(job)
-        part, cpu_s = self._pool.submit(_run_timed, job, priority).result()
+        part = self._write_shard(job, priority)
+        images = open_place(self._plan.image_folder)
+        names = [image.file_name for image in part.skipped if image.reason == MISSING]
+        if names and self.retries.find_again([images / name for name in names]):
+            # Drive did not show these images for a while. The shard is written again.
+            part = self._write_shard(job, priority)
         with self._lock:
-            self.cpu_s += cpu_s
             self._done.append(part)
             check_bad(self._plan, self._done, self._max_bad)
         self._note_shard(number, began_s)
         if self._drive is not None and part.images:
             self._sendings.append(self._senders.submit(self._send, part.shards[0]))
 
+    def _write_shard(self, job: ShardPart, priority: int) -> ShardIndex:
+        part, cpu_s = self._pool.submit(_run_timed, job, priority).result()
+        with self._lock:
+            self.cpu_s += cpu_s
+        return part
+
     def _describe(self) -> dict[str, Any]:
         return {**super()._describe(), "recipe": self._plan.recipe}
 
     def _send(self, shard: ShardInfo) -> None:
+        sending = self._sending
         tar, arrays = shard.files()
         # The arrays are sent first, because a tar alone does not show its dataset. If the session
         # ended after sending only a tar, the next session would refuse the folder.
-        self._sending.copy_file(*arrays)
-        self._sending.copy_file(*tar)
+        sending.retries.run(partial(sending.copy_file, *arrays))
+        sending.retries.run(partial(sending.copy_file, *tar))
 
     def _finish(self) -> None:
         index = join_index(self._plan, self._done)
@@ -215,6 +243,15 @@ class FollowedWriting(FollowedArrival):
 
     def __str__(self) -> str:
         return "another process of this machine writes them"
+
+
+def warn_of_unsent(error: ColabUtilsError) -> None:
+    """Warn that shards are written, but not sent to Drive."""
+    warnings.warn(
+        f"{error} The shards are not sent to Drive in this session. Training goes on.",
+        ColabUtilsWarning,
+        stacklevel=4,
+    )
 
 
 def name_writing(dataset: SpooledCoco) -> str:

@@ -4,6 +4,7 @@ import json
 import tarfile
 from collections import Counter
 from collections.abc import Callable
+from errno import EDQUOT, ENOSPC
 from typing import Any, NamedTuple
 
 from colab_utils.data.coco import CocoDataset
@@ -126,7 +127,13 @@ def read_image(
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise ColabUtilsError(MISSING) from None
     except OSError as error:
-        raise ColabUtilsError(f"the file cannot be read: {error.strerror}") from None
+        reason = f"the file cannot be read: {error.strerror}"
+        if error.errno in (ENOSPC, EDQUOT):
+            # Drive or its cache is full. The file itself may be sound.
+            raise UnavailableError(
+                f"{images}: {reason}. Free some space there, and run the same again."
+            ) from None
+        raise ColabUtilsError(reason) from None
 
 
 def try_sample(

@@ -376,13 +376,20 @@ def begin_folder(
     index = _find_own_run(folder, dataset, recipe)
     if index is not None:
         recipe = index.recipe
-    elif "images_per_shard" not in recipe:
+    if "images_per_shard" in recipe:
+        image_bytes = recipe["shard_mb"] * 1e6 / recipe["images_per_shard"]
+    else:
         costs = try_images(images, select_sample(dataset), recipe)
-        mean = sum(max(cost.tar_bytes, cost.arrays_bytes) for cost in costs) / len(costs)
+        image_bytes = sum(max(cost.tar_bytes, cost.arrays_bytes) for cost in costs) / len(costs)
+        recipe = complete_recipe(recipe, image_bytes)
+    if not isinstance(folder, UrlPath):
+        missing = sum(
+            len(part)
+            for number, part in enumerate(split_images(recipe, len(dataset)))
+            if not name_shard(folder, number).exists()
+        )
         cure = "name another folder, or store smaller images (--min-size)"
-        if not isinstance(folder, UrlPath):
-            require_space(folder, mean * len(dataset), cure)
-        recipe = complete_recipe(recipe, mean)
+        require_space(folder, missing * image_bytes, cure)
     (folder / INDEX_NAME).unlink(missing_ok=True)
     return recipe
 
@@ -397,12 +404,23 @@ def cut_parts(
 ) -> Iterator[ShardPart]:
     """Yield the part of the dataset that each shard holds.
 
-    If ``drive`` holds finished shards of an earlier session, they are copied from there.
+    If ``drive`` holds finished shards of an earlier session, they are copied from there. Later,
+    Drive is not asked for other shards: it may hang, and the shards can be written without it.
     """
+    finished: set[str] = set()
+    if drive is not None:
+        finished = Retries().write(drive, _list_arrays, drive)
     parts = split_images(recipe, len(dataset))
     for number, part in enumerate(dataset.cut(parts)):
         path = name_shard(folder.absolute(), number)
-        yield ShardPart(path, part, images.absolute(), recipe, streams, drive)
+        job = ShardPart(path, part, images.absolute(), recipe, streams)
+        if path.with_suffix(".arrays").name in finished:
+            job = job._replace(drive=drive)
+        yield job
+
+
+def _list_arrays(folder: Place) -> set[str]:
+    return {path.name for path in folder.glob("shard-*.arrays")}
 
 
 def write_all(plan: JobPlan, run: Callable[[], Runs], max_bad: float) -> list[ShardIndex]:

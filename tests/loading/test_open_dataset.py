@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -10,7 +11,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from colab_utils.data.coco import read_coco
 from colab_utils.data.coco_spool import spool_coco
 from colab_utils.data.decoding import load_jpeg_decoder
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading import writing
+from colab_utils.loading import arrival, writing
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.writing import WritingShards
@@ -37,6 +38,8 @@ from colab_utils.shards.lock import WRITER_NAME, hold_folder
 from colab_utils.shards.plan import make_recipe
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import DriveProfile, slow_down
+
+from ..drive_mount import mount_or_skip
 
 SHARD_MB = 0.02
 
@@ -81,6 +84,15 @@ def small_disk(tmp_path):
         pytest.skip("only root can mount a small disk")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.fixture
+def mount(tmp_path, monkeypatch):
+    """A mounted Drive, on which the tries of a failed call follow each other soon."""
+    monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.05, 0.2, 0.5, 1.0))
+    (tmp_path / "backing").mkdir()
+    with mount_or_skip(tmp_path / "backing", tmp_path / "mount") as mount:
+        yield mount
 
 
 def open_tiny(dataset, places, **options):
@@ -513,9 +525,8 @@ def test_without_any_usable_image_there_is_no_dataset(own_dataset, places):
         open_dataset(images, annotations, **places)
 
 
-@pytest.mark.parametrize("held", ["drive", "ssd"])
-def test_beside_another_writer_loose_files_are_trained_on(tiny_dataset, places, held):
-    with hold_folder(places[held]):
+def test_beside_another_writer_loose_files_are_trained_on(tiny_dataset, places):
+    with hold_folder(places["ssd"]):
         with pytest.warns(ColabUtilsWarning, match="Another writer is at work in .* loose files"):
             dataset = open_tiny(tiny_dataset, places)
         assert type(dataset) is CocoFolder
@@ -523,6 +534,50 @@ def test_beside_another_writer_loose_files_are_trained_on(tiny_dataset, places, 
     dataset = open_tiny(tiny_dataset, places)
     dataset.wait()
     assert type(open_tiny(tiny_dataset, places)) is ShardDataset
+
+
+@pytest.fixture(params=["another writer", "full", "read-only"])
+def closed_drive(request, small_disk):
+    """A folder that takes no files, for three reasons."""
+    if request.param == "another writer":
+        with hold_folder(small_disk):
+            yield small_disk
+        return
+    if request.param == "full":
+        with suppress(OSError):
+            (small_disk / "movie.mp4").write_bytes(bytes(100_000))
+    else:
+        remount = ["mount", "-o", "remount,ro", str(small_disk)]
+        subprocess.run(remount, check=True)
+    yield small_disk
+
+
+def test_a_drive_that_takes_no_files_leaves_the_shards_on_the_ssd(
+    tiny_dataset, reference, places, closed_drive
+):
+    with pytest.warns(ColabUtilsWarning, match="The shards are not sent to Drive"):
+        dataset = open_tiny(tiny_dataset, {**places, "drive": closed_drive})
+    assert len(list_ids(make_loader(dataset, batch_size=3, workers=0))) == tiny_dataset.n
+    dataset.wait()
+    assert read_files(places["ssd"]) == read_files(reference)
+    assert not list(closed_drive.glob("shard-*"))
+
+
+def test_a_drive_that_is_gone_is_not_missed_where_the_ssd_has_all_shards(
+    tiny_dataset, places, mount, tmp_path
+):
+    shutil.copytree(tiny_dataset.images.parent, tmp_path / "backing" / "data")
+    data = mount.folder / "data"
+    files = (data / "images", data / tiny_dataset.annotations.name)
+    places["drive"] = mount.folder / "shards"
+    open_dataset(*files, **places, shard_mb=SHARD_MB).wait()
+    mount.fail(lost=True)
+    with pytest.warns(ColabUtilsWarning, match="Drive got disconnected.*were not compared"):
+        dataset = open_dataset(*files, **places, shard_mb=SHARD_MB)
+    assert len(list_ids(make_loader(dataset, batch_size=3, workers=0))) == tiny_dataset.n
+    (places["ssd"] / "shard-000001.tar").unlink()
+    with pytest.raises(ColabUtilsError, match="Drive got disconnected"):
+        open_dataset(*files, **places, shard_mb=SHARD_MB)
 
 
 def test_on_a_disk_that_is_too_small_loose_files_are_trained_on(tiny_dataset, places, monkeypatch):
@@ -550,20 +605,118 @@ def test_a_disk_that_fills_ends_in_one_message(
         list_ids(make_loader(dataset, batch_size=1, workers=1))
     assert "are safe, and the same call continues there" in str(caught.value)
     dataset.stop()
+    monkeypatch.undo()
+    with pytest.warns(ColabUtilsWarning, match="of free disk, .* loose files"):
+        again = open_tiny(tiny_dataset, {**places, "ssd": small_disk})
+    assert len(list_ids(make_loader(again, batch_size=3, workers=0))) == tiny_dataset.n
     open_tiny(tiny_dataset, places).wait()
     assert read_files(places["drive"]) == read_files(reference)
 
 
 def test_a_drive_that_fills_leaves_training_alone(tiny_dataset, reference, places, small_disk):
     dataset = open_tiny(tiny_dataset, {**places, "drive": small_disk})
-    assert len(list_ids(make_loader(dataset, batch_size=3, workers=0))) == tiny_dataset.n
-    with pytest.raises(
-        ColabUtilsError, match=r"No space left .*ssd are safe, and the same call continues"
-    ):
-        dataset.wait()
+    loader = make_loader(dataset, batch_size=3, workers=0)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        assert len(list_ids(loader)) == tiny_dataset.n
+        with pytest.raises(
+            ColabUtilsError, match=r"No space left .*ssd are safe, and the same call continues"
+        ):
+            dataset.wait()
+        # Who only trains on is told, too.
+        assert len(list_ids(loader)) == tiny_dataset.n
+    assert len(warned) == 1
+    assert re.search("No space left .* Training goes on", str(warned[0].message))
+    dataset.stop()
     assert not (small_disk / "index.json").exists()
     open_tiny(tiny_dataset, places).wait()
     assert read_files(places["drive"]) == read_files(reference)
+
+
+def test_without_any_answer_of_drive_the_shards_stay_on_the_ssd(
+    tiny_dataset, reference, places, mount
+):
+    mount.fail(lost=True)
+    places["drive"] = mount.folder / "shards"
+    with pytest.warns(ColabUtilsWarning, match="Drive got disconnected.*not sent to Drive"):
+        dataset = open_tiny(tiny_dataset, places)
+    dataset.wait()
+    assert read_files(places["ssd"]) == read_files(reference)
+
+
+def test_a_burst_of_errors_while_shards_are_sent_is_tried_again(
+    tiny_dataset, reference, places, mount, tmp_path
+):
+    places["drive"] = mount.folder / "shards"
+    dataset = open_tiny(tiny_dataset, places)
+    mount.fail(write_errors=3)
+    dataset.wait()
+    assert read_files(tmp_path / "backing" / "shards") == read_files(reference)
+
+
+def test_images_that_drive_does_not_show_for_a_while_are_not_left_out(
+    tiny_dataset, places, mount, tmp_path, monkeypatch
+):
+    list_folder = os.listdir
+
+    def show(folder="."):
+        mount.fail()
+        return list_folder(folder)
+
+    shutil.copytree(tiny_dataset.images, tmp_path / "backing", dirs_exist_ok=True)
+    names = sorted(path.name for path in tiny_dataset.images.iterdir())
+    mount.fail(hidden_name=names[-1])
+    monkeypatch.setattr(os, "listdir", show)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Drive does not show 1 of the files")
+        dataset = open_dataset(mount.folder, tiny_dataset.annotations, **places, shard_mb=SHARD_MB)
+        dataset.wait()
+    index = read_index(places["drive"])
+    assert index.images == tiny_dataset.n
+    assert index.skipped == ()
+
+
+@contextmanager
+def suspend(mount):
+    """Make a mount answer nothing."""
+    children = psutil.Process().children()
+    server = next(child for child in children if str(mount.folder) in child.cmdline())
+    server.suspend()
+    try:
+        yield
+    finally:
+        server.resume()
+
+
+def test_training_ends_though_drive_answers_nothing(
+    tiny_dataset, reference, places, mount, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(arrival, "_STOP_S", 0.2)
+    places["drive"] = mount.folder / "shards"
+    dataset = open_tiny(tiny_dataset, places)
+    with suspend(mount):
+        assert len(list_ids(make_loader(dataset, batch_size=3, workers=0))) == tiny_dataset.n
+        dataset.stop()
+        assert dataset.arrival.is_at_work
+    wait_until(lambda: not dataset.arrival.is_at_work)
+    open_tiny(tiny_dataset, places).wait()
+    assert read_files(tmp_path / "backing" / "shards") == read_files(reference)
+
+
+def test_a_writer_that_waits_for_a_file_for_ever_is_ended(
+    tiny_dataset, reference, places, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(arrival, "_STOP_S", 0.2)
+    monkeypatch.setattr("colab_utils.reader._GIVE_UP_S", 1.0)
+    shutil.copytree(tiny_dataset.images, tmp_path / "backing")
+    with mount_or_skip(tmp_path / "backing", tmp_path / "mount", direct=True) as mount:
+        dataset = open_dataset(
+            mount.folder, tiny_dataset.annotations, **places, shard_mb=SHARD_MB, streams=1
+        )
+        with suspend(mount), pytest.raises(ColabUtilsError, match="did not come within 1 seconds"):
+            dataset.wait()
+        open_tiny(tiny_dataset, places).wait()
+    assert read_files(places["ssd"]) == read_files(reference)
 
 
 def test_a_writing_process_that_the_system_ends_is_told(tiny_dataset, places, monkeypatch):

@@ -34,7 +34,7 @@ from colab_utils.data.checks import check_dataset
 from colab_utils.data.coco import open_coco
 from colab_utils.data.decoding import decode_pixels
 from colab_utils.drive import DriveLostError
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableError
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards import jobs, running, write
 from colab_utils.shards import records as image_module
@@ -468,6 +468,24 @@ def test_a_locked_file_is_one_bad_image(dataset, folder, monkeypatch):
         run(dataset, folder, max_bad=0.1).skipped[0].reason
         == "the file cannot be read: Permission denied"
     )
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_an_image_that_a_full_disk_does_not_give_is_no_bad_image(
+    dataset, folder, monkeypatch, number
+):
+    images, annotations = dataset
+    refused = names(annotations)[9]
+    read = image_module.read_file
+
+    def read_or_refuse(path, *options):
+        if path.name == refused:
+            raise OSError(number, os.strerror(number))
+        return read(path, *options)
+
+    monkeypatch.setattr(image_module, "read_file", read_or_refuse)
+    with pytest.raises(UnavailableError, match=r"images: the file cannot be read: .* Free some"):
+        write_shards(images, annotations, shards=folder, workers=1)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
