@@ -67,7 +67,7 @@ def find_causes(
         causes.append(explain_waits(late, loop_s, facts))
         # The first start is no cause, because every run has one.
         if is_start.sum() > 1:
-            causes.append(explain_starts(waits[is_start][1:], loop_s, facts))
+            causes.append(explain_starts(waits[is_start][1:], len(waits), loop_s, facts))
     if loop_s < _LEAST_S:
         causes = []
     causes = [cause for cause in causes if cause.share >= _LEAST_SHARE]

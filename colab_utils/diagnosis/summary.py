@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import IterableDataset
 
 from colab_utils.diagnosis.causes import find_causes, find_lost_share
 from colab_utils.diagnosis.cures import Cause
-from colab_utils.diagnosis.looks import Looks
+from colab_utils.diagnosis.looks import BACKWARD, Looks
 from colab_utils.diagnosis.memory_growth import Growth, MemoryLog, find_growth
 from colab_utils.diagnosis.processes import WorkerMonitor
 from colab_utils.diagnosis.ranks import compare_ranks, find_rank
@@ -169,7 +170,10 @@ class LoopRecord(LoopFacts):
     def __init__(self, loader: Any) -> None:
         self._number = next(self._numbers)
         self.clock = LoopClock()
-        self.monitor = WorkerMonitor(getattr(loader, "dataset", None))
+        dataset = getattr(loader, "dataset", None)
+        # An iterable dataset may work between the samples of a dataset within it, so these samples
+        # say too little.
+        self.monitor = WorkerMonitor(None if isinstance(dataset, IterableDataset) else dataset)
         self.memory = MemoryLog()
         self.phase = ""
         self._printed: Summary | None = None
@@ -249,6 +253,10 @@ class LoopRecord(LoopFacts):
             return None
         self.times = self.monitor.read_times()
         self.growth = find_growth(self.memory.readings)
+        if BACKWARD in self.looks.find_place("between")[0]:
+            # The optimizer steps first, and the passes of this batch follow: they are its step.
+            parts_s[:, 1] += parts_s[:, 2]
+            parts_s[:, 2] = 0
         unseen = self._list_unseen(parts_s)
         parts_s = split_micro_batches(parts_s)
         waits, steps, between = parts_s.T
@@ -298,8 +306,8 @@ class LoopRecord(LoopFacts):
         steps = np.count_nonzero(parts_s[:, 2])
         if steps == 0:
             unseen.append(
-                "No optimizer of torch stepped: all that the loop does with a batch counts as its "
-                "step."
+                "No optimizer of torch stepped at the end of a batch: all that the loop does with "
+                "a batch counts as its step."
             )
         elif len(parts_s) >= _ACCUMULATES * steps:
             unseen.append(

@@ -92,9 +92,9 @@ def find_rare(seconds: Array) -> NDArray[np.int64]:
     return large if 0 < len(large) <= _RARE * len(seconds) and holds else large[:0]
 
 
-def explain_starts(starts: Array, loop_s: float, facts: LoopFacts) -> Cause:
+def explain_starts(starts: Array, batches: int, loop_s: float, facts: LoopFacts) -> Cause:
     """Explain why the first batch of each later pass is late: this process is busy with other code,
-    or workers start again.
+    workers start again, or any batch takes about as long to load. ``batches`` were loaded in all.
     """
     share = float(starts.sum()) / loop_s
     each_s = f"{starts.mean():.2g} s"
@@ -105,7 +105,12 @@ def explain_starts(starts: Array, loop_s: float, facts: LoopFacts) -> Cause:
     line = facts.looks.describe_line("start")
     if line:
         return make_cause("main_process", share, why + line)
-    return make_cause("restarts" if facts.restarts else "starts", share, why)
+    load_s = facts.times.wall_s / batches
+    if 2 * load_s > starts.mean():
+        why += f" A worker takes {load_s:.2g} s to load any batch."
+    elif facts.restarts:
+        return make_cause("restarts", share, why)
+    return make_cause("starts", share, why)
 
 
 def explain_waits(waits: Array, loop_s: float, facts: LoopFacts) -> Cause:

@@ -354,10 +354,78 @@ class _Cached(list):
 
     dataset = "photos of today"
 
+    def __getitem__(self, index):
+        return list.__getitem__(self, index)
+
 
 def test_only_a_dataset_within_a_dataset_is_watched_in_its_place():
     photos = _Cached([1, 2])
     assert WorkerMonitor(Subset(photos, [1])).dataset is photos
+
+
+class _Wrapper(Dataset):
+    """Works on each sample of the dataset within it, as transforms of one split do."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        sample = self.dataset[index]
+        time.sleep(0.1)
+        return sample
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        _Wrapper(Subset(_Uneven(), range(8))),
+        # Wrappers around built-in types are watched, too.
+        _Wrapper([*range(8)]),
+        # A wrapper may load several samples for one.
+        _Wrapper(_Wrapper(_Wrapper(_Uneven()))),
+    ],
+)
+def test_the_work_of_a_wrapper_belongs_to_its_samples(dataset, capsys):
+    watched = watch(DataLoader(dataset, num_workers=1))
+    list(watched)
+    times = watched._record.monitor.read_times()
+    assert times.samples == 8
+    assert times.wall_s > 0.8
+    assert [cause.id for cause in watched.summary().causes] == ["sleep"]
+
+
+def test_the_sample_of_a_wrapper_has_the_number_of_the_dataset_within(capsys):
+    dataset = _Uneven()
+    dataset.slow_s = 0.8
+    loader = DataLoader(
+        Subset(_Wrapper(dataset), [5, 3, 1, 7]), num_workers=1, persistent_workers=True
+    )
+    watched = watch(loader)
+    for _ in range(3):
+        list(watched)
+    assert {3} <= {sample for samples in watched._record.seen.values() for sample in samples}
+
+
+class _Blend(IterableDataset):
+    """Works between the samples of a map-style dataset."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __iter__(self):
+        for number in range(8):
+            sample = self.dataset[number]
+            time.sleep(0.2)
+            yield sample
+
+
+def test_an_iterable_dataset_is_not_idle_between_the_samples_of_another(capsys):
+    watched = watch(DataLoader(_Blend(_Uneven()), num_workers=1))
+    list(watched)
+    assert [cause.id for cause in watched.summary().causes] == ["sleep"]
 
 
 def test_workers_are_listed_from_the_oldest_sample_on():
