@@ -68,9 +68,8 @@ def find_causes(
         # The first start is no cause, because every run has one.
         if is_start.sum() > 1:
             causes.append(explain_starts(waits[is_start][1:], len(waits), loop_s, facts))
-    if loop_s < _LEAST_S:
-        causes = []
-    causes = [cause for cause in causes if cause.share >= _LEAST_SHARE]
+    is_long = loop_s >= _LEAST_S
+    causes = [cause for cause in causes if is_long and cause.share >= _LEAST_SHARE]
     # Cheaper loading also cures "contention", unless workers run many threads. A cause in loading
     # says what to make cheaper, so such a cause is named before "contention".
     is_loading = not _LOADING.isdisjoint(cause.id for cause in causes)

@@ -24,8 +24,9 @@ _FETCH = "/torch/utils/data/_utils/fetch.py:"
 # A DataLoader calls torch's profiler before and after each batch. These calls let other threads
 # run, so looks meet them much too often. Such a look is counted, but without a place.
 _PROFILER = "/torch/autograd/profiler.py:"
-# The line of Python that runs the backward pass.
-BACKWARD = "_engine_run_backward"
+# The innermost function of Python in a backward pass.
+_RUNS_BACKWARD = " _engine_run_backward"
+BACKWARD = "the backward pass"
 OTHER_LOADER = "another loader"
 HANDOFF = "the hand-off"
 WORKERS = "the workers"
@@ -149,4 +150,6 @@ class Looks:
         # A loop that waits for another thread, which takes its batches ahead, waits for a loader.
         if _THREADS in line:
             return WORKERS
+        if line.endswith(_RUNS_BACKWARD):
+            return BACKWARD
         return "/".join(line.split("/")[-2:]) or "its own program"

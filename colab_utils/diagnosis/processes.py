@@ -218,19 +218,21 @@ class WorkerMonitor:
 
     def inspect_worker(self, pid: int) -> Activity:
         """Return what a worker does in its main thread."""
-        sample = self.list_samples().get(pid, -1)
+        sample = self.list_samples().get(pid, NO_SAMPLE)
         call, path = read_call(pid, pid)
-        idle = sample < 0 and self.is_idle(pid)
         known = sample if sample >= 0 else None
-        return Activity((), call, path, known, idle, *measure_use(f"/proc/{pid}"))
+        use = measure_use(f"/proc/{pid}")
+        return Activity((), call, path, known, self.is_idle(pid), *use)
 
     def is_idle(self, pid: int) -> bool:
-        """Return whether a worker that is at no sample waits for work."""
-        call, path = read_call(pid, pid)
+        """Return whether a worker is at no sample, and waits for work."""
+        row = self._rows[pid % _ROWS]
         # Samples of an iterable dataset are not seen. So a worker of which no sample was seen may
         # be at work.
-        has_worked = bool(self._rows["sums"][pid % _ROWS, 0] > 0)
-        return has_worked and call in ("poll", "read") and not path.startswith("/")
+        if row["sample"] != NO_SAMPLE or not row["sums"][0]:
+            return False
+        call, path = read_call(pid, pid)
+        return call in ("poll", "read") and not path.startswith("/")
 
     def inspect_thread(self, thread: threading.Thread) -> Activity:
         """Return what another thread of this process does."""

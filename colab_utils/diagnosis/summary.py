@@ -38,6 +38,8 @@ _SHOWN_S = 10.0
 _KEPT = 1000
 # If a loop has at least this many batches for each step of the optimizer, it accumulates gradients.
 _ACCUMULATES = 1.5
+# In a step, the backward pass takes more than this share of the time.
+_BACKWARD_SHARE = 0.2
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class Summary:
     def __str__(self) -> str:
         largest = max(self.parts, key=lambda part: part.share)
         who = "" if self.rank is None else f"Rank {self.rank}: "
-        lines = [f"{who}{self.verdict}", f"{'':14}{'share':>6}{'median':>10}{'p95':>10}"]
+        lines = [f"{who}{self.verdict}", "               share    median       p95"]
         for part in self.parts:
             arrow = "  <--" if part is largest else ""
             lines.append(
@@ -215,9 +217,8 @@ class LoopRecord(LoopFacts):
         """Return whether workers may still be starting: this pass has had fewer batches than
         workers.
         """
-        firsts = self.clock.firsts
-        has_begun = bool(firsts) and not self.phase.endswith("start")
-        return not has_begun or self.clock.count - firsts[-1] < self.workers
+        clock = self.clock
+        return self.phase.endswith("start") or clock.count - clock.firsts[-1] < self.workers
 
     def ask(self) -> float:
         """Note that the loop asks for its next batch. Return the time, by `time.perf_counter`."""
@@ -253,7 +254,7 @@ class LoopRecord(LoopFacts):
             return None
         self.times = self.monitor.read_times()
         self.growth = find_growth(self.memory.readings)
-        if BACKWARD in self.looks.find_place("between")[0]:
+        if self.looks.measure_place("between", BACKWARD)[0] > _BACKWARD_SHARE:
             # The optimizer steps first, and the passes of this batch follow: they are its step.
             parts_s[:, 1] += parts_s[:, 2]
             parts_s[:, 2] = 0

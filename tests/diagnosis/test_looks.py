@@ -20,6 +20,7 @@ from colab_utils.diagnosis.looks import OTHER_LOADER, SAMPLE, Looks
 from colab_utils.diagnosis.processes import WorkerMonitor, list_other_workers
 from colab_utils.diagnosis.system_calls import classify_call, find_wait, measure_memory_part
 from colab_utils.diagnosis.watch import watch
+from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.prefetcher import describe_exit, explain_death
 from colab_utils.machine import count_oom_kills
 from colab_utils.processes import find_cut_file
@@ -394,7 +395,6 @@ def test_the_work_of_a_wrapper_belongs_to_its_samples(dataset, capsys):
     times = watched._record.monitor.read_times()
     assert times.samples == 8
     assert times.wall_s > 0.8
-    assert [cause.id for cause in watched.summary().causes] == ["sleep"]
 
 
 def test_the_sample_of_a_wrapper_has_the_number_of_the_dataset_within(capsys):
@@ -410,22 +410,56 @@ def test_the_sample_of_a_wrapper_has_the_number_of_the_dataset_within(capsys):
 
 
 class _Blend(IterableDataset):
-    """Works between the samples of a map-style dataset."""
+    """Loads the samples of a map-style dataset."""
 
     def __init__(self, dataset):
         self.dataset = dataset
 
     def __iter__(self):
         for number in range(8):
-            sample = self.dataset[number]
-            time.sleep(0.2)
-            yield sample
+            yield self.dataset[number]
 
 
-def test_an_iterable_dataset_is_not_idle_between_the_samples_of_another(capsys):
+def test_samples_within_an_iterable_dataset_are_not_all_of_its_work(capsys):
     watched = watch(DataLoader(_Blend(_Uneven()), num_workers=1))
     list(watched)
-    assert [cause.id for cause in watched.summary().causes] == ["sleep"]
+    assert watched._record.monitor.read_times().samples == 0
+
+
+class _Asking(_Wrapper):
+    """Asks another process before it loads a sample."""
+
+    def __getitem__(self, index):
+        if index == 3:
+            reader, _writer = os.pipe()
+            os.read(reader, 1)
+        return self.dataset[index]
+
+
+def test_a_wrapper_that_waits_for_another_process_is_not_idle():
+    watched = watch(DataLoader(_Asking(_Uneven()), num_workers=1), timeout_s=1, on_stall="raise")
+    with pytest.raises(ColabUtilsError, match=r"\(pid \d+\) waits in read\. "):
+        list(watched)
+
+
+def step_first(batch):
+    """Step the optimizer before the passes of the batch, as for the gradients of the last one."""
+    layer = torch.nn.Linear(2000, 500)
+    optimizer = torch.optim.SGD(layer.parameters())
+    optimizer.step()
+    for _ in range(30):
+        layer(batch).square().mean().backward()
+
+
+def test_passes_that_follow_the_step_of_the_optimizer_are_a_step(capsys):
+    watched = watch([torch.rand(100, 2000)] * 20)
+    for batch in watched:
+        step_first(batch)
+    summary = watched.summary()
+    assert {part.name: round(part.share) for part in summary.parts}["step"] == 1
+    # A machine may be busy with other work, too.
+    assert "between" not in [cause.id for cause in summary.causes]
+    assert "at the end of a batch" in summary.unseen[0]
 
 
 def test_workers_are_listed_from_the_oldest_sample_on():
