@@ -115,7 +115,7 @@ def _name_stage(cause: Cause, stages: Sequence[Stage]) -> Cause:
         }
     else:
         return cause
-    largest = max(times_ms, key=lambda name: times_ms[name], default="sample")
+    largest = max(times_ms, key=times_ms.__getitem__, default="sample")
     # The stage "sample" is the whole loading, so its name would say less than the cause does.
     if largest == "sample":
         return cause

@@ -107,7 +107,8 @@ class _SampleNotes:
         # example that of a dataset within a dataset. Only the time of the outermost call counts,
         # but an inner one knows which sample it loads.
         if self._row["sample"] != NO_SAMPLE:
-            self._row["sample"] = sample
+            if sample >= 0:
+                self._row["sample"] = sample
             yield
             return
         began_ns = monotonic_ns()

@@ -118,7 +118,7 @@ class Summary:
     @property
     def wait_share(self) -> float:
         """Share of the loop's time spent waiting, including the first batches of passes, 0 to 1."""
-        return self.parts[0].share + self.start_s / max(self.seconds, 1e-9)
+        return self.parts[0].share + self.start_s / self.seconds
 
     @property
     def images_per_second(self) -> float:

@@ -153,9 +153,9 @@ def _explain_samples(share: float, loop_s: float, facts: LoopFacts) -> Cause:
     # lock waits for a core, other workers wait for the lock. So the wait for a core counts only if
     # it takes more than half of the time. What waits for a core is at work.
     rest = {name: seconds for name, seconds in evidence.items() if name != "queue"}
-    largest = max(rest, key=lambda name: rest[name])
+    largest = max(rest, key=rest.__getitem__)
     if waits_for_cores(evidence):
-        largest = max(("work", "collate"), key=lambda name: rest[name])
+        largest = max(("work", "collate"), key=rest.__getitem__)
     # A lock may be the cause even if work takes longer than the wait for the lock: the worker that
     # holds the lock is at work.
     if evidence.get("lock", 0.0) >= _IN_TURN * sum(evidence.values()):
@@ -166,7 +166,7 @@ def _explain_samples(share: float, loop_s: float, facts: LoopFacts) -> Cause:
         del rest["lock"]
         # The worker that has the lock may itself wait for another process, as at a queue of
         # multiprocessing.
-        if max(rest, key=lambda name: rest[name]) == "process":
+        if max(rest, key=rest.__getitem__) == "process":
             id = "other_process"
             cure = "turns"
     why = _describe_evidence(evidence, times, facts.looks)
@@ -241,7 +241,7 @@ def _describe_evidence(evidence: Mapping[str, float], times: SampleTimes, looks:
         scale = 1000 / times.samples
         start = f"A sample takes {scale * whole:.3g} ms"
     parts = []
-    for name in sorted(evidence, key=lambda name: -evidence[name]):
+    for name in sorted(evidence, key=evidence.__getitem__, reverse=True):
         if evidence[name] >= _WORTH_A_WORD * whole:
             parts.append(f"{scale * evidence[name]:.3g}{unit} {_EVIDENCE[name][1]}")
     return f"{start}: {', '.join(parts)}."
