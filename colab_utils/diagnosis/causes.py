@@ -67,10 +67,9 @@ def find_causes(
         causes.append(explain_waits(late, loop_s, facts))
         # The first start is no cause, because every run has one.
         if is_start.sum() > 1:
-            causes.append(explain_starts(waits[is_start][1:], loop_s, facts))
-    if loop_s < _LEAST_S:
-        causes = []
-    causes = [cause for cause in causes if cause.share >= _LEAST_SHARE]
+            causes.append(explain_starts(waits[is_start][1:], len(waits), loop_s, facts))
+    is_long = loop_s >= _LEAST_S
+    causes = [cause for cause in causes if is_long and cause.share >= _LEAST_SHARE]
     # Cheaper loading also cures "contention", unless workers run many threads. A cause in loading
     # says what to make cheaper, so such a cause is named before "contention".
     is_loading = not _LOADING.isdisjoint(cause.id for cause in causes)
@@ -116,7 +115,7 @@ def _name_stage(cause: Cause, stages: Sequence[Stage]) -> Cause:
         }
     else:
         return cause
-    largest = max(times_ms, key=lambda name: times_ms[name], default="sample")
+    largest = max(times_ms, key=times_ms.__getitem__, default="sample")
     # The stage "sample" is the whole loading, so its name would say less than the cause does.
     if largest == "sample":
         return cause

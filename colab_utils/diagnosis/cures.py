@@ -34,9 +34,10 @@ CURES = {
     "waits, for the network for example, look at why that is late.",
     "idle": "Look at what this process does before it takes a batch: more workers would not help.",
     "restarts": "Workers start again in each pass: make the loader once, with "
-    "persistent_workers=True.",
-    "starts": "Workers already stay between passes, but have no batch ready when a pass begins: "
-    "make passes longer, or use make_loader, whose workers go on to the next pass.",
+    "persistent_workers=True. This does not help if workers do something in each pass before the "
+    "first batch, such as filling a buffer.",
+    "starts": "No batch is ready when a pass begins: make passes longer, or use make_loader, whose "
+    "workers go on to the next pass.",
     "too_many_workers": "Use fewer workers: num_workers={cores}. Make a sample cheaper: more "
     "workers only take turns.",
     "slow_sample": "Look at sample {sample}: make it smaller, store it on the local disk, or leave "
@@ -44,8 +45,8 @@ CURES = {
     "other_loader": "Look at that loader: watch(it) says why it is late.",
     "periodic": "If this process writes checkpoints, logs or images, or evaluates, do so less "
     "often, or in a thread.",
-    "between": "Look at what follows optimizer.step(): log or read losses (.item()) less often, or "
-    "in a thread.",
+    "between": "Look at what follows optimizer.step(). If it logs, or reads losses (.item()), do "
+    "so less often, or in a thread.",
     "contention": "Make loading cheaper, or do its work once, offline.",
     "threads": "Use fewer threads in each worker, torch.set_num_threads(1) for example; then make "
     "loading cheaper.",

@@ -4,7 +4,7 @@ import os
 import threading
 from collections import Counter, defaultdict
 
-from colab_utils.diagnosis.processes import WorkerMonitor
+from colab_utils.diagnosis.processes import NO_SAMPLE, WorkerMonitor
 from colab_utils.diagnosis.system_calls import count_runnable, find_wait
 
 # Fewer looks than this are no evidence. Otherwise, at least half of them must show the same. At the
@@ -24,6 +24,9 @@ _FETCH = "/torch/utils/data/_utils/fetch.py:"
 # A DataLoader calls torch's profiler before and after each batch. These calls let other threads
 # run, so looks meet them much too often. Such a look is counted, but without a place.
 _PROFILER = "/torch/autograd/profiler.py:"
+# The innermost function of Python in a backward pass.
+_RUNS_BACKWARD = " _engine_run_backward"
+BACKWARD = "the backward pass"
 OTHER_LOADER = "another loader"
 HANDOFF = "the hand-off"
 WORKERS = "the workers"
@@ -66,7 +69,7 @@ class Looks:
         busy = [
             pid
             for pid, sample in samples.items()
-            if sample >= 0 or (phase == "wait" and not self._monitor.is_idle(pid))
+            if sample != NO_SAMPLE or (phase == "wait" and not self._monitor.is_idle(pid))
         ]
         if busy:
             # Each look counts the threads of only one worker. The workers are listed from the one
@@ -75,8 +78,7 @@ class Looks:
             if count:
                 self._extra_threads += count - _MANY_THREADS
         if phase == "wait":
-            self._workers_at[True] += any(samples[pid] >= 0 for pid in busy)
-            self._workers_at[False] += any(samples[pid] < 0 for pid in busy)
+            self._workers_at.update({samples[pid] != NO_SAMPLE for pid in busy})
         if place == SAMPLE and not samples:
             self.waits[find_wait(os.getpid(), thread.native_id or 0)] += 1
             return
@@ -148,4 +150,6 @@ class Looks:
         # A loop that waits for another thread, which takes its batches ahead, waits for a loader.
         if _THREADS in line:
             return WORKERS
+        if line.endswith(_RUNS_BACKWARD):
+            return BACKWARD
         return "/".join(line.split("/")[-2:]) or "its own program"

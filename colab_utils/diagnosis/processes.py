@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import wraps
+from inspect import ismethod
 from time import monotonic_ns, process_time
 from traceback import walk_stack
 from types import FrameType
@@ -28,11 +29,15 @@ _ROWS = 128
 _HERE = os.path.dirname(__file__)
 # Methods of a dataset that load samples.
 _METHODS = ("__getitem__", "__getitems__", "read_packed", "read_into")
+# In place of the number of a sample: the worker is at no sample, or at one whose number is not
+# known.
+NO_SAMPLE = -1
+_UNNUMBERED = -2
 # The notes of one worker.
 _ROW = np.dtype(
     [
         ("pid", np.int64),
-        # This is the sample that the worker is at, or -1, and when it began that sample.
+        # This is the sample that the worker is at, or `NO_SAMPLE`, and when it began that sample.
         ("sample", np.int64),
         ("since_ns", np.int64),
         # These are the first four fields of SampleTimes.
@@ -84,7 +89,7 @@ class _SampleNotes:
 
     def __init__(self, row: Any) -> None:
         self._row = row
-        row["sample"] = -1
+        row["sample"] = NO_SAMPLE
         row["cpu"] = (row["cpu"].sum(), 0)
         row["pid"] = os.getpid()
         self._io: int | None = None
@@ -98,9 +103,12 @@ class _SampleNotes:
         """Note the sample that is loaded while a block runs, then note how long it took. If
         ``count`` samples are loaded at once, ``sample`` is the first.
         """
-        # A method that loads samples may call another such method, even in other threads. Only the
-        # outermost call counts.
-        if self._row["sample"] >= 0:
+        # A method that loads samples may call another such method, even in other threads, for
+        # example that of a dataset within a dataset. Only the time of the outermost call counts,
+        # but an inner one knows which sample it loads.
+        if self._row["sample"] != NO_SAMPLE:
+            if sample >= 0:
+                self._row["sample"] = sample
             yield
             return
         began_ns = monotonic_ns()
@@ -110,7 +118,7 @@ class _SampleNotes:
         try:
             yield
         finally:
-            self._row["sample"] = -1
+            self._row["sample"] = NO_SAMPLE
             wall_s = (monotonic_ns() - began_ns) / 1e9
             cpu_s, called, stored = self._count() - counts
             self._row["sums"] += (count, wall_s, cpu_s, max(called, stored))
@@ -134,42 +142,49 @@ waiting = threading.local()
 class WorkerMonitor:
     """Notes of the forked workers of a loader, in memory that this process shares with them.
 
-    A worker wraps the methods of the dataset's class that load samples. In this process, the class
-    does not change.
+    A worker wraps the methods that load samples, in the class of the dataset. In this process, the
+    class does not change.
+
+    Attributes:
+        dataset: The innermost dataset. Numbers of samples are its indices.
     """
 
     def __init__(self, dataset: Any) -> None:
-        # A Subset, or a wrapper like it, holds the dataset that loads the samples.
-        while not isinstance(getattr(dataset, "dataset", None), str | None):
+        # A Subset, or a wrapper like it, holds another dataset. The wrapper may work on samples,
+        # too, so the methods of both are wrapped.
+        self._datasets = [dataset]
+        while ismethod(getattr(getattr(dataset, "dataset", None), "__getitem__", None)):
             dataset = dataset.dataset
+            self._datasets.append(dataset)
         self.dataset = dataset
         self._rows = np.frombuffer(mmap.mmap(-1, _ROWS * _ROW.itemsize), _ROW)
-        self._rows["sample"] = -1
+        self._rows["sample"] = NO_SAMPLE
 
     def enter(self) -> None:
         """Note the samples of this process, which is a worker, from now on."""
         notes = _SampleNotes(self._rows[os.getpid() % _ROWS])
-        kind = type(self.dataset)
-        for name in _METHODS:
-            if hasattr(kind, name):
-                setattr(kind, name, self._wrap(getattr(kind, name), notes))
+        for kind in {*map(type, self._datasets)}:
+            for name in _METHODS:
+                if hasattr(kind, name):
+                    setattr(kind, name, self._wrap(getattr(kind, name), notes))
 
     def _wrap(self, method: Callable[..., Any], notes: _SampleNotes) -> Callable[..., Any]:
         """Return a method that does the same, and notes the sample that it loads."""
 
         @wraps(method)
         def load_sample(dataset: Any, index: Any, *rest: Any) -> Any:
-            if dataset is not self.dataset:
+            if not any(dataset is known for known in self._datasets):
                 return method(dataset, index, *rest)
+            sample = _read_index(index) if dataset is self.dataset else _UNNUMBERED
             count = len(index) if method.__name__ == "__getitems__" else 1
-            with notes.mark_sample(_read_index(index), max(1, count)):
+            with notes.mark_sample(sample, max(1, count)):
                 return method(dataset, index, *rest)
 
         return load_sample
 
     def list_samples(self) -> dict[int, int]:
-        """Return a dict from the pid of each worker to the sample that it is at, or -1. The sample
-        that was begun first comes first.
+        """Return a dict from the pid of each worker to the sample that it is at, or a number below
+        0. The sample that was begun first comes first.
         """
         rows = self._rows[["since_ns", "pid", "sample"]][self._rows["pid"] > 0]
         return {pid: sample for _, pid, sample in sorted(rows.tolist())}
@@ -182,14 +197,14 @@ class WorkerMonitor:
     @property
     def sees_samples(self) -> bool:
         """Return whether any sample was seen."""
-        return bool(self._rows["sums"][:, 0].any() or (self._rows["sample"] >= 0).any())
+        return bool(self._rows["sums"][:, 0].any() or (self._rows["sample"] != NO_SAMPLE).any())
 
     def list_waits(self, samples: Mapping[int, int]) -> list[str]:
         """Return what each worker that is at a sample waits for, in the words of `find_wait`. If
         samples are not seen, return it for each worker that does not wait for work. ``samples`` is
         as in `list_samples`.
         """
-        pids = [pid for pid, sample in samples.items() if sample >= 0]
+        pids = [pid for pid, sample in samples.items() if sample != NO_SAMPLE]
         if not pids and not self.sees_samples:
             workers = [*samples] or list_other_workers()
             # A worker that waits for work polls a pipe.
@@ -204,19 +219,21 @@ class WorkerMonitor:
 
     def inspect_worker(self, pid: int) -> Activity:
         """Return what a worker does in its main thread."""
-        sample = self.list_samples().get(pid, -1)
+        sample = self.list_samples().get(pid, NO_SAMPLE)
         call, path = read_call(pid, pid)
-        idle = sample < 0 and self.is_idle(pid)
         known = sample if sample >= 0 else None
-        return Activity((), call, path, known, idle, *measure_use(f"/proc/{pid}"))
+        use = measure_use(f"/proc/{pid}")
+        return Activity((), call, path, known, self.is_idle(pid), *use)
 
     def is_idle(self, pid: int) -> bool:
-        """Return whether a worker that is at no sample waits for work."""
-        call, path = read_call(pid, pid)
+        """Return whether a worker is at no sample, and waits for work."""
+        row = self._rows[pid % _ROWS]
         # Samples of an iterable dataset are not seen. So a worker of which no sample was seen may
         # be at work.
-        has_worked = bool(self._rows["sums"][pid % _ROWS, 0] > 0)
-        return has_worked and call in ("poll", "read") and not path.startswith("/")
+        if row["sample"] != NO_SAMPLE or not row["sums"][0]:
+            return False
+        call, path = read_call(pid, pid)
+        return call in ("poll", "read") and not path.startswith("/")
 
     def inspect_thread(self, thread: threading.Thread) -> Activity:
         """Return what another thread of this process does."""
@@ -257,15 +274,15 @@ class WorkerMonitor:
 
 
 def _read_index(index: Any) -> int:
-    """Return the index of a sample, or the first one of a list of indices. Return -1 for anything
-    else, such as an array of several indices.
+    """Return the index of a sample, or the first one of a list of indices. Return `_UNNUMBERED` for
+    anything else, such as an array of several indices.
     """
     if isinstance(index, list) and index:
         index = index[0]
     try:
         return operator.index(index)
     except TypeError:
-        return -1
+        return _UNNUMBERED
 
 
 def list_other_workers() -> list[int]:

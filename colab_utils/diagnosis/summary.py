@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import IterableDataset
 
 from colab_utils.diagnosis.causes import find_causes, find_lost_share
 from colab_utils.diagnosis.cures import Cause
-from colab_utils.diagnosis.looks import Looks
+from colab_utils.diagnosis.looks import BACKWARD, Looks
 from colab_utils.diagnosis.memory_growth import Growth, MemoryLog, find_growth
 from colab_utils.diagnosis.processes import WorkerMonitor
 from colab_utils.diagnosis.ranks import compare_ranks, find_rank
@@ -37,6 +38,8 @@ _SHOWN_S = 10.0
 _KEPT = 1000
 # If a loop has at least this many batches for each step of the optimizer, it accumulates gradients.
 _ACCUMULATES = 1.5
+# In a step, the backward pass takes more than this share of the time.
+_BACKWARD_SHARE = 0.2
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,7 @@ class Summary:
     @property
     def wait_share(self) -> float:
         """Share of the loop's time spent waiting, including the first batches of passes, 0 to 1."""
-        return self.parts[0].share + self.start_s / max(self.seconds, 1e-9)
+        return self.parts[0].share + self.start_s / self.seconds
 
     @property
     def images_per_second(self) -> float:
@@ -125,7 +128,7 @@ class Summary:
     def __str__(self) -> str:
         largest = max(self.parts, key=lambda part: part.share)
         who = "" if self.rank is None else f"Rank {self.rank}: "
-        lines = [f"{who}{self.verdict}", f"{'':14}{'share':>6}{'median':>10}{'p95':>10}"]
+        lines = [f"{who}{self.verdict}", "               share    median       p95"]
         for part in self.parts:
             arrow = "  <--" if part is largest else ""
             lines.append(
@@ -169,7 +172,10 @@ class LoopRecord(LoopFacts):
     def __init__(self, loader: Any) -> None:
         self._number = next(self._numbers)
         self.clock = LoopClock()
-        self.monitor = WorkerMonitor(getattr(loader, "dataset", None))
+        dataset = getattr(loader, "dataset", None)
+        # An iterable dataset may work between the samples of a dataset within it, so these samples
+        # say too little.
+        self.monitor = WorkerMonitor(None if isinstance(dataset, IterableDataset) else dataset)
         self.memory = MemoryLog()
         self.phase = ""
         self._printed: Summary | None = None
@@ -211,9 +217,8 @@ class LoopRecord(LoopFacts):
         """Return whether workers may still be starting: this pass has had fewer batches than
         workers.
         """
-        firsts = self.clock.firsts
-        has_begun = bool(firsts) and not self.phase.endswith("start")
-        return not has_begun or self.clock.count - firsts[-1] < self.workers
+        clock = self.clock
+        return self.phase.endswith("start") or clock.count - clock.firsts[-1] < self.workers
 
     def ask(self) -> float:
         """Note that the loop asks for its next batch. Return the time, by `time.perf_counter`."""
@@ -249,6 +254,10 @@ class LoopRecord(LoopFacts):
             return None
         self.times = self.monitor.read_times()
         self.growth = find_growth(self.memory.readings)
+        if self.looks.measure_place("between", BACKWARD)[0] > _BACKWARD_SHARE:
+            # The optimizer steps first, and the passes of this batch follow: they are its step.
+            parts_s[:, 1] += parts_s[:, 2]
+            parts_s[:, 2] = 0
         unseen = self._list_unseen(parts_s)
         parts_s = split_micro_batches(parts_s)
         waits, steps, between = parts_s.T
@@ -298,8 +307,8 @@ class LoopRecord(LoopFacts):
         steps = np.count_nonzero(parts_s[:, 2])
         if steps == 0:
             unseen.append(
-                "No optimizer of torch stepped: all that the loop does with a batch counts as its "
-                "step."
+                "No optimizer of torch stepped at the end of a batch: all that the loop does with "
+                "a batch counts as its step."
             )
         elif len(parts_s) >= _ACCUMULATES * steps:
             unseen.append(

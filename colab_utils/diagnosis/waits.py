@@ -92,9 +92,9 @@ def find_rare(seconds: Array) -> NDArray[np.int64]:
     return large if 0 < len(large) <= _RARE * len(seconds) and holds else large[:0]
 
 
-def explain_starts(starts: Array, loop_s: float, facts: LoopFacts) -> Cause:
+def explain_starts(starts: Array, batches: int, loop_s: float, facts: LoopFacts) -> Cause:
     """Explain why the first batch of each later pass is late: this process is busy with other code,
-    or workers start again.
+    workers start again, or any batch takes about as long to load. ``batches`` were loaded in all.
     """
     share = float(starts.sum()) / loop_s
     each_s = f"{starts.mean():.2g} s"
@@ -105,7 +105,12 @@ def explain_starts(starts: Array, loop_s: float, facts: LoopFacts) -> Cause:
     line = facts.looks.describe_line("start")
     if line:
         return make_cause("main_process", share, why + line)
-    return make_cause("restarts" if facts.restarts else "starts", share, why)
+    load_s = facts.times.wall_s / batches
+    if 2 * load_s > starts.mean():
+        why += f" A worker takes {load_s:.2g} s to load any batch."
+    elif facts.restarts:
+        return make_cause("restarts", share, why)
+    return make_cause("starts", share, why)
 
 
 def explain_waits(waits: Array, loop_s: float, facts: LoopFacts) -> Cause:
@@ -148,9 +153,9 @@ def _explain_samples(share: float, loop_s: float, facts: LoopFacts) -> Cause:
     # lock waits for a core, other workers wait for the lock. So the wait for a core counts only if
     # it takes more than half of the time. What waits for a core is at work.
     rest = {name: seconds for name, seconds in evidence.items() if name != "queue"}
-    largest = max(rest, key=lambda name: rest[name])
+    largest = max(rest, key=rest.__getitem__)
     if waits_for_cores(evidence):
-        largest = max(("work", "collate"), key=lambda name: rest[name])
+        largest = max(("work", "collate"), key=rest.__getitem__)
     # A lock may be the cause even if work takes longer than the wait for the lock: the worker that
     # holds the lock is at work.
     if evidence.get("lock", 0.0) >= _IN_TURN * sum(evidence.values()):
@@ -161,7 +166,7 @@ def _explain_samples(share: float, loop_s: float, facts: LoopFacts) -> Cause:
         del rest["lock"]
         # The worker that has the lock may itself wait for another process, as at a queue of
         # multiprocessing.
-        if max(rest, key=lambda name: rest[name]) == "process":
+        if max(rest, key=rest.__getitem__) == "process":
             id = "other_process"
             cure = "turns"
     why = _describe_evidence(evidence, times, facts.looks)
@@ -236,7 +241,7 @@ def _describe_evidence(evidence: Mapping[str, float], times: SampleTimes, looks:
         scale = 1000 / times.samples
         start = f"A sample takes {scale * whole:.3g} ms"
     parts = []
-    for name in sorted(evidence, key=lambda name: -evidence[name]):
+    for name in sorted(evidence, key=evidence.__getitem__, reverse=True):
         if evidence[name] >= _WORTH_A_WORD * whole:
             parts.append(f"{scale * evidence[name]:.3g}{unit} {_EVIDENCE[name][1]}")
     return f"{start}: {', '.join(parts)}."

@@ -84,7 +84,31 @@ def test_a_loop_that_never_waits_has_no_cause():
         (
             {"waits": spread(1.0, every=25), "firsts": (24, 49, 74, 99), "share": 0.3},
             "starts",
-            r"waits 1 s for its first batch \(later passes: 3\)\. Workers already stay",
+            r"waits 1 s for its first batch \(later passes: 3\)\. No batch is ready",
+        ),
+        # Workers start anew, but any batch takes as long to load as the first one.
+        (
+            {
+                "waits": spread(1.0, every=25),
+                "firsts": (24, 49, 74, 99),
+                "restarts": True,
+                "times": SampleTimes(400, 90.0, 10.0),
+                "share": 0.3,
+            },
+            "starts",
+            r"A worker takes 0.9 s to load any batch\. No batch is ready",
+        ),
+        # Workers start anew, and then open a file, which takes longer than to load a batch.
+        (
+            {
+                "waits": spread(1.0, every=25),
+                "firsts": (24, 49, 74, 99),
+                "restarts": True,
+                "times": SampleTimes(400, 20.0, 10.0),
+                "share": 0.3,
+            },
+            "restarts",
+            r"later passes: 3\)\. Workers start again",
         ),
         # Workers start anew, but that is not what takes the time.
         (

@@ -20,6 +20,7 @@ from colab_utils.diagnosis.looks import OTHER_LOADER, SAMPLE, Looks
 from colab_utils.diagnosis.processes import WorkerMonitor, list_other_workers
 from colab_utils.diagnosis.system_calls import classify_call, find_wait, measure_memory_part
 from colab_utils.diagnosis.watch import watch
+from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.prefetcher import describe_exit, explain_death
 from colab_utils.machine import count_oom_kills
 from colab_utils.processes import find_cut_file
@@ -354,10 +355,111 @@ class _Cached(list):
 
     dataset = "photos of today"
 
+    def __getitem__(self, index):
+        return list.__getitem__(self, index)
+
 
 def test_only_a_dataset_within_a_dataset_is_watched_in_its_place():
     photos = _Cached([1, 2])
     assert WorkerMonitor(Subset(photos, [1])).dataset is photos
+
+
+class _Wrapper(Dataset):
+    """Works on each sample of the dataset within it, as transforms of one split do."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        sample = self.dataset[index]
+        time.sleep(0.1)
+        return sample
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        _Wrapper(Subset(_Uneven(), range(8))),
+        # Wrappers around built-in types are watched, too.
+        _Wrapper([*range(8)]),
+        # A wrapper may load several samples for one.
+        _Wrapper(_Wrapper(_Wrapper(_Uneven()))),
+    ],
+)
+def test_the_work_of_a_wrapper_belongs_to_its_samples(dataset, capsys):
+    watched = watch(DataLoader(dataset, num_workers=1))
+    list(watched)
+    times = watched._record.monitor.read_times()
+    assert times.samples == 8
+    assert times.wall_s > 0.8
+
+
+def test_the_sample_of_a_wrapper_has_the_number_of_the_dataset_within(capsys):
+    dataset = _Uneven()
+    dataset.slow_s = 0.8
+    loader = DataLoader(
+        Subset(_Wrapper(dataset), [5, 3, 1, 7]), num_workers=1, persistent_workers=True
+    )
+    watched = watch(loader)
+    for _ in range(3):
+        list(watched)
+    assert {3} <= {sample for samples in watched._record.seen.values() for sample in samples}
+
+
+class _Blend(IterableDataset):
+    """Loads the samples of a map-style dataset."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __iter__(self):
+        for number in range(8):
+            yield self.dataset[number]
+
+
+def test_samples_within_an_iterable_dataset_are_not_all_of_its_work(capsys):
+    watched = watch(DataLoader(_Blend(_Uneven()), num_workers=1))
+    list(watched)
+    assert watched._record.monitor.read_times().samples == 0
+
+
+class _Asking(_Wrapper):
+    """Asks another process before it loads a sample."""
+
+    def __getitem__(self, index):
+        if index == 3:
+            reader, _writer = os.pipe()
+            os.read(reader, 1)
+        return self.dataset[index]
+
+
+def test_a_wrapper_that_waits_for_another_process_is_not_idle():
+    watched = watch(DataLoader(_Asking(_Uneven()), num_workers=1), timeout_s=1, on_stall="raise")
+    with pytest.raises(ColabUtilsError, match=r"\(pid \d+\) waits in read\. "):
+        list(watched)
+
+
+def step_first(batch):
+    """Step the optimizer before the passes of the batch, as for the gradients of the last one."""
+    layer = torch.nn.Linear(2000, 500)
+    optimizer = torch.optim.SGD(layer.parameters())
+    optimizer.step()
+    for _ in range(30):
+        layer(batch).square().mean().backward()
+
+
+def test_passes_that_follow_the_step_of_the_optimizer_are_a_step(capsys):
+    watched = watch([torch.rand(100, 2000)] * 20)
+    for batch in watched:
+        step_first(batch)
+    summary = watched.summary()
+    assert {part.name: round(part.share) for part in summary.parts}["step"] == 1
+    # A machine may be busy with other work, too.
+    assert "between" not in [cause.id for cause in summary.causes]
+    assert "at the end of a batch" in summary.unseen[0]
 
 
 def test_workers_are_listed_from_the_oldest_sample_on():

@@ -231,3 +231,21 @@ def test_a_dataset_that_gives_batches_is_timed_by_them(count):
     (whole,) = time_samples(Batched(), range(9), images=count, seconds=5).values()
     assert whole.name == "sample"
     assert set(asked) == {min(count, 9)}
+
+
+class Sizes(Dataset):
+    """Samples of two sizes, which a loader puts into batches of one size."""
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        return torch.zeros(3, 8, 8 + index % 2)
+
+
+def test_samples_that_never_come_together_are_timed_without_a_batch():
+    batches = [[0, 2], [1, 3]]
+    loader = DataLoader(Sizes(), batch_sampler=batches)
+    timed = time_stages(loader, next(iter(loader)), images=8, seconds=0.4)
+    assert timed.unseen == ""
+    assert [*timed.stages] == ["sample"]
