@@ -17,7 +17,15 @@ from torch.utils.data import DataLoader
 from colab_utils.diagnosis.causes import refine_causes
 from colab_utils.diagnosis.changes import Change
 from colab_utils.diagnosis.cures import Cause
-from colab_utils.diagnosis.fixes import TIMEOUT_S, Fix, Situation, find_fixes, is_gain, time_loop
+from colab_utils.diagnosis.fixes import (
+    TIMEOUT_S,
+    Fix,
+    Situation,
+    describe_rate,
+    find_fixes,
+    is_gain,
+    time_loop,
+)
 from colab_utils.diagnosis.memory_growth import MemoryLog
 from colab_utils.diagnosis.stages import LoadingStages, Stage, find_tensors, time_stages
 from colab_utils.diagnosis.timing import BatchTimes, time_batches
@@ -363,10 +371,12 @@ def describe_verdict(
             f" It lacks CPU: beside the loader, the step takes {slower:.1f} times as long as alone."
         )
     verdict += part
-    if fixes and is_gain(fixes[0].images_per_second, now):
-        best = fixes[0]
+    gains = [fix for fix in fixes if is_gain(fix.images_per_second, now, fix.error)]
+    if gains:
+        best = gains[0]
         basis = "measured" if best.measured_images_per_second else "forecast"
-        verdict += f" Best fix: {best.name}, {best.images_per_second:.1f} images/s ({basis})."
+        rate = describe_rate(best.images_per_second, best.error)
+        verdict += f" Best fix: {best.name}, {rate} ({basis})."
     return verdict
 
 

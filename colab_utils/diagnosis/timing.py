@@ -1,6 +1,6 @@
 """Clocks that measure the wall time and the CPU time of batches and steps."""
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from glob import glob
@@ -20,6 +20,12 @@ _HARDLY = 0.1
 # After ``max_s``, timing goes on until each worker has delivered this many batches on average. If
 # the timed batches take longer than this many times ``max_s``, it ends earlier.
 _ROUNDS = 3
+# A standard error comes from the means of this many blocks of successive batches.
+_BLOCKS = 10
+# Two halves of the timed batches are compared if there are at least this many rounds.
+_HALVED_ROUNDS = 8
+# A rate is steady if the two halves differ by at most this share, or by no more than the noise.
+_STEADY = 0.05
 
 
 @dataclass(frozen=True)
@@ -33,11 +39,15 @@ class BatchTimes:
     images: int
     """Number of images in all batches."""
     cpu_s: float
-    """CPU seconds of this process and its children."""
+    """CPU seconds of this process and its children. If the first batches were left out (see
+    `count_unsteady`), it is the share of the other batches, by their images.
+    """
     step_cpu_s: float
     """CPU seconds of this process during steps. All threads count, because another thread launches
     the backward pass of a GPU.
     """
+    round_batches: int = 1
+    """Number of workers that deliver batches in turns; 1 without workers."""
 
     @property
     def batch_s(self) -> NDArray[np.float64]:
@@ -69,7 +79,7 @@ class BatchTimes:
     @property
     def error(self) -> float:
         """Return the standard error of the mean of wait + step, as a share of the mean."""
-        return find_error(self.batch_s)
+        return find_error(self.batch_s, self.round_batches)
 
     def find_load_ms(self, workers: int) -> float:
         """Return the milliseconds that one worker takes for an image, if workers are never idle.
@@ -79,9 +89,71 @@ class BatchTimes:
         return 1000 * max(1, workers) * at_work_s / self.images
 
 
-def find_error(seconds: NDArray[np.float64]) -> float:
-    """Return the standard error of the mean, as a share of the mean."""
-    return float(seconds.std() / np.sqrt(len(seconds)) / max(seconds.mean(), 1e-9))
+def find_error(seconds: NDArray[np.float64], round_batches: int = 1) -> float:
+    """Return the standard error of the mean time of a batch, as a share of the mean.
+
+    It comes from the means of up to ten blocks of successive batches (the method of batch means).
+    Single batches would not do, because a worker that is late holds up the batches of all others,
+    which then come at once.
+
+    Args:
+        seconds: Time of each batch in seconds, float64 [batches].
+        round_batches: Number of workers that deliver in turns. A block has at least so many
+            batches, if there are enough for two blocks.
+
+    Returns:
+        The share. It is 1 if there are fewer than two batches, because nothing is known then.
+
+    Example:
+        >>> round(find_error(np.array([1.0, 3.0] * 50)), 3), find_error(np.ones(1))
+        (0.0, 1.0)
+    """
+    blocks = max(min(_BLOCKS, len(seconds) // round_batches), min(2, len(seconds)))
+    if blocks < 2:
+        return 1.0
+    means = [block.mean() for block in np.array_split(seconds, blocks)]
+    return float(np.std(means, ddof=1) / np.sqrt(blocks) / max(seconds.mean(), 1e-9))
+
+
+def count_unsteady(seconds: NDArray[np.float64], round_batches: int = 1) -> int:
+    """Return how many of the first batches to leave out, because the rate was not steady yet.
+
+    The rate changes, for example, while batches are used up that were loaded ahead, while the
+    memory of the workers grows, or while the number of streams is found. If the mean times of the
+    two halves differ by more than 5 %, and by more than two standard errors, the first half is left
+    out. Then the rest is halved in the same way, as long as it has eight rounds.
+
+    Args:
+        seconds: Time of each batch in seconds, float64 [batches].
+        round_batches: Number of workers that deliver in turns.
+
+    Example:
+        >>> count_unsteady(np.array([0.1] * 10 + [0.2] * 10)), count_unsteady(np.ones(20))
+        (10, 0)
+    """
+    first = 0
+    while len(seconds) - first >= _HALVED_ROUNDS * round_batches:
+        middle = (first + len(seconds)) // 2
+        earlier = seconds[first:middle]
+        later = seconds[middle:]
+        noise_s = np.hypot(
+            earlier.mean() * find_error(earlier, round_batches),
+            later.mean() * find_error(later, round_batches),
+        )
+        if abs(earlier.mean() - later.mean()) <= max(2 * noise_s, _STEADY * later.mean()):
+            break
+        first = middle
+    return first
+
+
+class _TimedBatch(NamedTuple):
+    """What was measured of a batch."""
+
+    wait_s: float
+    step_s: float
+    step_cpu_s: float
+    """CPU seconds of this process during the step."""
+    images: int
 
 
 def time_batches(
@@ -93,6 +165,7 @@ def time_batches(
     warmup_s: float = np.inf,
     max_s: float = 60,
     least: int = 1,
+    most_error: float = np.inf,
     on_batch: Callable[[int, Any], None] | None = None,
 ) -> BatchTimes:
     """Time ``batches`` batches of any loader: how long each was waited for, and how long its step
@@ -101,6 +174,8 @@ def time_batches(
     A loader that ends earlier is iterated over again. If this process uses CUDA, the GPU is
     synchronised before and after each step. A round is as many batches as there are workers. Slow
     workers deliver in rounds, so timing that ends because of ``max_s`` ends with a whole round.
+    After a warm-up, the first timed batches do not count either if the rate was not steady yet (see
+    `count_unsteady`).
 
     Args:
         loader: Anything that can be iterated over and yields batches.
@@ -108,12 +183,15 @@ def time_batches(
             ``step(batch)``.
         batches: Number of batches to time at most.
         warmup: Number of batches at the start that are not timed. If it is not 0, the warm-up has
-            at least one round.
-        warmup_s: Seconds after which the warm-up ends, even with fewer batches. It also ends after
-            ``max_s``.
+            at least as many batches as the workers load ahead.
+        warmup_s: Seconds after which the warm-up ends, even with fewer batches than ``warmup``. It
+            also ends after ``max_s``, even if the batches that were loaded ahead are not used up.
         max_s: Seconds after which timing ends. The warm-up counts. At least three rounds and
-            ``least`` batches are timed, unless they take more than three times ``max_s``.
+            ``least`` batches are timed at a steady rate, unless all timed batches take more than
+            three times ``max_s``.
         least: Number of batches to time even after ``max_s``.
+        most_error: Standard error, as a share of the mean time of a batch, above which timing goes
+            on after ``max_s``, but no longer than three times ``max_s``.
         on_batch: Called after each timed batch with its number (from 0) and the batch. The time of
             this call counts neither as wait nor as step.
 
@@ -127,57 +205,93 @@ def time_batches(
         >>> len(times.wait_s), times.wait_share < 0.5
         (3, True)
     """
-    waits: list[float] = []
-    steps: list[float] = []
-    images = 0
-    step_cpu_s = 0.0
-    lanes = max(1, count_workers(loader))
-    untimed = max(warmup, lanes) if warmup else 0
+    timed: list[_TimedBatch] = []
+    workers = count_workers(loader)
+    lanes = max(1, workers)
+    ahead = max(1, workers * count_prefetch(loader))
+    untimed = max(warmup, ahead) if warmup else 0
+    warm_s = 0.0
     cpu_began_s = measure_tree_cpu()
     with closing(fetch_batches(loader)) as source:
         began_s = perf_counter()
-        timed_s = began_s
-        asked_s = began_s
-        for seen, batch in enumerate(source, start=1):
-            # What the loader queued on the device belongs to the wait.
-            _synchronize()
-            got_s = perf_counter()
-            step_began_s = process_time()
-            if step is not None:
-                _run_step(step, batch, seen)
-            ended_s = perf_counter()
-            if seen > untimed:
-                step_cpu_s += process_time() - step_began_s
-                waits.append(got_s - asked_s)
-                steps.append(ended_s - got_s)
-                images += count_images(batch)
-                if on_batch is not None:
-                    on_batch(len(waits) - 1, batch)
-                is_late = ended_s - timed_s > _ROUNDS * max_s
-                if ended_s - began_s > max_s and len(waits) >= max(least, _ROUNDS * lanes):
-                    is_late = True
-                if len(waits) >= batches or (is_late and len(waits) % lanes == 0):
-                    break
-            else:
-                if ended_s - began_s > min(warmup_s, max_s) and seen % lanes == 0:
+        for seen, (batch, times) in enumerate(_run_loop(source, step), start=1):
+            elapsed_s = perf_counter() - began_s
+            if seen <= untimed:
+                limit_s = min(warmup_s, max_s) if seen >= ahead else max_s
+                if elapsed_s > limit_s and seen % lanes == 0:
                     untimed = seen
                 if seen == untimed:
                     cpu_began_s = measure_tree_cpu()
-                    timed_s = ended_s
-            asked_s = perf_counter()
+                    warm_s = elapsed_s
+                continue
+            timed.append(times)
+            if on_batch is not None:
+                on_batch(len(timed) - 1, batch)
+            is_over = elapsed_s - warm_s > _ROUNDS * max_s
+            if elapsed_s > max_s and not is_over:
+                so_far = _summarise(timed, lanes, is_warm=warmup > 0)
+                is_sure = so_far.error <= most_error
+                is_over = is_sure and len(so_far.wait_s) >= max(least, _ROUNDS * lanes)
+            if len(timed) >= batches or (is_over and len(timed) % lanes == 0):
+                break
         # CPU time is read before the workers end.
         cpu_s = measure_tree_cpu() - cpu_began_s
-    if not waits:
+    if not timed:
         raise ColabUtilsError(
             f"The loader gives no more than the {untimed} batches of the warm-up, and no second "
             "epoch. Pass a loader that can be iterated again, or warmup=0."
         )
+    return _summarise(timed, lanes, cpu_s=cpu_s, is_warm=warmup > 0)
+
+
+def _run_loop(
+    source: Iterable[Any], step: Callable[..., Any] | None
+) -> Iterator[tuple[Any, _TimedBatch]]:
+    """Yield each batch after its step, with its times. What the caller does with it is not timed.
+
+    Raises:
+        ColabUtilsError: the step fails.
+    """
+    asked_s = perf_counter()
+    for number, batch in enumerate(source, start=1):
+        # What the loader queued on the device belongs to the wait.
+        _synchronize()
+        got_s = perf_counter()
+        cpu_began_s = process_time()
+        if step is not None:
+            _run_step(step, batch, number)
+        ended_s = perf_counter()
+        step_cpu_s = process_time() - cpu_began_s
+        yield (
+            batch,
+            _TimedBatch(got_s - asked_s, ended_s - got_s, step_cpu_s, count_images(batch)),
+        )
+        asked_s = perf_counter()
+
+
+def _summarise(
+    timed: Sequence[_TimedBatch], lanes: int, *, cpu_s: float = 0.0, is_warm: bool = True
+) -> BatchTimes:
+    """Return the times of batches. After a warm-up, those before the rate was steady are left out.
+
+    Args:
+        timed: What was measured of each batch.
+        lanes: Number of workers that deliver in turns.
+        cpu_s: CPU seconds of all these batches.
+        is_warm: Whether there was a warm-up. Without one, the first batches are part of what was
+            asked for.
+    """
+    table = np.array(timed)
+    first = count_unsteady(table[:, 0] + table[:, 1], lanes) if is_warm else 0
+    waits, steps, step_cpu, images = table[first:].T
+    share = images.sum() / max(1, table[:, 3].sum())
     return BatchTimes(
-        tuple(waits),
-        tuple(steps),
-        max(images, 1),
-        cpu_s,
-        step_cpu_s,
+        tuple(waits.tolist()),
+        tuple(steps.tolist()),
+        max(1, int(images.sum())),
+        cpu_s * float(share),
+        float(step_cpu.sum()),
+        lanes,
     )
 
 
@@ -283,6 +397,22 @@ def count_workers(loader: Any) -> int:
         return count_workers(pipeline[0])
     workers: int = getattr(loader, "workers", getattr(loader, "num_workers", 0))
     return workers
+
+
+def count_prefetch(loader: Any) -> int:
+    """Return how many batches each worker loads ahead; 2, which is torch's default, for a loader
+    that has no such number.
+
+    Example:
+        >>> count_prefetch([1, 2])
+        2
+    """
+    for name in ("prefetch", "prefetch_factor"):
+        count = getattr(loader, name, None)
+        # In other packages, this may be the name of a method.
+        if isinstance(count, int) and count:
+            return count
+    return 2
 
 
 def fetch_batches(loader: Iterable[Any]) -> Generator[Any, None, None]:

@@ -3,15 +3,18 @@
 import collections
 import itertools
 import multiprocessing
+import random
 import threading
 import time
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from colab_utils.diagnosis.timing import CpuClock, time_batches
+from colab_utils.diagnosis import timing
+from colab_utils.diagnosis.timing import CpuClock, count_unsteady, find_error, time_batches
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.emulated_step import EmulatedStep
@@ -275,6 +278,119 @@ class TestTimeBatches:
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: pytest.fail("no CUDA here"))
         time_batches([["a"]] * 2, batches=2, warmup=0)
+
+
+class _Invented:
+    """A loader whose batches take invented seconds, by a clock that only it moves.
+
+    After the first seconds in ``early_s``, each batch takes ``then_s``, times a random number from
+    1 - ``spread`` to 1 + ``spread``. Each batch has an image.
+    """
+
+    def __init__(self, monkeypatch, early_s, then_s, *, spread=0.0, workers=0, prefetch=2):
+        self.num_workers = workers
+        self.prefetch_factor = prefetch
+        self.early_s = early_s
+        self.then_s = then_s
+        self.spread = spread
+        self.now_s = 0.0
+        monkeypatch.setattr(timing, "perf_counter", lambda: self.now_s)
+
+    def __iter__(self):
+        chance = random.Random(0)
+        for seconds in itertools.chain(self.early_s, itertools.repeat(self.then_s)):
+            self.now_s += seconds * chance.uniform(1 - self.spread, 1 + self.spread)
+            yield ["image"]
+
+    def time(self):
+        """Time it as a trial of 6 seconds, of which 3 are a warm-up."""
+        return time_batches(
+            self,
+            batches=500,
+            warmup=150,
+            warmup_s=3,
+            max_s=6,
+            least=20,
+            most_error=0.05,
+        )
+
+
+class TestSteadyRates:
+    def test_a_steady_rate_is_timed_no_longer_than_asked(self, monkeypatch):
+        loader = _Invented(monkeypatch, [], 0.1, spread=0.3)
+        times = loader.time()
+        assert times.images_per_second == pytest.approx(10, rel=0.1)
+        assert loader.now_s < 6.3
+        assert times.error < 0.05
+
+    def test_batches_that_were_loaded_ahead_are_used_up_before_the_clock_begins(self, monkeypatch):
+        # Twelve batches lie ready after the first one, which takes long.
+        loader = _Invented(monkeypatch, [3.5] + [0.0] * 11, 0.4, workers=3, prefetch=4)
+        times = loader.time()
+        assert times.images_per_second == pytest.approx(2.5)
+        assert times.round_batches == 3
+
+    def test_a_stock_that_drains_while_it_is_timed_does_not_count(self, monkeypatch):
+        # For example, files lie ready, which no number of batches tells.
+        loader = _Invented(monkeypatch, [0.3] * 20, 0.8, spread=0.1)
+        times = loader.time()
+        assert times.images_per_second == pytest.approx(1.25, rel=0.1)
+        assert loader.now_s < 6 + 18
+
+    def test_a_rate_that_grows_is_the_one_that_it_reaches(self, monkeypatch):
+        early_s = [1.0 * 0.93**number for number in range(30)]
+        loader = _Invented(monkeypatch, early_s, 0.11, spread=0.2)
+        times = loader.time()
+        assert times.images_per_second == pytest.approx(1 / 0.11, rel=0.1)
+        assert times.images == len(times.wait_s)
+
+    def test_a_rate_that_is_never_sure_ends_in_time_and_tells_its_error(self, monkeypatch):
+        loader = _Invented(monkeypatch, [], 0.8, spread=1.0)
+        times = loader.time()
+        assert 18 < loader.now_s < 6 + 18
+        assert times.error > 0.05
+        assert times.images_per_second == pytest.approx(1.25, rel=3 * times.error)
+
+    def test_the_first_batches_count_where_they_are_asked_for(self, monkeypatch):
+        loader = _Invented(monkeypatch, [2.0] * 10, 0.1)
+        times = time_batches(loader, batches=20, warmup=0)
+        assert times.images_per_second == pytest.approx(20 / 21)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "round_batches", "unsteady"),
+    [
+        # These have all one rate.
+        ([0.1] * 40, 1, 0),
+        ([0.1, 0.3] * 20, 1, 0),
+        # Four workers deliver at once.
+        ([0.4, 0.0, 0.0, 0.0] * 10, 4, 0),
+        # The rate changes once, by less than 5 %, or more.
+        ([1.0] * 20 + [1.04] * 20, 1, 0),
+        ([1.0] * 20 + [1.1] * 20, 1, 20),
+        # It changes early, and again.
+        ([3.0] * 20 + [2.0] * 10 + [1.0] * 10, 1, 30),
+        # Too few batches say nothing.
+        ([3.0] * 3 + [1.0] * 4, 1, 0),
+        ([3.0] * 10 + [1.0] * 10, 4, 0),
+    ],
+)
+def test_batches_before_the_rate_is_steady_are_left_out(seconds, round_batches, unsteady):
+    assert count_unsteady(np.array(seconds), round_batches) == unsteady
+
+
+def test_batches_that_come_at_once_make_no_error():
+    waits = np.array([0.8, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0] * 5)
+    assert find_error(waits, 8) == 0
+    # Blocks of single batches would tell an error of 40 %.
+    assert find_error(waits) > 0.3
+    assert find_error(waits[:1]) == 1
+
+
+def test_the_error_is_that_of_the_mean():
+    rows = np.random.default_rng(0).exponential(1.0, (300, 100))
+    errors = [find_error(row) for row in rows]
+    assert np.mean(errors) == pytest.approx(float(np.std(rows.mean(axis=1))), rel=0.15)
 
 
 @pytest.mark.parametrize(

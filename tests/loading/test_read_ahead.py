@@ -2,6 +2,7 @@
 stock DataLoader, and ahead of a batch.
 """
 
+import gc
 import pickle
 import shutil
 import threading
@@ -202,6 +203,20 @@ def test_a_pass_that_was_broken_off_leaves_nothing_to_the_next(dataset, workers)
     assert read_orders(loader) == read_orders(plain)
     loader.close()
     plain.close()
+
+
+@pytest.mark.parametrize("ends_by", ["close", "garbage collection"])
+def test_a_loader_that_ended_leaves_no_files_in_memory(dataset, ends_by):
+    loader = make_loader(dataset, batch_size=1, workers=0, streams=8)
+    next(iter(loader))
+    reader = dataset._open_reader()
+    assert any(reader.is_ahead(index) for index in range(len(dataset)))
+    if ends_by == "close":
+        loader.close()
+    del loader
+    gc.collect()
+    # They would count towards what the next loader of this dataset may read ahead.
+    assert not any(reader.is_ahead(index) for index in range(len(dataset)))
 
 
 def test_a_resumed_loader_reads_ahead_from_where_it_stands(dataset):
