@@ -375,8 +375,8 @@ def describe_verdict(
     if gains:
         best = gains[0]
         basis = "measured" if best.measured_images_per_second else "forecast"
-        rate = describe_rate(best.images_per_second, best.error)
-        verdict += f" Best fix: {best.name}, {rate} ({basis})."
+        best_rate = describe_rate(best.images_per_second, best.error)
+        verdict += f" Best fix: {best.name}, {best_rate} ({basis})."
     return verdict
 
 

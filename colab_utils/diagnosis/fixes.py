@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from math import inf
+from math import hypot, inf
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter
@@ -184,14 +184,14 @@ class Situation:
         """Return the rate of a fix and its standard error, less what your loader gains without the
         fix when it is timed again. If no gain is left, return the first rate of your loader.
         """
+        again = self.repeated
         own_rate = self.loop.images_per_second
-        again = self.repeated.images_per_second
-        ratio = again / own_rate
+        ratio = again.images_per_second / own_rate
         if not is_gain(rate / max(ratio, 1 / ratio), self.loop, error):
             return own_rate, self.loop.error
-        if not is_gain(again, self.loop, self.repeated.error):
+        if not is_gain(again.images_per_second, self.loop, again.error):
             return rate, error
-        return rate / ratio, float(np.hypot(error, np.hypot(self.loop.error, self.repeated.error)))
+        return rate / ratio, hypot(error, again.error, self.loop.error)
 
     def make_placeholder(self) -> EmulatedStep | None:
         """Return the step of a trial: an emulated one, because a trial must not train your model.
@@ -356,8 +356,7 @@ def is_gain(rate: float, loop: BatchTimes, error: float = 0.0) -> bool:
         >>> is_gain(5.2, loop), is_gain(5.3, loop), is_gain(5.3, loop, error=0.1)
         (False, True, False)
     """
-    noise = float(np.hypot(loop.error, error))
-    return rate > (_GAIN + 2 * noise) * loop.images_per_second
+    return rate > (_GAIN + 2 * hypot(loop.error, error)) * loop.images_per_second
 
 
 def rank_fixes(fixes: Sequence[Fix]) -> list[Fix]:
@@ -367,17 +366,15 @@ def rank_fixes(fixes: Sequence[Fix]) -> list[Fix]:
     A fix is as good as the best one if its rate is lower by at most 5 %, or by at most the standard
     error of the difference of the two rates.
     """
-    if not fixes:
-        return []
     best = max(fixes, key=lambda fix: fix.images_per_second)
     costs = [*FIXES]
 
     def order(fix: Fix) -> tuple[float, int]:
-        margin = max(_SAME, float(np.hypot(fix.error, best.error)))
-        least = (1 - margin) * best.images_per_second
+        margin = max(_SAME, hypot(fix.error, best.error))
         rate = fix.images_per_second
-        is_as_good = rate > 0 and rate >= least
-        return -best.images_per_second if is_as_good else -rate, costs.index(fix.id)
+        if rate > max(0.0, 1 - margin) * best.images_per_second:
+            rate = best.images_per_second
+        return -rate, costs.index(fix.id)
 
     return sorted(fixes, key=order)
 
@@ -400,20 +397,15 @@ def _try_out(now: Situation, fix: Fix, prepare: _Prepare) -> Fix:
             # another form or place was not read before, so its rate is not corrected.
             if is_gain(rate, now.loop, error) and "dataset" not in options:
                 rate, error = now.discount(rate, error)
-            gain = "wins nothing"
-            if is_gain(rate, now.loop):
-                gain += " that is sure"
+            gain = "wins nothing that is sure"
             if is_gain(rate, now.loop, error):
                 gain = f"about {describe_rate(rate, error)}"
-            tried = Fix(fix.id, fix.name, f"{fix.sentence}: {gain}.", rate, error=error)
-            if not now.verify:
-                return tried
-            measured = _time(now, options, now.step, _VERIFY_SHARE)
-            return replace(
-                tried,
-                measured_images_per_second=measured.images_per_second,
-                error=measured.error,
-            )
+            measured_rate = None
+            if now.verify:
+                measured = _time(now, options, now.step, _VERIFY_SHARE)
+                measured_rate = measured.images_per_second
+                error = measured.error
+            return Fix(fix.id, fix.name, f"{fix.sentence}: {gain}.", rate, measured_rate, error)
         except Exception as failure:
             # A trial that fails must not lose the results that the diagnosis has so far.
             why = describe_error(failure).removesuffix(".")

@@ -1,6 +1,6 @@
 """Clocks that measure the wall time and the CPU time of batches and steps."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from glob import glob
@@ -17,8 +17,7 @@ from colab_utils.processes import list_processes, quiet_fork
 
 # A machine is busy if its cores are idle for less than this share of their time.
 _HARDLY = 0.1
-# After ``max_s``, timing goes on until each worker has delivered this many batches on average. If
-# the timed batches take longer than this many times ``max_s``, it ends earlier.
+# After ``max_s``, timing goes on until each worker has delivered this many batches on average.
 _ROUNDS = 3
 # A standard error comes from the means of this many blocks of successive batches.
 _BLOCKS = 10
@@ -26,6 +25,10 @@ _BLOCKS = 10
 _HALVED_ROUNDS = 8
 # A rate is steady if the two halves differ by at most this share, or by no more than the noise.
 _STEADY = 0.05
+# Timing begins anew, because the rate was not steady, at most until this many times ``max_s``.
+_ANEW = 2
+# Timing ends at the latest after this many times ``max_s``.
+_LONGEST = 4
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,7 @@ class BatchTimes:
     images: int
     """Number of images in all batches."""
     cpu_s: float
-    """CPU seconds of this process and its children. If the first batches were left out (see
-    `count_unsteady`), it is the share of the other batches, by their images.
-    """
+    """CPU seconds of this process and its children."""
     step_cpu_s: float
     """CPU seconds of this process during steps. All threads count, because another thread launches
     the backward pass of a GPU.
@@ -99,61 +100,49 @@ def find_error(seconds: NDArray[np.float64], round_batches: int = 1) -> float:
     Args:
         seconds: Time of each batch in seconds, float64 [batches].
         round_batches: Number of workers that deliver in turns. A block has at least so many
-            batches, if there are enough for two blocks.
+            batches.
 
     Returns:
-        The share. It is 1 if there are fewer than two batches, because nothing is known then.
+        The share. It is 1 if there are too few batches for two blocks: nothing is known then.
 
     Example:
         >>> round(find_error(np.array([1.0, 3.0] * 50)), 3), find_error(np.ones(1))
         (0.0, 1.0)
     """
-    blocks = max(min(_BLOCKS, len(seconds) // round_batches), min(2, len(seconds)))
+    blocks = min(_BLOCKS, len(seconds) // round_batches)
     if blocks < 2:
         return 1.0
     means = [block.mean() for block in np.array_split(seconds, blocks)]
     return float(np.std(means, ddof=1) / np.sqrt(blocks) / max(seconds.mean(), 1e-9))
 
 
-def count_unsteady(seconds: NDArray[np.float64], round_batches: int = 1) -> int:
-    """Return how many of the first batches to leave out, because the rate was not steady yet.
+def is_steady(seconds: NDArray[np.float64], round_batches: int = 1) -> bool:
+    """Return whether the second half of the batches took as long as the first half.
 
-    The rate changes, for example, while batches are used up that were loaded ahead, while the
-    memory of the workers grows, or while the number of streams is found. If the mean times of the
-    two halves differ by more than 5 %, and by more than two standard errors, the first half is left
-    out. Then the rest is halved in the same way, as long as it has eight rounds.
+    They did not, for example, while batches were used up that had been loaded ahead, while the
+    memory of the workers grew, or while the number of streams was being found. The mean times may
+    differ by 5 %, or by two standard errors if that is more. Fewer than eight rounds are too few to
+    see a difference.
 
     Args:
         seconds: Time of each batch in seconds, float64 [batches].
         round_batches: Number of workers that deliver in turns.
 
     Example:
-        >>> count_unsteady(np.array([0.1] * 10 + [0.2] * 10)), count_unsteady(np.ones(20))
-        (10, 0)
+        >>> is_steady(np.array([0.1] * 10 + [0.2] * 10)), is_steady(np.ones(20))
+        (False, True)
     """
-    first = 0
-    while len(seconds) - first >= _HALVED_ROUNDS * round_batches:
-        middle = (first + len(seconds)) // 2
-        earlier = seconds[first:middle]
-        later = seconds[middle:]
-        noise_s = np.hypot(
-            earlier.mean() * find_error(earlier, round_batches),
-            later.mean() * find_error(later, round_batches),
-        )
-        if abs(earlier.mean() - later.mean()) <= max(2 * noise_s, _STEADY * later.mean()):
-            break
-        first = middle
-    return first
+    if len(seconds) < _HALVED_ROUNDS * round_batches:
+        return True
+    halves = np.array_split(seconds, 2)
+    means = [half.mean() for half in halves]
+    errors = [find_error(half, round_batches) for half in halves]
+    noise = 2 * np.hypot(*np.multiply(means, errors))
+    return bool(abs(means[0] - means[1]) <= max(noise, _STEADY * means[1]))
 
 
-class _TimedBatch(NamedTuple):
-    """What was measured of a batch."""
-
-    wait_s: float
-    step_s: float
-    step_cpu_s: float
-    """CPU seconds of this process during the step."""
-    images: int
+# The seconds of a wait, those of a step, the CPU seconds of this step, and the number of images.
+_Times = tuple[float, float, float, int]
 
 
 def time_batches(
@@ -174,24 +163,23 @@ def time_batches(
     A loader that ends earlier is iterated over again. If this process uses CUDA, the GPU is
     synchronised before and after each step. A round is as many batches as there are workers. Slow
     workers deliver in rounds, so timing that ends because of ``max_s`` ends with a whole round.
-    After a warm-up, the first timed batches do not count either if the rate was not steady yet (see
-    `count_unsteady`).
+    If the rate is not steady (see `is_steady`), timing begins anew: what was timed so far was
+    still a warm-up.
 
     Args:
         loader: Anything that can be iterated over and yields batches.
         step: Called as ``step(images, targets)`` if a batch is such a pair, else as
             ``step(batch)``.
         batches: Number of batches to time at most.
-        warmup: Number of batches at the start that are not timed. If it is not 0, the warm-up has
-            at least as many batches as the workers load ahead.
-        warmup_s: Seconds after which the warm-up ends, even with fewer batches than ``warmup``. It
-            also ends after ``max_s``, even if the batches that were loaded ahead are not used up.
-        max_s: Seconds after which timing ends. The warm-up counts. At least three rounds and
-            ``least`` batches are timed at a steady rate, unless all timed batches take more than
-            three times ``max_s``.
+        warmup: Number of batches at the start that are not timed. With 0, all batches are timed.
+            Otherwise, the warm-up has at least as many batches as the workers load ahead, and is
+            extended for up to twice ``max_s`` while the rate is not steady.
+        warmup_s: Seconds after which the warm-up ends, even with fewer batches than ``warmup``.
+        max_s: Seconds after which the warm-up ends in any case, and timing, too, if it is enough:
+            three rounds, ``least`` batches, and no larger error than ``most_error``. After four
+            times ``max_s``, timing ends in any case.
         least: Number of batches to time even after ``max_s``.
-        most_error: Standard error, as a share of the mean time of a batch, above which timing goes
-            on after ``max_s``, but no longer than three times ``max_s``.
+        most_error: Standard error that is small enough, as a share of the mean time of a batch.
         on_batch: Called after each timed batch with its number (from 0) and the batch. The time of
             this call counts neither as wait nor as step.
 
@@ -205,35 +193,39 @@ def time_batches(
         >>> len(times.wait_s), times.wait_share < 0.5
         (3, True)
     """
-    timed: list[_TimedBatch] = []
+    timed: list[_Times] = []
     workers = count_workers(loader)
     lanes = max(1, workers)
     ahead = max(1, workers * count_prefetch(loader))
-    untimed = max(warmup, ahead) if warmup else 0
-    warm_s = 0.0
+    needed = max(least, _ROUNDS * lanes)
+    untimed = 0
+    anew_s = 0.0
+    if warmup:
+        untimed = max(warmup, ahead)
+        anew_s = _ANEW * max_s
     cpu_began_s = measure_tree_cpu()
     with closing(fetch_batches(loader)) as source:
         began_s = perf_counter()
         for seen, (batch, times) in enumerate(_run_loop(source, step), start=1):
             elapsed_s = perf_counter() - began_s
-            if seen <= untimed:
-                limit_s = min(warmup_s, max_s) if seen >= ahead else max_s
-                if elapsed_s > limit_s and seen % lanes == 0:
+            if seen > untimed:
+                timed.append(times)
+                if on_batch is not None:
+                    on_batch(len(timed) - 1, batch)
+                so_far = _summarise(timed, lanes)
+                is_due = elapsed_s > max_s and len(timed) % lanes == 0
+                is_sure = len(timed) >= needed and so_far.error <= most_error
+                is_late = elapsed_s > _LONGEST * max_s
+                if is_due and elapsed_s < anew_s and not is_steady(so_far.batch_s, lanes):
                     untimed = seen
-                if seen == untimed:
-                    cpu_began_s = measure_tree_cpu()
-                    warm_s = elapsed_s
-                continue
-            timed.append(times)
-            if on_batch is not None:
-                on_batch(len(timed) - 1, batch)
-            is_over = elapsed_s - warm_s > _ROUNDS * max_s
-            if elapsed_s > max_s and not is_over:
-                so_far = _summarise(timed, lanes, is_warm=warmup > 0)
-                is_sure = so_far.error <= most_error
-                is_over = is_sure and len(so_far.wait_s) >= max(least, _ROUNDS * lanes)
-            if len(timed) >= batches or (is_over and len(timed) % lanes == 0):
-                break
+                elif len(timed) >= batches or (is_due and (is_sure or is_late)):
+                    break
+            elif elapsed_s > max_s or (elapsed_s > warmup_s and seen >= ahead):
+                untimed = seen
+            if seen == untimed:
+                # The warm-up ends here.
+                timed.clear()
+                cpu_began_s = measure_tree_cpu()
         # CPU time is read before the workers end.
         cpu_s = measure_tree_cpu() - cpu_began_s
     if not timed:
@@ -241,12 +233,18 @@ def time_batches(
             f"The loader gives no more than the {untimed} batches of the warm-up, and no second "
             "epoch. Pass a loader that can be iterated again, or warmup=0."
         )
-    return _summarise(timed, lanes, cpu_s=cpu_s, is_warm=warmup > 0)
+    return _summarise(timed, lanes, cpu_s)
+
+
+def _summarise(timed: list[_Times], lanes: int, cpu_s: float = 0.0) -> BatchTimes:
+    """Return the times of batches that ``lanes`` workers delivered in turns."""
+    waits, steps, step_cpu, images = zip(*timed, strict=True)
+    return BatchTimes(waits, steps, max(1, sum(images)), cpu_s, sum(step_cpu), lanes)
 
 
 def _run_loop(
     source: Iterable[Any], step: Callable[..., Any] | None
-) -> Iterator[tuple[Any, _TimedBatch]]:
+) -> Iterator[tuple[Any, _Times]]:
     """Yield each batch after its step, with its times. What the caller does with it is not timed.
 
     Raises:
@@ -262,37 +260,8 @@ def _run_loop(
             _run_step(step, batch, number)
         ended_s = perf_counter()
         step_cpu_s = process_time() - cpu_began_s
-        yield (
-            batch,
-            _TimedBatch(got_s - asked_s, ended_s - got_s, step_cpu_s, count_images(batch)),
-        )
+        yield batch, (got_s - asked_s, ended_s - got_s, step_cpu_s, count_images(batch))
         asked_s = perf_counter()
-
-
-def _summarise(
-    timed: Sequence[_TimedBatch], lanes: int, *, cpu_s: float = 0.0, is_warm: bool = True
-) -> BatchTimes:
-    """Return the times of batches. After a warm-up, those before the rate was steady are left out.
-
-    Args:
-        timed: What was measured of each batch.
-        lanes: Number of workers that deliver in turns.
-        cpu_s: CPU seconds of all these batches.
-        is_warm: Whether there was a warm-up. Without one, the first batches are part of what was
-            asked for.
-    """
-    table = np.array(timed)
-    first = count_unsteady(table[:, 0] + table[:, 1], lanes) if is_warm else 0
-    waits, steps, step_cpu, images = table[first:].T
-    share = images.sum() / max(1, table[:, 3].sum())
-    return BatchTimes(
-        tuple(waits.tolist()),
-        tuple(steps.tolist()),
-        max(1, int(images.sum())),
-        cpu_s * float(share),
-        float(step_cpu.sum()),
-        lanes,
-    )
 
 
 class CpuUse(NamedTuple):
