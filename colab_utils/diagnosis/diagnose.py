@@ -121,9 +121,10 @@ def diagnose(
         step: Your training step, called as ``step(images, targets)``, or an `EmulatedStep`. With
             None, the loader is timed alone; ``headspace`` is then 1 and says nothing.
         seconds: About how long to measure, without the trials. The trial of a fix takes another 0.3
-            times ``seconds``, half of it to warm up. With a slow loader it takes up to three times
-            that. ``verify`` adds 0.5 times ``seconds`` for each fix. Without ``verify``, no further
-            fix is tried once twelve times ``seconds`` have passed.
+            times ``seconds``, half of it to warm up. ``verify`` adds 0.5 times ``seconds`` for each
+            fix. If batches are slow, or their rate is not steady, each of these times may become
+            four times as long. Without ``verify``, no further fix is tried once twelve times
+            ``seconds`` have passed.
         verify: Whether to measure each fix for longer, with your own step.
         restore: What your step changes: a model, its optimizer, a scheduler; anything that has
             ``state_dict`` and ``load_state_dict``.

@@ -73,9 +73,10 @@ _SMALLER = 0.9
 _GAIN = 1.05
 # A rate that is below the best rate by at most this share counts as equally good.
 _SAME = 0.05
-# A trial goes on until the standard error of its rate is at most this share. Larger errors are
-# told.
-_SURE = 0.05
+# A trial goes on until the standard error of its rate is at most this share.
+_SURE = 0.07
+# A standard error of this share or more is told.
+_TOLD = 0.05
 # A diagnosis ends with an error if one batch takes longer than this.
 TIMEOUT_S = 60.0
 # The emulated step of a trial keeps at least this share of a core busy.
@@ -134,7 +135,7 @@ def describe_rate(rate: float, error: float) -> str:
         ('7.2 images/s (give or take 30%)', '7.2 images/s')
     """
     text = f"{rate:.1f} images/s"
-    if error >= _SURE:
+    if error >= _TOLD:
         text += f" (give or take {error:.0%})"
     return text
 

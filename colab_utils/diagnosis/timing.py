@@ -21,10 +21,11 @@ _HARDLY = 0.1
 _ROUNDS = 3
 # A standard error comes from the means of this many blocks of successive batches.
 _BLOCKS = 10
-# Two halves of the timed batches are compared if there are at least this many rounds.
+# The second half of the timed batches is compared with all if there are at least this many rounds.
 _HALVED_ROUNDS = 8
-# A rate is steady if the two halves differ by at most this share, or by no more than the noise.
-_STEADY = 0.05
+# A rate is steady if they differ by at most this share, or by this many standard errors.
+_STEADY = 0.03
+_NOISE = 1.5
 # Timing begins anew, because the rate was not steady, at most until this many times ``max_s``.
 _ANEW = 2
 # Timing ends at the latest after this many times ``max_s``.
@@ -117,12 +118,12 @@ def find_error(seconds: NDArray[np.float64], round_batches: int = 1) -> float:
 
 
 def is_steady(seconds: NDArray[np.float64], round_batches: int = 1) -> bool:
-    """Return whether the second half of the batches took as long as the first half.
+    """Return whether the second half of the batches took as long as all of them.
 
-    They did not, for example, while batches were used up that had been loaded ahead, while the
-    memory of the workers grew, or while the number of streams was being found. The mean times may
-    differ by 5 %, or by two standard errors if that is more. Fewer than eight rounds are too few to
-    see a difference.
+    It did not, for example, if batches were used up that had been loaded ahead, if the memory of
+    the workers grew, or if the number of streams was being found. The means may differ by 3 %, or
+    by 1.5 standard errors of the second half if that is more. Fewer than eight rounds are too few
+    to see a difference.
 
     Args:
         seconds: Time of each batch in seconds, float64 [batches].
@@ -132,13 +133,10 @@ def is_steady(seconds: NDArray[np.float64], round_batches: int = 1) -> bool:
         >>> is_steady(np.array([0.1] * 10 + [0.2] * 10)), is_steady(np.ones(20))
         (False, True)
     """
-    if len(seconds) < _HALVED_ROUNDS * round_batches:
-        return True
-    halves = np.array_split(seconds, 2)
-    means = [half.mean() for half in halves]
-    errors = [find_error(half, round_batches) for half in halves]
-    noise = 2 * np.hypot(*np.multiply(means, errors))
-    return bool(abs(means[0] - means[1]) <= max(noise, _STEADY * means[1]))
+    later = seconds[len(seconds) // 2 :]
+    difference = abs(later.mean() / seconds.mean() - 1)
+    is_seen = len(seconds) >= _HALVED_ROUNDS * round_batches
+    return not is_seen or difference <= max(_STEADY, _NOISE * find_error(later, round_batches))
 
 
 # The seconds of a wait, those of a step, the CPU seconds of this step, and the number of images.
