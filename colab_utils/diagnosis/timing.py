@@ -17,8 +17,9 @@ from colab_utils.processes import list_processes, quiet_fork
 
 # A machine is busy if its cores are idle for less than this share of their time.
 _HARDLY = 0.1
-# After ``max_s``, timing goes on until each worker has delivered this many batches on average.
-_ROUNDS = 3
+# After ``max_s``, timing goes on until this many times the batches that workers load ahead came.
+# How many of these lie ready at the beginning and at the end is chance.
+_AHEAD = 2
 # A standard error comes from the means of this many blocks of successive batches.
 _BLOCKS = 10
 # The second half of the timed batches is compared with all if there are at least this many rounds.
@@ -154,7 +155,7 @@ def time_batches(
     warmup: int = 2,
     warmup_s: float = np.inf,
     max_s: float = 60,
-    least: int = 1,
+    least: int = 3,
     most_error: float = np.inf,
     on_batch: Callable[[int, Any], None] | None = None,
 ) -> BatchTimes:
@@ -177,9 +178,9 @@ def time_batches(
             extended for up to twice ``max_s`` while the rate is not steady.
         warmup_s: Seconds after which the warm-up ends, even with fewer batches than ``warmup``.
         max_s: Seconds after which the warm-up ends in any case, and timing, too, if it is enough:
-            three rounds, ``least`` batches, and no larger error than ``most_error``. After four
-            times ``max_s``, timing ends in any case.
-        least: Number of batches to time even after ``max_s``.
+            ``least`` batches, twice as many as the workers load ahead, and no larger error than
+            ``most_error``. After four times ``max_s``, timing ends in any case.
+        least: Number of batches to time even after ``max_s``. Default: 3.
         most_error: Standard error that is small enough, as a share of the mean time of a batch.
         on_batch: Called after each timed batch with its number (from 0) and the batch. The time of
             this call counts neither as wait nor as step.
@@ -198,12 +199,9 @@ def time_batches(
     workers = count_workers(loader)
     lanes = max(1, workers)
     ahead = max(1, workers * count_prefetch(loader))
-    needed = max(least, _ROUNDS * lanes)
-    untimed = 0
-    anew_s = 0.0
-    if warmup:
-        untimed = max(warmup, ahead)
-        anew_s = _ANEW * max_s
+    needed = max(least, _AHEAD * ahead)
+    untimed = max(warmup, ahead) if warmup else 0
+    anew_s = _ANEW * max_s if warmup else 0.0
     cpu_began_s = measure_tree_cpu()
     with closing(fetch_batches(loader)) as source:
         began_s = perf_counter()
@@ -213,13 +211,14 @@ def time_batches(
                 timed.append(times)
                 if on_batch is not None:
                     on_batch(len(timed) - 1, batch)
-                so_far = _summarise(timed, lanes)
-                is_due = elapsed_s > max_s and len(timed) % lanes == 0
-                is_sure = len(timed) >= needed and so_far.error <= most_error
-                is_late = elapsed_s > _LONGEST * max_s
-                if is_due and elapsed_s < anew_s and not is_steady(so_far.batch_s, lanes):
-                    untimed = seen
-                elif len(timed) >= batches or (is_due and (is_sure or is_late)):
+                is_over = len(timed) >= batches
+                if elapsed_s > max_s and len(timed) % lanes == 0:
+                    so_far = _summarise(timed, lanes)
+                    is_sure = len(timed) >= needed and so_far.error <= most_error
+                    is_over = is_over or is_sure or elapsed_s > _LONGEST * max_s
+                    if elapsed_s < anew_s and not is_steady(so_far.batch_s, lanes):
+                        untimed = seen
+                if is_over and seen > untimed:
                     break
             elif elapsed_s > max_s or (elapsed_s > warmup_s and seen >= ahead):
                 untimed = seen
