@@ -34,7 +34,12 @@ __all__ = ["Case", "count_best_first", "list_cases", "main", "run_case", "tabula
 DATA = ("builtin", "kept", "photos_12mp", "objects_300")
 PROFILES = ("none", "fast", "typical", "bad")
 STEPS_MS = (20, 100, 400)
-CASE_FIELDS = ("data", "profile", "workers", "step_ms")
+CASE_FIELDS = (
+    "data",
+    "profile",
+    "workers",
+    "step_ms",
+)
 # A dense batch of 4 photos is half a GB, and each worker has two ahead.
 BATCH_SIZES = {"photos_12mp": 2}
 
@@ -153,11 +158,13 @@ def count_best_first(rows: Sequence[dict[str, Any]]) -> tuple[int, int]:
     rates: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
     for row in rows:
         case = tuple(row[name] for name in CASE_FIELDS)
-        rates.setdefault(case, []).append((row["forecast"], row["measured"]))
+        rates.setdefault(case, [])
+        rates[case].append((row["forecast"], row["measured"]))
     hits = 0
     for pairs in rates.values():
         _, measured = max(pairs)
-        if measured >= 0.95 * max(other for _, other in pairs):
+        best = max(other for _, other in pairs)
+        if measured >= 0.95 * best:
             hits += 1
     return hits, len(rates)
 
