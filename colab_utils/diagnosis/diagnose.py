@@ -17,7 +17,15 @@ from torch.utils.data import DataLoader
 from colab_utils.diagnosis.causes import refine_causes
 from colab_utils.diagnosis.changes import Change
 from colab_utils.diagnosis.cures import Cause
-from colab_utils.diagnosis.fixes import TIMEOUT_S, Fix, Situation, find_fixes, is_gain, time_loop
+from colab_utils.diagnosis.fixes import (
+    TIMEOUT_S,
+    Fix,
+    Situation,
+    describe_rate,
+    find_fixes,
+    is_gain,
+    time_loop,
+)
 from colab_utils.diagnosis.memory_growth import MemoryLog
 from colab_utils.diagnosis.stages import LoadingStages, Stage, find_tensors, time_stages
 from colab_utils.diagnosis.timing import BatchTimes, time_batches
@@ -113,9 +121,10 @@ def diagnose(
         step: Your training step, called as ``step(images, targets)``, or an `EmulatedStep`. With
             None, the loader is timed alone; ``headspace`` is then 1 and says nothing.
         seconds: About how long to measure, without the trials. The trial of a fix takes another 0.3
-            times ``seconds``, half of it to warm up. With a slow loader it takes up to three times
-            that. ``verify`` adds 0.5 times ``seconds`` for each fix. Without ``verify``, no further
-            fix is tried once twelve times ``seconds`` have passed.
+            times ``seconds``, half of it to warm up. ``verify`` adds 0.5 times ``seconds`` for each
+            fix. If batches are slow, or their rate is not steady, each of these times may become
+            four times as long. Without ``verify``, no further fix is tried once twelve times
+            ``seconds`` have passed.
         verify: Whether to measure each fix for longer, with your own step.
         restore: What your step changes: a model, its optimizer, a scheduler; anything that has
             ``state_dict`` and ``load_state_dict``.
@@ -363,10 +372,12 @@ def describe_verdict(
             f" It lacks CPU: beside the loader, the step takes {slower:.1f} times as long as alone."
         )
     verdict += part
-    if fixes and is_gain(fixes[0].images_per_second, now):
-        best = fixes[0]
+    gains = [fix for fix in fixes if is_gain(fix.images_per_second, now, fix.error)]
+    if gains:
+        best = gains[0]
         basis = "measured" if best.measured_images_per_second else "forecast"
-        verdict += f" Best fix: {best.name}, {best.images_per_second:.1f} images/s ({basis})."
+        best_rate = describe_rate(best.images_per_second, best.error)
+        verdict += f" Best fix: {best.name}, {best_rate} ({basis})."
     return verdict
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from math import inf
+from math import hypot, inf
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter
@@ -25,7 +25,12 @@ from torch.utils.data import (
 
 from colab_utils.data.coco import write_subset
 from colab_utils.data.sizes import plan_size
-from colab_utils.diagnosis.timing import BatchTimes, count_workers, time_batches
+from colab_utils.diagnosis.timing import (
+    BatchTimes,
+    count_prefetch,
+    count_workers,
+    time_batches,
+)
 from colab_utils.diagnosis.watch import WatchedLoader
 from colab_utils.drive import is_on_drive
 from colab_utils.errors import ColabUtilsError, describe_error
@@ -66,8 +71,12 @@ _SIDES = {"min_size": 800, "max_size": 1333}
 _SMALLER = 0.9
 # A fix wins if its rate is more than this many times yours, and by more than the noise.
 _GAIN = 1.05
-# A rate of at least this share of the best rate counts as equally good.
-_SAME = 0.95
+# A rate that is below the best rate by at most this share counts as equally good.
+_SAME = 0.05
+# A trial goes on until the standard error of its rate is at most this share.
+_SURE = 0.07
+# A standard error of this share or more is told.
+_TOLD = 0.05
 # A diagnosis ends with an error if one batch takes longer than this.
 TIMEOUT_S = 60.0
 # The emulated step of a trial keeps at least this share of a core busy.
@@ -102,6 +111,8 @@ class Fix:
     """Rate of a short trial; None if the fix was not tried."""
     measured_images_per_second: float | None = None
     """Rate of a longer trial with your own step (``verify=True``); else None."""
+    error: float = 0.0
+    """Standard error of ``images_per_second``, as a share of it: 0.1 is 10 %."""
 
     @property
     def images_per_second(self) -> float:
@@ -111,8 +122,22 @@ class Fix:
     def __str__(self) -> str:
         text = f"{self.name}: {self.sentence}"
         if self.measured_images_per_second is not None:
-            text += f" Measured: {self.measured_images_per_second:.1f} images/s."
+            rate = describe_rate(self.measured_images_per_second, self.error)
+            text += f" Measured: {rate}."
         return text
+
+
+def describe_rate(rate: float, error: float) -> str:
+    """Return a rate as text, with its standard error if this is 5 % or more.
+
+    Example:
+        >>> describe_rate(7.21, 0.3), describe_rate(7.21, 0.04)
+        ('7.2 images/s (give or take 30%)', '7.2 images/s')
+    """
+    text = f"{rate:.1f} images/s"
+    if error >= _TOLD:
+        text += f" (give or take {error:.0%})"
+    return text
 
 
 @dataclass(frozen=True)
@@ -141,15 +166,6 @@ class Situation:
     """Whether workers were started again while the loop was timed."""
 
     @property
-    def prefetch(self) -> int:
-        """Return how many batches each worker loads ahead."""
-        return (
-            getattr(self.loader, "prefetch", None)
-            or getattr(self.loader, "prefetch_factor", None)
-            or 2
-        )
-
-    @property
     def epoch_batches(self) -> int:
         """Return the number of batches in an epoch; a large number if the epoch is endless."""
         with suppress(TypeError):
@@ -157,25 +173,26 @@ class Situation:
         return _MANY
 
     @cached_property
-    def repeat_ratio(self) -> float:
-        """Return the rate of your loader when it is timed again as in a trial, divided by its first
-        rate.
+    def repeated(self) -> BatchTimes:
+        """Return the times of your loader when it is timed again as in a trial.
 
-        The rate may change without any fix: because files are in the page cache by now, because
+        Its rate may change without any fix: because files are in the page cache by now, because
         other programs have begun or ended, or by chance.
         """
-        again = _time(self, {}, self.make_placeholder(), _TRIAL_SHARE)
-        return again / self.loop.images_per_second
+        return _time(self, {}, self.make_placeholder(), _TRIAL_SHARE)
 
-    def discount(self, rate: float) -> float:
-        """Return the rate of a fix, less what your loader gains without the fix when it is timed
-        again. If no gain is left, return the first rate of your loader.
+    def discount(self, rate: float, error: float) -> tuple[float, float]:
+        """Return the rate of a fix and its standard error, less what your loader gains without the
+        fix when it is timed again. If no gain is left, return the first rate of your loader.
         """
+        again = self.repeated
         own_rate = self.loop.images_per_second
-        ratio = self.repeat_ratio
-        if rate <= _GAIN * own_rate * max(ratio, 1 / ratio):
-            return own_rate
-        return rate / ratio if ratio > _GAIN else rate
+        ratio = again.images_per_second / own_rate
+        if not is_gain(rate / max(ratio, 1 / ratio), self.loop, error):
+            return own_rate, self.loop.error
+        if not is_gain(again.images_per_second, self.loop, again.error):
+            return rate, error
+        return rate / ratio, hypot(error, again.error, self.loop.error)
 
     def make_placeholder(self) -> EmulatedStep | None:
         """Return the step of a trial: an emulated one, because a trial must not train your model.
@@ -243,7 +260,7 @@ def open_like(
     if same and isinstance(data, IterableDataset):
         raise ColabUtilsError("an iterable dataset divides its samples among the workers itself")
     workers = count_workers(loader) if workers is None else workers
-    prefetch = prefetch or now.prefetch
+    prefetch = prefetch or count_prefetch(loader)
     batch_size = now.loop.batch_size
     if packs or isinstance(loader, Loader):
         # The GPU expands packed masks, but only if the program uses it already.
@@ -290,7 +307,7 @@ def find_fixes(now: Situation) -> list[Fix]:
         for you comes first.
     """
     workers = count_workers(now.loader)
-    prefetch = 2 * now.prefetch
+    prefetch = 2 * count_prefetch(now.loader)
     count = now.choose_workers(now.loop.find_load_ms(workers), now.loop.cpu_ms_per_image)
     plans: list[tuple[Fix, _Prepare]] = []
     if now.has_restarts:
@@ -303,7 +320,7 @@ def find_fixes(now: Situation) -> list[Fix]:
         more += ", and persistent_workers=True"
     plans.append((_make_fix("workers", more), partial(dict, workers=count)))
     if workers:
-        fix = _make_fix("prefetch", f": {prefetch}, not {now.prefetch}")
+        fix = _make_fix("prefetch", f": {prefetch}, not {prefetch // 2}")
         plans.append((fix, partial(dict, prefetch=prefetch)))
     with tempfile.TemporaryDirectory(prefix="colab_utils-") as folder:
         plans += _plan_data(now, Path(folder))
@@ -331,27 +348,34 @@ def _make_fix(id: str, more: str = "") -> Fix:
     return Fix(id, name, f"{sentence}{more}")
 
 
-def is_gain(rate: float, loop: BatchTimes) -> bool:
+def is_gain(rate: float, loop: BatchTimes, error: float = 0.0) -> bool:
     """Return whether a rate is more than 5 % above that of your loop, and by more than two standard
-    errors.
+    errors. ``error`` is the standard error of the rate, as a share of it.
 
     Example:
         >>> loop = BatchTimes((0.1,) * 9, (0.1,) * 9, 9, 1.0, 1.0)
-        >>> is_gain(5.2, loop), is_gain(5.3, loop)
-        (False, True)
+        >>> is_gain(5.2, loop), is_gain(5.3, loop), is_gain(5.3, loop, error=0.1)
+        (False, True, False)
     """
-    return rate > (_GAIN + 2 * loop.error) * loop.images_per_second
+    return rate > (_GAIN + 2 * hypot(loop.error, error)) * loop.images_per_second
 
 
 def rank_fixes(fixes: Sequence[Fix]) -> list[Fix]:
-    """Sort fixes, the best first. Of those within 5 % of the best, the one with the least effort
-    for you comes first.
+    """Sort fixes, the best first. Of those that are as good as the best, the one with the least
+    effort for you comes first.
+
+    A fix is as good as the best one if its rate is lower by at most 5 %, or by at most the standard
+    error of the difference of the two rates.
     """
-    least = _SAME * max((fix.images_per_second for fix in fixes), default=0.0)
+    best = max(fixes, key=lambda fix: fix.images_per_second)
     costs = [*FIXES]
 
     def order(fix: Fix) -> tuple[float, int]:
-        return -min(fix.images_per_second, least), costs.index(fix.id)
+        margin = max(_SAME, hypot(fix.error, best.error))
+        rate = fix.images_per_second
+        if rate > max(0.0, 1 - margin) * best.images_per_second:
+            rate = best.images_per_second
+        return -rate, costs.index(fix.id)
 
     return sorted(fixes, key=order)
 
@@ -367,26 +391,32 @@ def _try_out(now: Situation, fix: Fix, prepare: _Prepare) -> Fix:
             # A real Drive has cached the images by now, and would read them fast.
             with read_at_full_speed():
                 options = prepare()
-            rate = min(_time(now, options, now.make_placeholder(), _TRIAL_SHARE), now.ceiling)
-            measured = _time(now, options, now.step, _VERIFY_SHARE) if now.verify else None
+            forecast = _time(now, options, now.make_placeholder(), _TRIAL_SHARE)
+            rate = min(forecast.images_per_second, now.ceiling)
+            error = forecast.error
             # Your data may be in the page cache by now, which makes any trial faster. Data in
             # another form or place was not read before, so its rate is not corrected.
-            if is_gain(rate, now.loop) and "dataset" not in options:
-                rate = now.discount(rate)
-            gain = "wins nothing"
-            if is_gain(rate, now.loop):
-                gain = f"about {rate:.1f} images/s"
-            return Fix(fix.id, fix.name, f"{fix.sentence}: {gain}.", rate, measured)
-        except Exception as error:
+            if is_gain(rate, now.loop, error) and "dataset" not in options:
+                rate, error = now.discount(rate, error)
+            gain = "wins nothing that is sure"
+            if is_gain(rate, now.loop, error):
+                gain = f"about {describe_rate(rate, error)}"
+            measured_rate = None
+            if now.verify:
+                measured = _time(now, options, now.step, _VERIFY_SHARE)
+                measured_rate = measured.images_per_second
+                error = measured.error
+            return Fix(fix.id, fix.name, f"{fix.sentence}: {gain}.", rate, measured_rate, error)
+        except Exception as failure:
             # A trial that fails must not lose the results that the diagnosis has so far.
-            why = describe_error(error).removesuffix(".")
+            why = describe_error(failure).removesuffix(".")
     return replace(fix, sentence=f"{fix.sentence}. Not tried: {why}.")
 
 
 def _time(
     now: Situation, options: dict[str, Any], step: Callable[..., Any] | None, share: float
-) -> float:
-    """Measure the images per second of a trial.
+) -> BatchTimes:
+    """Time the loop of a trial.
 
     Each trial makes a new loader and begins at its first batch. So trials with the same order of
     images read the same images. Otherwise, their rates could not be compared on a slow Drive, where
@@ -394,7 +424,7 @@ def _time(
     """
     with open_like(now, **options) as loader:
         watched = WatchedLoader(loader, TIMEOUT_S, "raise")
-        return time_loop(watched, step, now.seconds, share, least=_LEAST_BATCHES).images_per_second
+        return time_loop(watched, step, now.seconds, share, least=_LEAST_BATCHES)
 
 
 def time_loop(
@@ -410,6 +440,7 @@ def time_loop(
         warmup=_WARMUP,
         warmup_s=_WARMUP_SHARE * seconds,
         max_s=share * seconds,
+        most_error=_SURE,
         **options,
     )
 

@@ -1,6 +1,6 @@
 """Clocks that measure the wall time and the CPU time of batches and steps."""
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from glob import glob
@@ -17,9 +17,20 @@ from colab_utils.processes import list_processes, quiet_fork
 
 # A machine is busy if its cores are idle for less than this share of their time.
 _HARDLY = 0.1
-# After ``max_s``, timing goes on until each worker has delivered this many batches on average. If
-# the timed batches take longer than this many times ``max_s``, it ends earlier.
-_ROUNDS = 3
+# After ``max_s``, timing goes on until this many times the batches that workers load ahead came.
+# How many of these lie ready at the beginning and at the end is chance.
+_AHEAD = 2
+# A standard error comes from the means of this many blocks of successive batches.
+_BLOCKS = 10
+# The second half of the timed batches is compared with all if there are at least this many rounds.
+_HALVED_ROUNDS = 8
+# A rate is steady if they differ by at most this share, or by this many standard errors.
+_STEADY = 0.03
+_NOISE = 1.5
+# Timing begins anew, because the rate was not steady, at most until this many times ``max_s``.
+_ANEW = 2
+# Timing ends at the latest after this many times ``max_s``.
+_LONGEST = 4
 
 
 @dataclass(frozen=True)
@@ -38,6 +49,8 @@ class BatchTimes:
     """CPU seconds of this process during steps. All threads count, because another thread launches
     the backward pass of a GPU.
     """
+    round_batches: int = 1
+    """Number of workers that deliver batches in turns; 1 without workers."""
 
     @property
     def batch_s(self) -> NDArray[np.float64]:
@@ -69,7 +82,7 @@ class BatchTimes:
     @property
     def error(self) -> float:
         """Return the standard error of the mean of wait + step, as a share of the mean."""
-        return find_error(self.batch_s)
+        return find_error(self.batch_s, self.round_batches)
 
     def find_load_ms(self, workers: int) -> float:
         """Return the milliseconds that one worker takes for an image, if workers are never idle.
@@ -79,9 +92,59 @@ class BatchTimes:
         return 1000 * max(1, workers) * at_work_s / self.images
 
 
-def find_error(seconds: NDArray[np.float64]) -> float:
-    """Return the standard error of the mean, as a share of the mean."""
-    return float(seconds.std() / np.sqrt(len(seconds)) / max(seconds.mean(), 1e-9))
+def find_error(seconds: NDArray[np.float64], round_batches: int = 1) -> float:
+    """Return the standard error of the mean time of a batch, as a share of the mean.
+
+    It comes from the means of up to ten blocks of successive batches (the method of batch means).
+    Single batches would not do, because a worker that is late holds up the batches of all others,
+    which then come at once. A few blocks may be alike by chance, so the fewer they are, the more
+    the error is enlarged: 1.2 times for ten blocks, three times for two. Student's t distribution
+    has similar factors.
+
+    Args:
+        seconds: Time of each batch in seconds, float64 [batches].
+        round_batches: Number of workers that deliver in turns. A block has at least so many
+            batches.
+
+    Returns:
+        The share. It is 1 if there are too few batches for two blocks: nothing is known then.
+
+    Example:
+        >>> round(find_error(np.array([1.0, 3.0] * 50)), 3), find_error(np.ones(1))
+        (0.0, 1.0)
+    """
+    blocks = min(_BLOCKS, len(seconds) // round_batches)
+    if blocks < 2:
+        return 1.0
+    means = [block.mean() for block in np.array_split(seconds, blocks)]
+    error_s = np.std(means, ddof=1) / np.sqrt(blocks) * (blocks + 1) / (blocks - 1)
+    return float(error_s / max(seconds.mean(), 1e-9))
+
+
+def is_steady(seconds: NDArray[np.float64], round_batches: int = 1) -> bool:
+    """Return whether the second half of the batches took as long as all of them.
+
+    It did not, for example, if batches were used up that had been loaded ahead, if the memory of
+    the workers grew, or if the number of streams was being found. The means may differ by 3 %, or
+    by 1.5 standard errors of the second half if that is more. Fewer than eight rounds are too few
+    to see a difference.
+
+    Args:
+        seconds: Time of each batch in seconds, float64 [batches].
+        round_batches: Number of workers that deliver in turns.
+
+    Example:
+        >>> is_steady(np.array([0.1] * 10 + [0.2] * 10)), is_steady(np.ones(20))
+        (False, True)
+    """
+    later = seconds[len(seconds) // 2 :]
+    difference = abs(later.mean() / seconds.mean() - 1)
+    is_seen = len(seconds) >= _HALVED_ROUNDS * round_batches
+    return not is_seen or difference <= max(_STEADY, _NOISE * find_error(later, round_batches))
+
+
+# The seconds of a wait, those of a step, the CPU seconds of this step, and the number of images.
+_Times = tuple[float, float, float, int]
 
 
 def time_batches(
@@ -92,7 +155,8 @@ def time_batches(
     warmup: int = 2,
     warmup_s: float = np.inf,
     max_s: float = 60,
-    least: int = 1,
+    least: int = 3,
+    most_error: float = np.inf,
     on_batch: Callable[[int, Any], None] | None = None,
 ) -> BatchTimes:
     """Time ``batches`` batches of any loader: how long each was waited for, and how long its step
@@ -101,19 +165,23 @@ def time_batches(
     A loader that ends earlier is iterated over again. If this process uses CUDA, the GPU is
     synchronised before and after each step. A round is as many batches as there are workers. Slow
     workers deliver in rounds, so timing that ends because of ``max_s`` ends with a whole round.
+    If the rate is not steady (see `is_steady`), timing begins anew: what was timed so far was
+    still a warm-up.
 
     Args:
         loader: Anything that can be iterated over and yields batches.
         step: Called as ``step(images, targets)`` if a batch is such a pair, else as
             ``step(batch)``.
         batches: Number of batches to time at most.
-        warmup: Number of batches at the start that are not timed. If it is not 0, the warm-up has
-            at least one round.
-        warmup_s: Seconds after which the warm-up ends, even with fewer batches. It also ends after
-            ``max_s``.
-        max_s: Seconds after which timing ends. The warm-up counts. At least three rounds and
-            ``least`` batches are timed, unless they take more than three times ``max_s``.
-        least: Number of batches to time even after ``max_s``.
+        warmup: Number of batches at the start that are not timed. With 0, all batches are timed.
+            Otherwise, the warm-up has at least as many batches as the workers load ahead, and is
+            extended for up to twice ``max_s`` while the rate is not steady.
+        warmup_s: Seconds after which the warm-up ends, even with fewer batches than ``warmup``.
+        max_s: Seconds after which the warm-up ends in any case, and timing, too, if it is enough:
+            ``least`` batches, twice as many as the workers load ahead, and no larger error than
+            ``most_error``. After four times ``max_s``, timing ends in any case.
+        least: Number of batches to time even after ``max_s``. Default: 3.
+        most_error: Standard error that is small enough, as a share of the mean time of a batch.
         on_batch: Called after each timed batch with its number (from 0) and the batch. The time of
             this call counts neither as wait nor as step.
 
@@ -127,58 +195,73 @@ def time_batches(
         >>> len(times.wait_s), times.wait_share < 0.5
         (3, True)
     """
-    waits: list[float] = []
-    steps: list[float] = []
-    images = 0
-    step_cpu_s = 0.0
-    lanes = max(1, count_workers(loader))
-    untimed = max(warmup, lanes) if warmup else 0
+    timed: list[_Times] = []
+    workers = count_workers(loader)
+    lanes = max(1, workers)
+    ahead = max(1, workers * count_prefetch(loader))
+    needed = max(least, _AHEAD * ahead)
+    untimed = max(warmup, ahead) if warmup else 0
+    anew_s = _ANEW * max_s if warmup else 0.0
     cpu_began_s = measure_tree_cpu()
     with closing(fetch_batches(loader)) as source:
         began_s = perf_counter()
-        timed_s = began_s
-        asked_s = began_s
-        for seen, batch in enumerate(source, start=1):
-            # What the loader queued on the device belongs to the wait.
-            _synchronize()
-            got_s = perf_counter()
-            step_began_s = process_time()
-            if step is not None:
-                _run_step(step, batch, seen)
-            ended_s = perf_counter()
+        for seen, (batch, times) in enumerate(_run_loop(source, step), start=1):
+            elapsed_s = perf_counter() - began_s
             if seen > untimed:
-                step_cpu_s += process_time() - step_began_s
-                waits.append(got_s - asked_s)
-                steps.append(ended_s - got_s)
-                images += count_images(batch)
+                timed.append(times)
                 if on_batch is not None:
-                    on_batch(len(waits) - 1, batch)
-                is_late = ended_s - timed_s > _ROUNDS * max_s
-                if ended_s - began_s > max_s and len(waits) >= max(least, _ROUNDS * lanes):
-                    is_late = True
-                if len(waits) >= batches or (is_late and len(waits) % lanes == 0):
+                    on_batch(len(timed) - 1, batch)
+                is_over = len(timed) >= batches
+                if elapsed_s > max_s and len(timed) % lanes == 0:
+                    so_far = _summarise(timed, lanes)
+                    is_sure = len(timed) >= needed and so_far.error <= most_error
+                    is_over = is_over or is_sure or elapsed_s > _LONGEST * max_s
+                    if elapsed_s < anew_s and not is_steady(so_far.batch_s, lanes):
+                        untimed = seen
+                if is_over and seen > untimed:
                     break
-            else:
-                if ended_s - began_s > min(warmup_s, max_s) and seen % lanes == 0:
-                    untimed = seen
-                if seen == untimed:
-                    cpu_began_s = measure_tree_cpu()
-                    timed_s = ended_s
-            asked_s = perf_counter()
+            elif elapsed_s > max_s or (elapsed_s > warmup_s and seen >= ahead):
+                untimed = seen
+            if seen == untimed:
+                # The warm-up ends here.
+                timed.clear()
+                cpu_began_s = measure_tree_cpu()
         # CPU time is read before the workers end.
         cpu_s = measure_tree_cpu() - cpu_began_s
-    if not waits:
+    if not timed:
         raise ColabUtilsError(
             f"The loader gives no more than the {untimed} batches of the warm-up, and no second "
             "epoch. Pass a loader that can be iterated again, or warmup=0."
         )
-    return BatchTimes(
-        tuple(waits),
-        tuple(steps),
-        max(images, 1),
-        cpu_s,
-        step_cpu_s,
-    )
+    return _summarise(timed, lanes, cpu_s)
+
+
+def _summarise(timed: list[_Times], lanes: int, cpu_s: float = 0.0) -> BatchTimes:
+    """Return the times of batches that ``lanes`` workers delivered in turns."""
+    waits, steps, step_cpu, images = zip(*timed, strict=True)
+    return BatchTimes(waits, steps, max(1, sum(images)), cpu_s, sum(step_cpu), lanes)
+
+
+def _run_loop(
+    source: Iterable[Any], step: Callable[..., Any] | None
+) -> Iterator[tuple[Any, _Times]]:
+    """Yield each batch after its step, with its times. What the caller does with it is not timed.
+
+    Raises:
+        ColabUtilsError: the step fails.
+    """
+    asked_s = perf_counter()
+    for number, batch in enumerate(source, start=1):
+        # What the loader queued on the device belongs to the wait.
+        _synchronize()
+        got_s = perf_counter()
+        cpu_began_s = process_time()
+        if step is not None:
+            _run_step(step, batch, number)
+        ended_s = perf_counter()
+        step_cpu_s = process_time() - cpu_began_s
+        yield batch, (got_s - asked_s, ended_s - got_s, step_cpu_s, count_images(batch))
+        asked_s = perf_counter()
 
 
 class CpuUse(NamedTuple):
@@ -283,6 +366,22 @@ def count_workers(loader: Any) -> int:
         return count_workers(pipeline[0])
     workers: int = getattr(loader, "workers", getattr(loader, "num_workers", 0))
     return workers
+
+
+def count_prefetch(loader: Any) -> int:
+    """Return how many batches each worker loads ahead; 2, which is torch's default, for a loader
+    that has no such number.
+
+    Example:
+        >>> count_prefetch([1, 2])
+        2
+    """
+    for name in ("prefetch", "prefetch_factor"):
+        count = getattr(loader, name, None)
+        # In other packages, this may be the name of a method.
+        if isinstance(count, int) and count:
+            return count
+    return 2
 
 
 def fetch_batches(loader: Iterable[Any]) -> Generator[Any, None, None]:

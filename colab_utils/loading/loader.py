@@ -450,7 +450,10 @@ class Loader:
             seed = (self.seed, self.epoch, self._ranks.rank)
             yield from self._prefetcher.run(self._plan(), seed=seed, skips_bad=self.max_bad > 0)
         except GeneratorExit:
-            # The pass is interrupted. The workers stay for the next pass.
+            # The pass is interrupted. Workers stay for the next pass. Without workers, this process
+            # has read files ahead, which would leave other loaders of the dataset no room.
+            if not self.workers:
+                self.close()
             raise
         except BaseException:
             self.close()

@@ -376,6 +376,9 @@ class Prefetcher:
         end_workers(list(self._listening.values()))
         self._listening = {}
         self._workers = []
+        if not self._worker_count:
+            # What this process has read ahead would leave the next loader of the dataset no room.
+            self._tell(0, ReadAhead(None))
 
     def _make_pool(self) -> SharedBufferPool:
         with quiet_fork():

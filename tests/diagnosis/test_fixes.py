@@ -85,6 +85,14 @@ def _look_at(loader, step=None, *, seconds=0.6, verify=False):
     return Situation(loader, step, now, cached, indices[:8], seconds, verify, perf_counter())
 
 
+def _make_times(rate, *, error=0.0):
+    """Return times with this many images/s, and with this standard error as a share."""
+    seconds = 1 / rate
+    # `find_error` enlarges the error of ten blocks by 11 / 9.
+    spread = error * seconds * 3 * 9 / 11
+    return BatchTimes((seconds + spread, seconds - spread) * 5, (0.0,) * 10, 10, 1.0, 0.0)
+
+
 def _find(now):
     return {fix.id: fix for fix in find_fixes(now)}
 
@@ -290,12 +298,81 @@ def test_of_fixes_that_are_as_good_the_one_that_costs_least_comes_first():
 
 
 @pytest.mark.parametrize(
+    ("rates", "first"),
+    [
+        # The lead of the last one is larger than the noise of both.
+        ({"workers": (80.0, 0.1), "resize": (100.0, 0.1)}, "resize"),
+        # It is within the noise of one of them, and of both.
+        ({"workers": (80.0, 0.0), "resize": (100.0, 0.25)}, "workers"),
+        ({"workers": (80.0, 0.25), "resize": (100.0, 0.0)}, "workers"),
+        ({"workers": (80.0, 0.15), "resize": (100.0, 0.15)}, "workers"),
+        # What was not tried is never as good.
+        ({"workers": (0.0, 0.0), "resize": (100.0, 2.0)}, "resize"),
+    ],
+)
+def test_the_best_fix_is_the_best_beyond_the_noise(rates, first):
+    candidates = [Fix(id, id, "", rate, error=error) for id, (rate, error) in rates.items()]
+    assert rank_fixes(candidates)[0].id == first
+    assert rank_fixes(candidates[::-1])[0].id == first
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (0.03, ": about 14.0 images/s."),
+        (0.10, ": about 14.0 images/s (give or take 10%)."),
+        (0.30, ": wins nothing that is sure."),
+    ],
+)
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_fix_says_how_sure_its_rate_is(monkeypatch, error, text, verify):
+    loop = _make_times(10)
+    loader = DataLoader(_Sleepy(), batch_size=2)
+    now = Situation(loader, None, loop, loop, [], 1.0, verify, perf_counter())
+
+    def time_trial(now, options, step, share):
+        if not options:
+            return loop
+        return _make_times(14.0, error=error if share < 0.5 else 0.2)
+
+    monkeypatch.setattr(fixes, "_time", time_trial)
+    fix = find_fixes(now)[0]
+    assert fix.sentence.endswith(text)
+    assert fix.error == pytest.approx(0.2 if verify else error)
+    assert ("Measured: 14.0 images/s (give or take 20%)." in str(fix)) == verify
+
+
+def test_a_gain_of_the_loader_itself_adds_its_noise(monkeypatch):
+    loop = _make_times(10, error=0.03)
+    loader = DataLoader(_Sleepy(), batch_size=2)
+    now = Situation(loader, None, loop, loop, [], 1.0, False, perf_counter())
+    monkeypatch.setattr(
+        fixes,
+        "_time",
+        lambda now, options, *_: _make_times(40.0 if options else 20.0, error=0.04),
+    )
+    fix = find_fixes(now)[0]
+    assert fix.images_per_second == pytest.approx(20)
+    assert fix.error == pytest.approx((0.04**2 + 0.03**2 + 0.04**2) ** 0.5)
+
+
+def test_a_loader_that_is_as_fast_as_before_but_for_noise_takes_nothing_from_a_fix(monkeypatch):
+    loop = _make_times(10, error=0.1)
+    loader = DataLoader(_Sleepy(), batch_size=2)
+    now = Situation(loader, None, loop, loop, [], 1.0, False, perf_counter())
+    monkeypatch.setattr(
+        fixes, "_time", lambda now, options, *_: _make_times(40.0 if options else 12.0)
+    )
+    assert find_fixes(now)[0].images_per_second == pytest.approx(40)
+
+
+@pytest.mark.parametrize(
     ("again", "gains"),
     [
         # The loader itself is as fast as the trial: the files are in the page cache by now.
-        (30.0, "wins nothing"),
+        (30.0, "wins nothing that is sure"),
         # Its rate changes as much as the trial says, so that is noise.
-        (3.5, "wins nothing"),
+        (3.5, "wins nothing that is sure"),
         (10.0, "about 29.0 images/s"),
         (12.5, "about 23.2 images/s"),
     ],
@@ -306,7 +383,9 @@ def test_a_fix_wins_only_what_the_loader_does_not_win_when_it_is_timed_again(
     loop = BatchTimes((0.1,) * 20, (0.0,) * 20, 20, 1.0, 0.0)
     loader = DataLoader(_Sleepy(), batch_size=2, num_workers=1)
     now = Situation(loader, None, loop, loop, [], 1.0, False, perf_counter())
-    monkeypatch.setattr(fixes, "_time", lambda now, options, *_: 29.0 if options else again)
+    monkeypatch.setattr(
+        fixes, "_time", lambda now, options, *_: _make_times(29.0 if options else again)
+    )
     for fix in find_fixes(now):
         assert fix.sentence.endswith(f": {gains}.")
         assert (fix.images_per_second > 10.5) == gains.startswith("about")
@@ -315,9 +394,11 @@ def test_a_fix_wins_only_what_the_loader_does_not_win_when_it_is_timed_again(
 def test_other_data_is_not_compared_with_what_the_page_cache_holds(monkeypatch, slow_folder):
     now = _look_at(DataLoader(slow_folder, batch_size=2, collate_fn=_collate))
     rate = now.loop.images_per_second
-    monkeypatch.setattr(
-        fixes, "_time", lambda now, options, *_: 9 * rate if "dataset" in options else 8 * rate
-    )
+
+    def time_trial(now, options, *_):
+        return _make_times(9 * rate if "dataset" in options else 8 * rate)
+
+    monkeypatch.setattr(fixes, "_time", time_trial)
     fixes_by_id = _find(now)
     assert fixes_by_id["shards"].images_per_second == pytest.approx(9 * rate)
     assert fixes_by_id["workers"].images_per_second == pytest.approx(rate)

@@ -3,15 +3,18 @@
 import collections
 import itertools
 import multiprocessing
+import random
 import threading
 import time
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from colab_utils.diagnosis.timing import CpuClock, time_batches
+from colab_utils.diagnosis import timing
+from colab_utils.diagnosis.timing import CpuClock, find_error, is_steady, time_batches
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.emulated_step import EmulatedStep
@@ -275,6 +278,159 @@ class TestTimeBatches:
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: pytest.fail("no CUDA here"))
         time_batches([["a"]] * 2, batches=2, warmup=0)
+
+
+class _Invented:
+    """A loader whose batches take invented seconds, by a clock that only it moves.
+
+    After the first seconds in ``early_s``, each batch takes ``then_s``, times a random number from
+    1 - ``spread`` to 1 + ``spread``. Each batch has an image.
+    """
+
+    def __init__(self, monkeypatch, early_s, then_s, *, spread=0.0, workers=0, prefetch=2):
+        self.num_workers = workers
+        self.prefetch_factor = prefetch
+        self.early_s = early_s
+        self.then_s = then_s
+        self.spread = spread
+        self.now_s = 0.0
+        monkeypatch.setattr(timing, "perf_counter", lambda: self.now_s)
+
+    def __iter__(self):
+        chance = random.Random(0)
+        for seconds in itertools.chain(self.early_s, itertools.repeat(self.then_s)):
+            self.now_s += seconds * chance.uniform(1 - self.spread, 1 + self.spread)
+            yield ["image"]
+
+
+class _InventedPool(_Invented):
+    """Workers that load batches in turns, two ahead each, as those of a DataLoader do. A batch is
+    delivered after the batch before it, so a slow batch holds up those that lie ready.
+    """
+
+    def __init__(self, monkeypatch, workers, seed):
+        super().__init__(monkeypatch, [], 0.0, workers=workers)
+        self.seed = seed
+
+    def __iter__(self):
+        chance = random.Random(self.seed)
+        free_s = [self.now_s] * self.num_workers
+        ready_s = collections.deque()
+        for worker in itertools.cycle(range(self.num_workers)):
+            free_s[worker] = max(free_s[worker], self.now_s) + chance.lognormvariate(-0.5, 0.6)
+            ready_s.append(free_s[worker])
+            if len(ready_s) == 2 * self.num_workers:
+                self.now_s = max(self.now_s, ready_s.popleft())
+                yield ["image"]
+
+
+def _time_trial(loader):
+    """Time a loader as a trial of 6 seconds, of which 3 are a warm-up."""
+    return time_batches(
+        loader,
+        batches=500,
+        warmup=150,
+        warmup_s=3,
+        max_s=6,
+        least=20,
+        most_error=0.07,
+    )
+
+
+class TestSteadyRates:
+    def test_a_steady_rate_is_timed_no_longer_than_asked(self, monkeypatch):
+        loader = _Invented(monkeypatch, [], 0.1, spread=0.3)
+        times = _time_trial(loader)
+        assert times.images_per_second == pytest.approx(10, rel=0.1)
+        assert loader.now_s < 6.3
+        assert times.error < 0.05
+
+    def test_batches_that_were_loaded_ahead_are_used_up_before_the_clock_begins(self, monkeypatch):
+        # Twelve batches lie ready after the first one, which takes long.
+        loader = _Invented(monkeypatch, [3.5] + [0.0] * 11, 0.4, workers=3, prefetch=4)
+        times = _time_trial(loader)
+        assert times.images_per_second == pytest.approx(2.5)
+        assert times.round_batches == 3
+
+    def test_a_stock_that_drains_while_it_is_timed_does_not_count(self, monkeypatch):
+        # For example, files lie ready, which no number of batches tells.
+        loader = _Invented(monkeypatch, [0.3] * 20, 0.8, spread=0.1)
+        times = _time_trial(loader)
+        assert times.images_per_second == pytest.approx(1.25, rel=0.1)
+        assert loader.now_s < 4 * 6 + 2
+
+    def test_a_rate_that_grows_is_the_one_that_it_reaches(self, monkeypatch):
+        early_s = [1.0 * 0.93**number for number in range(30)]
+        loader = _Invented(monkeypatch, early_s, 0.11, spread=0.2)
+        times = _time_trial(loader)
+        assert times.images_per_second == pytest.approx(1 / 0.11, rel=0.1)
+        assert times.images == len(times.wait_s)
+
+    def test_a_rate_that_is_never_sure_ends_in_time_and_tells_its_error(self, monkeypatch):
+        loader = _Invented(monkeypatch, [], 0.8, spread=1.0)
+        times = _time_trial(loader)
+        assert 18 < loader.now_s < 4 * 6 + 2
+        assert times.error > 0.05
+        assert times.images_per_second == pytest.approx(1.25, rel=3 * times.error)
+
+    @pytest.mark.parametrize("workers", [2, 8])
+    def test_a_rate_of_workers_is_as_sure_as_its_error_says(self, monkeypatch, workers):
+        shares = []
+        errors = []
+        for seed in range(40):
+            pool = _InventedPool(monkeypatch, workers, seed)
+            times = _time_trial(pool)
+            pool = _InventedPool(monkeypatch, workers, seed)
+            long_run = time_batches(pool, batches=3000, max_s=1e9)
+            shares.append(times.images_per_second / long_run.images_per_second - 1)
+            errors.append(times.error)
+        # Two standard errors hold for about 95 % of all rates.
+        held = np.abs(shares) <= 2 * np.array(errors)
+        assert held.mean() >= 0.9
+        assert max(np.abs(shares)) < 0.5
+        assert abs(np.mean(shares)) < 0.05
+
+    def test_the_first_batches_count_where_they_are_asked_for(self, monkeypatch):
+        loader = _Invented(monkeypatch, [2.0] * 10, 0.1)
+        times = time_batches(loader, batches=20, warmup=0)
+        assert times.images_per_second == pytest.approx(20 / 21)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "round_batches", "steady"),
+    [
+        # These have all one rate.
+        ([0.1] * 40, 1, True),
+        ([0.1, 0.3] * 20, 1, True),
+        # Four workers deliver at once.
+        ([0.4, 0.0, 0.0, 0.0] * 10, 4, True),
+        # The rate changes once, by less than 5 %, or by more.
+        ([1.0] * 20 + [1.04] * 20, 1, True),
+        ([1.0] * 20 + [1.1] * 20, 1, False),
+        # It changes early, and again.
+        ([3.0] * 20 + [2.0] * 10 + [1.0] * 10, 1, False),
+        # Too few batches say nothing.
+        ([3.0] * 3 + [1.0] * 4, 1, True),
+        ([3.0] * 10 + [1.0] * 10, 4, True),
+    ],
+)
+def test_a_rate_is_steady_if_its_halves_are_equal_but_for_noise(seconds, round_batches, steady):
+    assert is_steady(np.array(seconds), round_batches) == steady
+
+
+def test_batches_that_come_at_once_make_no_error():
+    waits = np.array([0.8, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0] * 5)
+    assert find_error(waits, 8) == 0
+    # Blocks of four batches would not.
+    assert find_error(waits) > 0.3
+    assert find_error(waits[:1]) == 1
+
+
+@pytest.mark.parametrize(("batches", "factor"), [(100, 11 / 9), (4, 5 / 3)])
+def test_the_error_is_that_of_the_mean_and_larger_if_few_batches_tell_it(batches, factor):
+    rows = np.random.default_rng(0).uniform(0.5, 1.5, (1000, batches))
+    errors = [find_error(row) for row in rows]
+    assert np.mean(errors) == pytest.approx(factor * float(rows.mean(axis=1).std()), rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,18 @@ def test_a_pass_that_was_broken_off_leaves_nothing_to_the_next(dataset, workers)
     plain.close()
 
 
+def test_a_pass_that_was_broken_off_leaves_room_to_other_loaders(dataset):
+    loader = make_loader(dataset, batch_size=1, workers=0, streams=8)
+    batches = iter(loader)
+    next(batches)
+    reader = dataset._open_reader()
+    assert any(reader.is_ahead(index) for index in range(len(dataset)))
+    batches.close()
+    # They would count towards what another loader of this dataset may read ahead.
+    assert not any(reader.is_ahead(index) for index in range(len(dataset)))
+    assert read_orders(loader)
+
+
 def test_a_resumed_loader_reads_ahead_from_where_it_stands(dataset):
     settings = {"batch_size": 2, "workers": 1, "streams": 8, "seed": 3}
     loader = make_loader(dataset, **settings)
