@@ -257,7 +257,9 @@ def _name_part(plan: JobPlan, number: int) -> Place:
 
 def _dump_part(part: CocoDataset) -> memoryview:
     """Return the content of the file that holds a shard's annotations."""
-    tables = {name: value for name, value in vars(part).items() if isinstance(value, np.ndarray)}
+    tables: dict[str, Any] = {
+        name: value for name, value in vars(part).items() if isinstance(value, np.ndarray)
+    }
     head = [part.fingerprint, part.categories, sorted(part.shared_names)]
     texts = {"head": json.dumps(head).encode(), "names": part.names, "texts": part.texts}
     for name, text in texts.items():
