@@ -242,6 +242,9 @@ def test_other_processes_read_the_same_and_end_quietly(tiny_shards, tmp_path, me
             "error",
             "-W",
             "ignore:.*fork:DeprecationWarning",
+            # torch 2.6 leaves a folder to Python.
+            "-W",
+            "ignore:Implicitly cleaning up:ResourceWarning",
             script,
             tiny_shards,
             method,

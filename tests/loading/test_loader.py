@@ -985,6 +985,9 @@ def test_ctrl_c_leaves_a_loader_that_works_and_an_exit_without_noise(tiny_shards
             "error",
             "-W",
             "ignore:.*fork:DeprecationWarning",
+            # torch 2.6 leaves a folder to Python.
+            "-W",
+            "ignore:Implicitly cleaning up:ResourceWarning",
             "-c",
             INTERRUPT_SCRIPT,
             tiny_shards,
