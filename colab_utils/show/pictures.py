@@ -38,6 +38,8 @@ _NAMED = 5
 _DRAWN = 100
 # An image of unknown height or width is drawn with this many pixels.
 _UNKNOWN_SIDE = 480
+# An image that cannot be read is drawn as an area of this grey.
+_GREY = 0xDD
 # `draw_annotations` draws images with at most this many pixels a side.
 _LONGEST_SIDE = 640
 # A target or a prediction of torchvision's models, or what is drawn of them.
@@ -179,7 +181,7 @@ def _read_annotated(images: Place, dataset: CocoDataset, i: int) -> tuple[Any, _
     """Read a small copy of an image, and its annotations at the same scale."""
     size = dataset.sizes[i]
     height, width = np.where(size > 0, size, _UNKNOWN_SIDE).tolist()
-    picture = Image.new("RGB", (width, height), "#dddddd")
+    picture: Image.Image | None = None
     # The page that shows the picture also names bad files in words. So errors are ignored here.
     with suppress(Exception):
         content = read_file(dataset.find_image(images, i)[0])
@@ -187,7 +189,10 @@ def _read_annotated(images: Place, dataset: CocoDataset, i: int) -> tuple[Any, _
         width, height = picture.size
     # Only every n-th pixel of a mask is drawn, and the mean of n x n pixels of the image.
     each = -(-max(width, height) // _LONGEST_SIDE)
-    small = np.asarray(picture.reduce(each))
+    # The annotations may say any size, so no image of it is made.
+    small = np.full((-(-height // each), -(-width // each), 3), _GREY, np.uint8)
+    if picture is not None:
+        small = np.asarray(picture.reduce(each))
     annotations = dataset.read_annotations(i)[0]
     annotations.sort(key=lambda annotation: -abs(math.prod(annotation["bbox"][2:])))
     annotations = annotations[:_DRAWN]
