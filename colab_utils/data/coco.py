@@ -71,10 +71,8 @@ class CocoDataset:
     """
     is_crowd: NDArray[np.bool_]
     """bool [A]: whether each annotation is a crowd. Crowds are left out of training."""
-    texts: Any
-    """The JSON text of the annotations, in UTF-8, in any order: bytes, or an object that returns
-    bytes for each slice.
-    """
+    texts: bytes | bytearray
+    """The JSON text of the annotations, in UTF-8, in any order."""
     text_spans: NDArray[np.int64]
     """int64 [A, 2]: where the text of each annotation starts in ``texts``, and where it ends."""
     shared_names: frozenset[str]
@@ -207,8 +205,8 @@ class CocoDataset:
         counts = self.first[indices + 1] - self.first[indices]
         objects = np.repeat(self.first[indices], counts) + number_within(counts)
         name_spans = np.stack([self.name_ends[indices], self.name_ends[indices + 1]], axis=1)
-        names, name_ends = _join_parts(self.names, name_spans)
-        texts, text_ends = _join_parts(self.texts, self.text_spans[objects])
+        names, name_ends = join_parts(self.names, name_spans)
+        texts, text_ends = join_parts(self.texts, self.text_spans[objects])
         return replace(
             self,
             image_ids=self.image_ids[indices],
@@ -227,7 +225,9 @@ class CocoDataset:
         )
 
 
-def _join_parts(content: Any, spans: NDArray[np.int64]) -> tuple[bytes, NDArray[np.int64]]:
+def join_parts(
+    content: bytes | bytearray, spans: NDArray[np.int64]
+) -> tuple[bytes, NDArray[np.int64]]:
     """Join some parts of a text; return the joined text, and where its parts start and end.
 
     Element i of the array says where part i starts, and element i + 1 says where it ends.
@@ -281,7 +281,10 @@ def _read(path: Place) -> CocoDataset:
     most_bytes = find_free_memory() / _MEMORY_OF_JSON
     fingerprint = read_columns(path, columns, most_bytes=most_bytes)
     images = make_images(columns, fingerprint)
-    return attach_annotations(images, np.frombuffer(columns.rows, ROW), columns.texts)
+    rows = np.frombuffer(columns.rows, ROW)
+    strangers = Strangers(images)
+    image_of = strangers.find_images(rows)
+    return group_annotations(strangers.add_to(images), rows, image_of, columns.texts)
 
 
 def open_coco(images: PlaceLike, annotations: PlaceLike) -> CocoDataset:
@@ -450,53 +453,68 @@ def _find_shared_names(
     return frozenset(shared)
 
 
-def attach_annotations(images: CocoDataset, rows: NDArray[Any], texts: Any) -> CocoDataset:
-    """Return a dataset of these images with their annotations, sorted by image.
+class Strangers:
+    """Find the image of each annotation; collect annotations whose image or category is unknown.
 
-    If several images have the same id, the annotations belong to the first one.
+    Attributes:
+        unknown_images: Ids of annotations whose image is unknown.
+        unknown_categories: Ids of annotations whose image is known, but whose category is unknown.
+    """
+
+    def __init__(self, dataset: CocoDataset) -> None:
+        self._ids, self._places = np.unique(dataset.image_ids, return_index=True)
+        if not len(dataset):
+            self._ids = np.array([UNREADABLE])
+            self._places = np.array([-1])
+        # A category id that cannot be read is reported later, as a fault of its annotation.
+        self._categories = [UNREADABLE, *(category["id"] for category in dataset.categories)]
+        self.unknown_images: list[int] = []
+        self.unknown_categories: list[int] = []
+
+    def find_images(self, rows: NDArray[Any]) -> NDArray[np.int64]:
+        """Return the index of each row's image, or -1 if the image is unknown.
+
+        If several images have the same id, the row belongs to the first one.
+        """
+        order = np.searchsorted(self._ids, rows["image_id"])
+        order = np.minimum(order, len(self._ids) - 1)
+        image_of = np.where(self._ids[order] == rows["image_id"], self._places[order], -1)
+        is_known = image_of >= 0
+        is_strange = is_known & ~np.isin(rows["category_id"], self._categories)
+        self.unknown_images += rows["id"][~is_known].tolist()
+        self.unknown_categories += rows["id"][is_strange].tolist()
+        return image_of
+
+    def add_to(self, dataset: CocoDataset) -> CocoDataset:
+        """Return the dataset with the ids of the annotations that were collected."""
+        return replace(
+            dataset,
+            unknown_images=np.array(self.unknown_images, np.int64),
+            unknown_categories=np.array(self.unknown_categories, np.int64),
+        )
+
+
+def group_annotations(
+    images: CocoDataset, rows: NDArray[Any], image_of: NDArray[Any], texts: bytes | bytearray
+) -> CocoDataset:
+    """Return a dataset of these images with their annotations, sorted by image.
 
     Args:
         images: I images without annotations.
         rows: the numbers of annotations, as in `ROW`, in the order of their texts.
+        image_of: the index of each row's image. Rows with -1 are left out.
         texts: the texts of all annotations, without gaps.
     """
-    order, first, is_known = _sort_by_image(images, rows["image_id"])
-    # A category id that cannot be read is reported later, as a fault of its annotation.
-    categories = [UNREADABLE, *(category["id"] for category in images.categories)]
-    is_strange = is_known & ~np.isin(rows["category_id"], categories)
-    text_spans = np.empty((len(order), 2), np.int64)
-    text_spans[:, 0] = np.append(0, rows["text_end"])[order]
-    text_spans[:, 1] = rows["text_end"][order]
+    # Annotations of unknown images have index -1, so they are sorted to the front.
+    order = np.argsort(image_of, kind="stable")[np.count_nonzero(image_of < 0) :]
+    counts = np.bincount(image_of[order], minlength=len(images))
+    text_ends = rows["text_end"]
+    text_starts = np.append(0, text_ends)[:-1]
     return replace(
         images,
-        first=first,
+        first=np.append(0, np.cumsum(counts)),
         ids=rows["id"][order],
-        is_crowd=rows["is_crowd"][order] == 1,
+        is_crowd=rows["is_crowd"][order].astype(np.bool_),
         texts=texts,
-        text_spans=text_spans,
-        unknown_images=rows["id"][~is_known],
-        unknown_categories=rows["id"][is_strange],
+        text_spans=np.stack([text_starts[order], text_ends[order]], axis=1),
     )
-
-
-def _sort_by_image(
-    images: CocoDataset, ids: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-    """Sort annotations by the ids of their images.
-
-    There may be hundreds of millions of annotations, so no more arrays than needed are kept.
-
-    Returns:
-        The annotations whose image is known, in the order of the images; ``first``, as
-        `CocoDataset` has it; and for each annotation whether its image is known.
-    """
-    known, places = np.unique(images.image_ids, return_index=True)
-    nearest = np.searchsorted(known, ids)
-    known = np.append(known, UNREADABLE)
-    # An annotation whose image is unknown gets the index -1, and is sorted to the front.
-    places = np.append(places, -1).astype(np.int32)
-    image_of = np.where(known[nearest] == ids, places[nearest], np.int32(-1))
-    is_known = image_of >= 0
-    order = np.argsort(image_of, kind="stable")[np.count_nonzero(~is_known) :]
-    counts = np.bincount(image_of[is_known], minlength=len(images))
-    return order, np.append(0, np.cumsum(counts)), is_known
