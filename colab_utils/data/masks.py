@@ -247,20 +247,28 @@ def _draw_crop(rle: Rle) -> tuple[int, int, NDArray[np.uint8]]:
 
     A mask of the image's full size is never made, because it would take much more memory.
     """
-    from pycocotools import mask as coco_mask
-
+    height = rle["size"][0]
     runs = read_counts(rle["counts"])
     if len(runs) < 2:
         return 0, 0, np.zeros((0, 0), np.uint8)
-    x0, y0, columns, rows = coco_mask.toBbox(rle).astype(np.int64).tolist()
-    # The first and the last pixel of each run of ones, counted column by column in the image.
-    ends = np.cumsum(runs[: len(runs) // 2 * 2]).reshape(-1, 2) - (0, 1)
-    columns_of_ends, rows_of_ends = np.divmod(ends, rle["size"][0])
-    # Where each run starts and ends in the box.
-    bounds = (columns_of_ends - x0) * rows + rows_of_ends - y0 + (0, 1)
-    lengths = np.diff(bounds.ravel(), prepend=0, append=columns * rows)
+    # Bounds are where each run of ones starts and ends, in pixels counted column by column.
+    bounds = np.cumsum(runs[: len(runs) // 2 * 2]).reshape(-1, 2)
+    first_columns, first_rows = np.divmod(bounds[:, 0], height)
+    last_columns, last_rows = np.divmod(bounds[:, 1] - 1, height)
+    x0 = first_columns[0]
+    x1 = last_columns[-1] + 1
+    y0 = min(first_rows.min(), last_rows.min())
+    y1 = max(first_rows.max(), last_rows.max()) + 1
+    # A run that continues in the next column reaches the image's lower and upper edge.
+    if (first_columns != last_columns).any():
+        y0 = 0
+        y1 = height
+    rows = y1 - y0
+    bounds[:, 0] = (first_columns - x0) * rows + first_rows - y0
+    bounds[:, 1] = (last_columns - x0) * rows + last_rows - y0 + 1
+    lengths = np.diff(bounds.ravel(), prepend=0, append=(x1 - x0) * rows)
     values = np.arange(len(lengths), dtype=np.uint8) % 2
-    return x0, y0, np.repeat(values, lengths).reshape(columns, rows)
+    return x0, y0, np.repeat(values, lengths).reshape(x1 - x0, rows)
 
 
 def unpack_masks(packed: PackedMasks, height: int, width: int) -> NDArray[np.uint8]:
