@@ -560,6 +560,16 @@ def test_an_executor_that_gives_no_index_is_told(dataset, folder, tmp_path):
     assert write_alone(dataset, folder) == write_alone(dataset, tmp_path / "alone")
 
 
+@pytest.mark.parametrize("answer", [None, {}, "done"], ids=str)
+def test_an_executor_that_gives_no_future_is_told(dataset, folder, answer):
+    class Direct(Executor):
+        def submit(self, *_):
+            return answer
+
+    with pytest.raises(ColabUtilsError, match=f"in place of a Future came {answer!r}"):
+        write_alone(dataset, folder, executor=Direct())
+
+
 def test_an_executor_whose_workers_write_elsewhere_is_told(dataset, folder, tmp_path):
     """Such as a cluster where each machine has a folder of this name of its own."""
 
