@@ -1,7 +1,7 @@
 """Write shards on several machines: plan them, write each on any machine, then finish."""
 
 from functools import partial
-from time import perf_counter
+from time import perf_counter, time_ns
 from typing import Any, Literal
 
 import colab_utils
@@ -23,12 +23,14 @@ from colab_utils.shards.plan import (
     stamp_annotations,
 )
 from colab_utils.shards.running import run_here
+from colab_utils.shards.source import ShardSource
 from colab_utils.shards.stored_images import Storage
 from colab_utils.shards.write import (
     ShardReport,
     begin_folder,
     check_bad,
     find_finished,
+    find_known,
     finish_folder,
     join_index,
     make_report,
@@ -97,6 +99,9 @@ def plan_jobs(
         plan = None
     if plan is not None and plan.source.json == stamp_annotations(annotations):
         return plan
+    known = patience.write(folder, find_known, folder, images, annotations, recipe)
+    if known is not None:
+        return _plan_nothing(folder, images, *known)
     dataset = open_annotations(images, annotations)
     if plan is not None and plan.fingerprint == dataset.images.fingerprint:
         return plan
@@ -194,6 +199,21 @@ def _has_settings(plan: JobPlan, images: Place, recipe: dict[str, Any]) -> bool:
         plan.recipe.items() >= recipe.items()
         and plan.image_folder == str(images.absolute())
         and plan.version == colab_utils.__version__
+    )
+
+
+def _plan_nothing(folder: Place, images: Place, index: ShardIndex, source: ShardSource) -> JobPlan:
+    """Return a plan without jobs, for a folder that is finished."""
+    return JobPlan(
+        shards=str(folder.absolute()),
+        image_folder=str(images.absolute()),
+        fingerprint=index.fingerprint,
+        recipe=index.recipe,
+        categories=list(index.categories),
+        images=index.images + len(index.skipped),
+        version=colab_utils.__version__,
+        source=source,
+        planned_ns=time_ns(),
     )
 
 
