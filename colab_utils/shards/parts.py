@@ -97,12 +97,15 @@ def plan_jobs(
     # with other settings are there, the calls below raise an error.
     if plan is not None and not _has_settings(plan, images, recipe):
         plan = None
+    # Size and time of the JSON say that it is the one of the plan. No file of the dataset is read.
     if plan is not None and plan.source.json == stamp_annotations(annotations):
         return plan
+    # The folder is finished, and no file of the dataset was changed since.
     known = patience.write(folder, find_known, folder, images, annotations, recipe)
     if known is not None:
         return _plan_nothing(folder, images, *known)
     dataset = open_annotations(images, annotations)
+    # The JSON has another time here than on the machine that planned, and the same content.
     if plan is not None and plan.fingerprint == dataset.images.fingerprint:
         return plan
     index = patience.write(folder, find_finished, folder, images, dataset, recipe)
