@@ -468,8 +468,6 @@ def open_place(path: "str | os.PathLike[str] | UrlPath") -> Place:
                 "///folder."
             )
         return Path("/", rest)
-    if not rest and protocol not in WEB:
-        raise ColabUtilsError(f"{text} names no bucket. Add its name.")
     query = ""
     if protocol in WEB and "?" in rest:
         # An address with a query is that of one file, and each of its slashes counts.

@@ -9,7 +9,7 @@ from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.places import Place, open_place
 from colab_utils.processes import ThreadPool
-from colab_utils.require import require_count, require_number
+from colab_utils.require import require_number
 from colab_utils.shards.copy import COPY_STREAMS
 from colab_utils.shards.index import ShardIndex, read_index
 from colab_utils.shards.job_plan import JobPlan, make_plan, read_plan, save_plan
@@ -147,11 +147,10 @@ def write_part(
     processes = count_processes(workers)
     require_number("max_bad", max_bad, minimum=0, maximum=1)
     require_streams(streams)
-    parts = require_count("the number of parts", part[1])
-    number = require_count("the part", part[0], minimum=0, maximum=parts)
     plan = plan_jobs(images, annotations, **settings)
     if not plan.count:
         return finish(plan.shards)
+    number, parts = part
     jobs = plan.jobs[(number - 1) % parts :: parts]
     run = partial(run_here, partial(write_shard, streams=streams), partial(iter, jobs), processes)
     return make_report(join_index(plan, write_all(plan, run, max_bad)), started_s)

@@ -23,7 +23,6 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards import finish, job_plan, jobs, plan_jobs, running, write_shard
 from colab_utils.shards.job_plan import read_plan
-from colab_utils.shards.parts import write_part
 from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import slow_down
@@ -310,13 +309,6 @@ def test_a_job_may_come_as_a_list(dataset, folder, tmp_path):
 def test_what_is_no_job_is_told(job):
     with pytest.raises(ColabUtilsError, match=r"is not a job\. Pass one of the jobs of plan_jobs"):
         write_shard(job)
-
-
-@pytest.mark.parametrize("part", [(1, 0), (5, 4), (-1, 4), (1.5, 2), ("1", 2)], ids=str)
-def test_a_part_that_is_none_in_python(dataset, folder, part):
-    with pytest.raises(ColabUtilsError, match=r"expected the (part|number of parts) "):
-        write_part(*dataset, part=part, shards=folder)
-    assert not folder.exists()
 
 
 @pytest.mark.parametrize("run", ["", "abc", "-", "0-0-0-0"])
