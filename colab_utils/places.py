@@ -452,7 +452,7 @@ def open_place(path: "str | os.PathLike[str] | UrlPath") -> Place:
     """
     if isinstance(path, UrlPath):
         return path
-    if not isinstance(path, str | os.PathLike) or not str(path).strip() or "\0" in str(path):
+    if not isinstance(path, str | os.PathLike) or not str(path).strip():
         raise ColabUtilsError(
             f"{path!r} is not the path of a folder or file. Pass its path, or its URL."
         )
@@ -470,8 +470,6 @@ def open_place(path: "str | os.PathLike[str] | UrlPath") -> Place:
                 "///folder."
             )
         return Path("/", rest)
-    if not rest:
-        raise ColabUtilsError(f"{text} names no bucket and no server. Add its name.")
     query = ""
     if protocol in WEB and "?" in rest:
         # An address with a query is that of one file, and each of its slashes counts.

@@ -35,7 +35,7 @@ MESSAGE = (
 )
 # No test installs its package.
 UNKNOWN = "tos://bucket/x"
-NEEDS_PACKAGE = r"tos://bucket/x needs a package that is not installed .*tosfs"
+NEEDS_PACKAGE = r"tos://bucket/x needs a package that is not installed.*tosfs"
 URLS = [
     "s3://bucket/x",
     "gs://bucket/x",

@@ -113,7 +113,7 @@ def test_a_folder_may_have_a_name_like_a_protocol(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "path", [None, 5, b"data", "", " ", "a\0b", UrlPath], ids=lambda path: repr(path)[:9]
+    "path", [None, 5, b"data", "", " ", UrlPath], ids=lambda path: repr(path)[:9]
 )
 def test_what_is_no_path_is_told(path):
     with pytest.raises(ColabUtilsError, match="is not the path of a folder or file"):
@@ -134,8 +134,6 @@ def test_what_is_no_path_is_told(path):
         ("s3:bucket/x", "neither a URL nor a path. Write one URL as s3://"),
         ("'memory://bucket/x'", "neither a URL nor a path"),
         ("file://data/x", "begins with the name of a machine. Write the path alone"),
-        ("memory://", "names no bucket and no server"),
-        ("https:///", "names no bucket and no server"),
     ],
 )
 def test_a_url_that_cannot_be_read_here_is_refused_at_once(url, cure):

@@ -64,7 +64,7 @@ def parse_job(job: Any) -> ShardJob:
     Raises:
         ColabUtilsError: it is not a job.
     """
-    if isinstance(job, list | tuple) and [type(value) for value in job] == [str, int, str]:
+    if isinstance(job, list | tuple) and [type(value) for value in job[1:]] == [int, str]:
         return ShardJob(*job)
     raise ColabUtilsError(
         f"{job!r:.100} is not a job. Pass one of the jobs of plan_jobs: two texts and a number."

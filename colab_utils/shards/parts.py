@@ -1,7 +1,7 @@
 """Write shards on several machines: plan them, write each on any machine, then finish."""
 
 from functools import partial
-from time import perf_counter
+from time import perf_counter, time_ns
 from typing import Any, Literal
 
 import colab_utils
@@ -9,7 +9,7 @@ from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.places import Place, open_place
 from colab_utils.processes import ThreadPool
-from colab_utils.require import require_count, require_number
+from colab_utils.require import require_number
 from colab_utils.shards.copy import COPY_STREAMS
 from colab_utils.shards.index import ShardIndex, read_index
 from colab_utils.shards.job_plan import JobPlan, make_plan, read_plan, save_plan
@@ -23,12 +23,14 @@ from colab_utils.shards.plan import (
     stamp_annotations,
 )
 from colab_utils.shards.running import run_here
+from colab_utils.shards.source import ShardSource
 from colab_utils.shards.stored_images import Storage
 from colab_utils.shards.write import (
     ShardReport,
     begin_folder,
     check_bad,
     find_finished,
+    find_known,
     finish_folder,
     join_index,
     make_report,
@@ -95,9 +97,15 @@ def plan_jobs(
     # with other settings are there, the calls below raise an error.
     if plan is not None and not _has_settings(plan, images, recipe):
         plan = None
+    # Size and time of the JSON say that it is the one of the plan. No file of the dataset is read.
     if plan is not None and plan.source.json == stamp_annotations(annotations):
         return plan
+    # The folder is finished, and no file of the dataset was changed since.
+    known = patience.write(folder, find_known, folder, images, annotations, recipe)
+    if known is not None:
+        return _plan_nothing(folder, images, *known)
     dataset = open_annotations(images, annotations)
+    # The JSON has another time here than on the machine that planned, and the same content.
     if plan is not None and plan.fingerprint == dataset.images.fingerprint:
         return plan
     index = patience.write(folder, find_finished, folder, images, dataset, recipe)
@@ -139,11 +147,10 @@ def write_part(
     processes = count_processes(workers)
     require_number("max_bad", max_bad, minimum=0, maximum=1)
     require_streams(streams)
-    parts = require_count("the number of parts", part[1])
-    number = require_count("the part", part[0], minimum=0, maximum=parts)
     plan = plan_jobs(images, annotations, **settings)
     if not plan.count:
         return finish(plan.shards)
+    number, parts = part
     jobs = plan.jobs[(number - 1) % parts :: parts]
     run = partial(run_here, partial(write_shard, streams=streams), partial(iter, jobs), processes)
     return make_report(join_index(plan, write_all(plan, run, max_bad)), started_s)
@@ -194,6 +201,21 @@ def _has_settings(plan: JobPlan, images: Place, recipe: dict[str, Any]) -> bool:
         plan.recipe.items() >= recipe.items()
         and plan.image_folder == str(images.absolute())
         and plan.version == colab_utils.__version__
+    )
+
+
+def _plan_nothing(folder: Place, images: Place, index: ShardIndex, source: ShardSource) -> JobPlan:
+    """Return a plan without jobs, for a folder that is finished."""
+    return JobPlan(
+        shards=str(folder.absolute()),
+        image_folder=str(images.absolute()),
+        fingerprint=index.fingerprint,
+        recipe=index.recipe,
+        categories=list(index.categories),
+        images=index.images + len(index.skipped),
+        version=colab_utils.__version__,
+        source=source,
+        planned_ns=time_ns(),
     )
 
 

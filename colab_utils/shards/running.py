@@ -125,7 +125,10 @@ def _submit(
     executor: Executor, run: Callable[[Any], ShardIndex], job: Any, retries: int | None
 ) -> Future[ShardIndex]:
     try:
-        return executor.submit(run, job)
+        future = executor.submit(run, job)
+        if isinstance(future, Future):
+            return future
+        raise TypeError(f"in place of a Future came {future!r:.50}")
     except Exception as error:
         if retries is None:
             raise

@@ -23,7 +23,6 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards import finish, job_plan, jobs, plan_jobs, running, write_shard
 from colab_utils.shards.job_plan import read_plan
-from colab_utils.shards.parts import write_part
 from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import slow_down
@@ -312,13 +311,6 @@ def test_what_is_no_job_is_told(job):
         write_shard(job)
 
 
-@pytest.mark.parametrize("part", [(1, 0), (5, 4), (-1, 4), (1.5, 2), ("1", 2)], ids=str)
-def test_a_part_that_is_none_in_python(dataset, folder, part):
-    with pytest.raises(ColabUtilsError, match=r"expected the (part|number of parts) "):
-        write_part(*dataset, part=part, shards=folder)
-    assert not folder.exists()
-
-
 @pytest.mark.parametrize("run", ["", "abc", "-", "0-0-0-0"])
 def test_a_job_that_was_made_up_is_refused(dataset, folder, run):
     job = plan(dataset, folder).jobs[0]
@@ -558,6 +550,16 @@ def test_an_executor_that_gives_no_index_is_told(dataset, folder, tmp_path):
     ):
         write_alone(dataset, folder, executor=executor)
     assert write_alone(dataset, folder) == write_alone(dataset, tmp_path / "alone")
+
+
+@pytest.mark.parametrize("answer", [None, {}, "done"], ids=str)
+def test_an_executor_that_gives_no_future_is_told(dataset, folder, answer):
+    class Direct(Executor):
+        def submit(self, *_):
+            return answer
+
+    with pytest.raises(ColabUtilsError, match=f"in place of a Future came {answer!r}"):
+        write_alone(dataset, folder, executor=Direct())
 
 
 def test_an_executor_whose_workers_write_elsewhere_is_told(dataset, folder, tmp_path):

@@ -19,6 +19,7 @@ from colab_utils.shards.lock import hold_folder
 from colab_utils.shards.parts import write_part
 from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import find_recipe, write_shards
+from colab_utils.training.checkpoint_folder import CheckpointFolder
 from tests.faulty_server import FaultyFileSystem, fail_from, fail_times
 from tests.snapshots import snapshot
 
@@ -270,6 +271,16 @@ def test_a_copy_to_a_url_goes_on_where_it_was(local, bucket):
 def test_a_copy_from_a_url_to_another_one(filled, local):
     copy_shards(URL, "faulty://bucket/other")
     assert snapshot(filled.parent / "other") == snapshot(local)
+
+
+@pytest.mark.parametrize("url", ["memory://", "memory:///"])
+def test_a_url_without_a_bucket_is_told(photos, local, url):
+    for call in (
+        lambda: copy_shards(local, url),
+        lambda: CheckpointFolder(url).prepare(anew=False),
+    ):
+        with pytest.raises(ColabUtilsError, match="its bucket or folder is not there"):
+            call()
 
 
 def test_a_copy_to_the_same_url_is_refused(filled):

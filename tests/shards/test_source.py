@@ -68,7 +68,7 @@ def test_a_finished_folder_is_known_without_reading_the_dataset(data, folder, op
     assert first.annotations > 6
     planned = plan(data, folder)
     assert planned.jobs == []
-    assert (planned.images, planned.annotations) == (8, first.annotations)
+    assert (planned.images, planned.source.annotations) == (8, first.annotations)
     assert set(opened) == {"index.json", SOURCE_NAME, "plan.json"}
 
 
