@@ -619,12 +619,13 @@ def test_a_drive_that_fills_leaves_training_alone(tiny_dataset, reference, place
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         assert len(list_ids(loader)) == tiny_dataset.n
-        with pytest.raises(
-            ColabUtilsError, match=r"No space left .*ssd are safe, and the same call continues"
-        ):
-            dataset.wait()
+        wait_until(lambda: not dataset.arrival.is_at_work)
         # Who only trains on is told, too.
         assert len(list_ids(loader)) == tiny_dataset.n
+    with pytest.raises(
+        ColabUtilsError, match=r"No space left .*ssd are safe, and the same call continues"
+    ):
+        dataset.wait()
     assert len(warned) == 1
     assert re.search("No space left .* Training goes on", str(warned[0].message))
     dataset.stop()
