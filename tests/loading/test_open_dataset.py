@@ -720,6 +720,34 @@ def test_a_writer_that_waits_for_a_file_for_ever_is_ended(
     assert read_files(places["ssd"]) == read_files(reference)
 
 
+def test_the_end_of_a_program_ends_the_writing(tiny_dataset, reference, places):
+    program = """
+import sys
+from colab_utils import open_dataset
+from colab_utils.slow_drive import DriveProfile, slow_down
+
+images, annotations, drive, ssd = sys.argv[1:]
+slow_down(images, DriveProfile("slow", open_s=3600, bytes_per_s=1e9, source="a test"))
+open_dataset(images, annotations, drive=drive, ssd=ssd, shard_mb=0.02)
+print("opened")
+"""
+    # The shards are planned already, so that no image is read to plan them.
+    shutil.copytree(reference, places["ssd"])
+    (places["ssd"] / "index.json").unlink()
+    (places["ssd"] / "shard-000001.tar").unlink()
+    words = [tiny_dataset.images, tiny_dataset.annotations, places["drive"], places["ssd"]]
+    ended = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        capture_output=True,
+        timeout=60,
+        check=True,
+        text=True,
+    )
+    assert ended.stdout == "opened\n"
+    open_tiny(tiny_dataset, places).wait()
+    assert read_files(places["drive"]) == read_files(reference)
+
+
 def test_a_writing_process_that_the_system_ends_is_told(tiny_dataset, places, monkeypatch):
     monkeypatch.setattr(
         writing,
