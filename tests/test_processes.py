@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import BrokenExecutor, Future
 from multiprocessing import active_children
 
 import psutil
@@ -24,6 +24,7 @@ from colab_utils.processes import (
     defer_interrupt,
     explain_limits,
     fork_pool,
+    kill_pool,
     pop_done,
     start_thread,
 )
@@ -262,6 +263,18 @@ def wait_until(is_true):
 
 def is_alive(pid):
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_a_killed_pool_leaves_no_process_and_no_call_that_waits():
+    pool = fork_pool(2)
+    workers = list(pool._processes.values())
+    hanging = pool.submit(time.sleep, 1000)
+    kill_pool(pool)
+    with pytest.raises(BrokenExecutor):
+        hanging.result(10)
+    for worker in workers:
+        worker.join(10)
+    assert not any(worker.is_alive() for worker in workers)
 
 
 def test_workers_end_when_their_parent_is_killed():

@@ -199,6 +199,7 @@ class Arrival:
         while self.is_at_work and not self._is_full:
             self._thread.join(POLL_S)
         if self._error is not None:
+            self._is_warned = True
             raise self._error
 
     @property

@@ -62,6 +62,10 @@ def open_dataset(
     with other settings are finished with those settings. If no shards can be written, for example
     on a full disk, training reads the loose files (`CocoFolder`), and a warning says why.
 
+    If ``drive`` takes no files, or does not answer while the images lie elsewhere, a warning says
+    so, and the shards stay in ``ssd``. If Drive does not answer and ``ssd`` has all shards, these
+    are read. A later call sends them to ``drive``.
+
     Args:
         images: the image folder; its path, or a URL that fsspec knows, such as
             ``s3://bucket/images``.

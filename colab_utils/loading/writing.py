@@ -19,7 +19,7 @@ from colab_utils.data.coco import CocoDataset
 from colab_utils.data.coco_spool import SpooledCoco
 from colab_utils.data.defects import count_allowed
 from colab_utils.data.sizes import plan_size
-from colab_utils.drive import Retries
+from colab_utils.drive import DriveLostError, Retries, explain_write, is_on_drive
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import hash_bytes
 from colab_utils.loading.arrival import (
@@ -115,13 +115,15 @@ class Writing(Arrival):
             self._begins_alone = False
         with lock as stack:
             stack.enter_context(hold_folder(ssd))
-            self._hold_drive(stack)
+            self._hold_drive(stack, images)
             # A URL is left out: the code behind it may hold locks, and processes are forked soon.
             is_planned = "images_per_shard" in recipe
             if not (is_planned or self._begins_alone or isinstance(images, UrlPath)):
                 self._first = FirstFiles(images, dataset, recipe, streams)
                 stack.callback(self._first.close)
-            recipe = retries.write(ssd, begin_folder, ssd, images, dataset, recipe)
+            # Images that Drive does not give are asked for again by `begin_folder` itself.
+            with explain_write(ssd):
+                recipe = begin_folder(ssd, images, dataset, recipe)
             self._plan = make_plan(ssd, images, dataset, recipe)
             self.jobs = list(cut_parts(ssd, images, dataset, recipe, streams, drive))
             self._prepare(
@@ -137,13 +139,19 @@ class Writing(Arrival):
             self._pool = fork_pool(min(workers, len(self.jobs)), join_run, progress)
             self._begin(stack)
 
-    def _hold_drive(self, stack: ExitStack) -> None:
-        """Lock the folder on Drive. If it takes no files now, the shards are not sent there."""
+    def _hold_drive(self, stack: ExitStack, images: Place) -> None:
+        """Lock the folder on Drive. If it takes no files now, the shards are not sent there.
+
+        Raises:
+            DriveLostError: Drive does not answer, and the images lie there, too.
+        """
         if self._drive is None:
             return
         try:
             stack.enter_context(hold_folder(self._drive))
         except ColabUtilsError as error:
+            if isinstance(error, DriveLostError) and is_on_drive(images):
+                raise
             self._drive = None
             warn_of_unsent(error)
 

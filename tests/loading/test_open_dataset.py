@@ -619,12 +619,13 @@ def test_a_drive_that_fills_leaves_training_alone(tiny_dataset, reference, place
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         assert len(list_ids(loader)) == tiny_dataset.n
-        with pytest.raises(
-            ColabUtilsError, match=r"No space left .*ssd are safe, and the same call continues"
-        ):
-            dataset.wait()
+        wait_until(lambda: not dataset.arrival.is_at_work)
         # Who only trains on is told, too.
         assert len(list_ids(loader)) == tiny_dataset.n
+    with pytest.raises(
+        ColabUtilsError, match=r"No space left .*ssd are safe, and the same call continues"
+    ):
+        dataset.wait()
     assert len(warned) == 1
     assert re.search("No space left .* Training goes on", str(warned[0].message))
     dataset.stop()
@@ -717,6 +718,34 @@ def test_a_writer_that_waits_for_a_file_for_ever_is_ended(
             dataset.wait()
         open_tiny(tiny_dataset, places).wait()
     assert read_files(places["ssd"]) == read_files(reference)
+
+
+def test_the_end_of_a_program_ends_the_writing(tiny_dataset, reference, places):
+    program = """
+import sys
+from colab_utils import open_dataset
+from colab_utils.slow_drive import DriveProfile, slow_down
+
+images, annotations, drive, ssd = sys.argv[1:]
+slow_down(images, DriveProfile("slow", open_s=3600, bytes_per_s=1e9, source="a test"))
+open_dataset(images, annotations, drive=drive, ssd=ssd, shard_mb=0.02)
+print("opened")
+"""
+    # The shards are planned already, so that no image is read to plan them.
+    shutil.copytree(reference, places["ssd"])
+    (places["ssd"] / "index.json").unlink()
+    (places["ssd"] / "shard-000001.tar").unlink()
+    words = [tiny_dataset.images, tiny_dataset.annotations, places["drive"], places["ssd"]]
+    ended = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        capture_output=True,
+        timeout=60,
+        check=True,
+        text=True,
+    )
+    assert ended.stdout == "opened\n"
+    open_tiny(tiny_dataset, places).wait()
+    assert read_files(places["drive"]) == read_files(reference)
 
 
 def test_a_writing_process_that_the_system_ends_is_told(tiny_dataset, places, monkeypatch):
