@@ -64,7 +64,10 @@ def find_causes(
     if lack is not None:
         causes.append(lack)
     if lack is None or lack.id != "too_many_workers":
-        causes.append(explain_waits(late, loop_s, facts))
+        wait = explain_waits(late, loop_s, facts)
+        # A lack of cores may be the reason for a wait whose reason was not seen.
+        if lack is None or wait.id != "wait":
+            causes.append(wait)
         # The first start is no cause, because every run has one.
         if is_start.sum() > 1:
             causes.append(explain_starts(waits[is_start][1:], len(waits), loop_s, facts))
@@ -166,8 +169,9 @@ def _explain_cores(waits: Array, late: Array, loop_s: float, facts: LoopFacts) -
             f"This machine is busy with other work: other programs keep {others:.1f} of {cores} "
             "cores busy, and the loop waits for a core."
         )
-        late_share = float(late.sum()) / loop_s if is_late else 0.0
-        return make_cause("other_programs", max(share, late_share), why)
+        if is_late:
+            share = max(share, float(late.sum()) / loop_s)
+        return make_cause("other_programs", share, why)
     if is_late and facts.workers > cores:
         why = f"{facts.workers} workers share {cores} cores, and wait for one another."
         # Workers wait most of all at the start of a pass, when all of them load their first

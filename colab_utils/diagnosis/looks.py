@@ -25,8 +25,6 @@ _FETCH = "/torch/utils/data/_utils/fetch.py:"
 # A DataLoader calls torch's profiler before and after each batch. These calls let other threads
 # run, so looks meet them much too often. Such a look is counted, but without a place.
 _PROFILER = "/torch/autograd/profiler.py:"
-# The innermost function of Python in a backward pass.
-_RUNS_BACKWARD = " _engine_run_backward"
 BACKWARD = "the backward pass"
 OTHER_LOADER = "another loader"
 HANDOFF = "the hand-off"
@@ -150,6 +148,7 @@ class Looks:
         # A loop that waits for another thread, which takes its batches ahead, waits for a loader.
         if _THREADS in line:
             return WORKERS
-        if line.endswith(_RUNS_BACKWARD):
+        # The backward pass is written in C++, so the innermost line of Python is the call of it.
+        if line.endswith(" _engine_run_backward"):
             return BACKWARD
         return "/".join(line.split("/")[-2:]) or "its own program"

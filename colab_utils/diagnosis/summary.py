@@ -140,9 +140,8 @@ class Summary:
             f"first batches {format_seconds(self.start_s)} of {format_seconds(self.seconds)}{ends}"
             f"; {self.batches:,} batches, {self.images_per_second:,.1f} images/s"
         )
-        if self.slower_rank:
-            lines.append(self.slower_rank)
-        return "\n".join([*lines, *map(str, self.causes), *self.unseen])
+        lines += [self.slower_rank, *map(str, self.causes), *self.unseen]
+        return "\n".join(filter(None, lines))
 
     def save(self, path: str | Path) -> None:
         """Write all fields as JSON, with ``images_per_second`` and ``wait_share``."""
@@ -394,5 +393,7 @@ def _describe(causes: Sequence[Cause], parts: Sequence[Part], start: float, look
         return f"{causes[0].why} ({shares})"
     if step.share < max(start, wait.share, between.share):
         return f"Too few batches for a verdict: {shares}."
-    verdict = f"The step is the limit: {shares}. Your loader is fine: a faster step is all that "
-    return f"{verdict}helps.{looks.describe_line('step')}"
+    return (
+        f"The step is the limit: {shares}. Your loader is fine: a faster step is all that helps."
+        f"{looks.describe_line('step')}"
+    )
