@@ -191,7 +191,8 @@ class WorkerMonitor:
     def read_times(self) -> SampleTimes:
         """Return the times of all samples so far."""
         sums = self._rows["sums"].sum(axis=0).tolist()
-        return SampleTimes(*sums, float(self._rows["cpu"].sum()))
+        sums.append(float(self._rows["cpu"].sum()))
+        return SampleTimes(*sums)
 
     @property
     def sees_samples(self) -> bool:
