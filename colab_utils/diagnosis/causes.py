@@ -64,12 +64,14 @@ def find_causes(
     if lack is not None:
         causes.append(lack)
     if lack is None or lack.id != "too_many_workers":
-        causes.append(explain_waits(late, loop_s, facts))
+        wait = explain_waits(late, loop_s, facts)
+        # A lack of cores may be the reason for a wait whose reason was not seen.
+        if lack is None or wait.id != "wait":
+            causes.append(wait)
         # The first start is no cause, because every run has one.
         if is_start.sum() > 1:
             causes.append(explain_starts(waits[is_start][1:], len(waits), loop_s, facts))
-    is_long = loop_s >= _LEAST_S
-    causes = [cause for cause in causes if is_long and cause.share >= _LEAST_SHARE]
+    causes = [cause for cause in causes if cause.share >= _LEAST_SHARE and loop_s >= _LEAST_S]
     # Cheaper loading also cures "contention", unless workers run many threads. A cause in loading
     # says what to make cheaper, so such a cause is named before "contention".
     is_loading = not _LOADING.isdisjoint(cause.id for cause in causes)
@@ -94,8 +96,9 @@ def refine_causes(causes: Sequence[Cause], stages: Sequence[Stage], *, waits: bo
     if not waits:
         return [cause for cause in causes if cause.id in _OUTSIDE]
     # A diagnosis itself copies batches after steps, so what follows a step is no cause.
-    kept = [cause for cause in causes if cause.id not in ("between", "periodic")]
-    return [_name_stage(cause, stages) for cause in kept]
+    return [
+        _name_stage(cause, stages) for cause in causes if cause.id not in ("between", "periodic")
+    ]
 
 
 def _name_stage(cause: Cause, stages: Sequence[Stage]) -> Cause:
@@ -134,8 +137,10 @@ def _explain_between(between: Array, share: float, facts: LoopFacts) -> Cause:
     )
     if len(rare) > 1:
         id = "periodic"
-        why = f"About every {len(between) / len(rare):.0f} batches, this process is busy for "
-        why += f"{between[rare].mean():.2g} s after the step."
+        why = (
+            f"About every {len(between) / len(rare):.0f} batches, this process is busy for "
+            f"{between[rare].mean():.2g} s after the step."
+        )
     return make_cause(id, share, why + facts.looks.describe_line("between"))
 
 
@@ -164,8 +169,9 @@ def _explain_cores(waits: Array, late: Array, loop_s: float, facts: LoopFacts) -
             f"This machine is busy with other work: other programs keep {others:.1f} of {cores} "
             "cores busy, and the loop waits for a core."
         )
-        late_share = float(late.sum()) / loop_s if is_late else 0.0
-        return make_cause("other_programs", max(share, late_share), why)
+        if is_late:
+            share = max(share, float(late.sum()) / loop_s)
+        return make_cause("other_programs", share, why)
     if is_late and facts.workers > cores:
         why = f"{facts.workers} workers share {cores} cores, and wait for one another."
         # Workers wait most of all at the start of a pass, when all of them load their first

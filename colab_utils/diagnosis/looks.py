@@ -1,6 +1,7 @@
 """Short looks at a loop and its workers while the loop runs: the evidence for causes."""
 
 import os
+import re
 import threading
 from collections import Counter, defaultdict
 
@@ -13,10 +14,10 @@ _LEAST_LOOKS = 5
 _LEAST_AT_START = 3
 # A worker usually has up to this many threads that can run: one loads samples, one sends batches.
 _MANY_THREADS = 2
-_LOADERS = ("/torch/utils/data/dataloader.py:", "/colab_utils/loading/loader.py:")
+_LOADERS = re.compile(r"/torch/utils/data/dataloader\.py:|/colab_utils/loading/loader\.py:")
 # Files whose code runs while a process waits for its workers, and while it receives a batch.
-_QUEUES = ("/multiprocessing/", "/queue.py:", "/colab_utils/loading/prefetcher.py:")
-_TAKES_IN = ("/multiprocessing/reduction", "/torch/multiprocessing/")
+_QUEUES = re.compile(r"/multiprocessing/|/queue\.py:|/colab_utils/loading/prefetcher\.py:")
+_TAKES_IN = re.compile("/multiprocessing/reduction|/torch/multiprocessing/")
 # The code of this file only waits: for a thread, or for a result that a thread will have.
 _THREADS = "/threading.py:"
 # In this file, a DataLoader without workers calls the dataset and collate_fn.
@@ -24,8 +25,6 @@ _FETCH = "/torch/utils/data/_utils/fetch.py:"
 # A DataLoader calls torch's profiler before and after each batch. These calls let other threads
 # run, so looks meet them much too often. Such a look is counted, but without a place.
 _PROFILER = "/torch/autograd/profiler.py:"
-# The innermost function of Python in a backward pass.
-_RUNS_BACKWARD = " _engine_run_backward"
 BACKWARD = "the backward pass"
 OTHER_LOADER = "another loader"
 HANDOFF = "the hand-off"
@@ -137,12 +136,11 @@ class Looks:
         stack = "\n".join(activity.stack)
         if _PROFILER in stack:
             return ""
-        if phase in ("step", "between") and any(name in stack for name in _LOADERS):
+        if phase in ("step", "between") and _LOADERS.search(stack):
             return OTHER_LOADER
-        if any(name in stack for name in _QUEUES):
+        if _QUEUES.search(stack):
             # Unpickling is written in C, so the innermost line of Python is the call of it.
-            takes_in = "/multiprocessing/queues.py:" in activity.stack[0]
-            takes_in |= any(name in stack for name in _TAKES_IN)
+            takes_in = "/multiprocessing/queues.py:" in activity.stack[0] or _TAKES_IN.search(stack)
             return HANDOFF if takes_in else WORKERS
         if activity.sample is not None or _FETCH in stack:
             return SAMPLE
@@ -150,6 +148,7 @@ class Looks:
         # A loop that waits for another thread, which takes its batches ahead, waits for a loader.
         if _THREADS in line:
             return WORKERS
-        if line.endswith(_RUNS_BACKWARD):
+        # The backward pass is written in C++, so the innermost line of Python is the call of it.
+        if line.endswith(" _engine_run_backward"):
             return BACKWARD
         return "/".join(line.split("/")[-2:]) or "its own program"

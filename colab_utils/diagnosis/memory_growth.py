@@ -126,9 +126,8 @@ def find_growth(readings: Sequence[Reading]) -> Growth | None:
     """Return how fast the memory of this process and of its workers grows; None if it does not
     grow, or only a little.
     """
-    last = max((reading.batches for reading in readings), default=0)
     # Readings after the last batch are left out, because workers end then.
-    running = [reading for reading in readings if reading.batches < last]
+    running = [reading for reading in readings if reading.batches < readings[-1].batches]
     if not running:
         return None
     newest = running[-1].own_bytes
@@ -150,7 +149,7 @@ def find_growth(readings: Sequence[Reading]) -> Growth | None:
     if not by_process:
         return None
     left = int(find_free_memory() / 1e6 / mb_per_batch)
-    return Growth(mb_per_batch, last + left, by_process)
+    return Growth(mb_per_batch, readings[-1].batches + left, by_process)
 
 
 def _find_slope(points: Sequence[tuple[int, int]], least_bytes: float) -> float:

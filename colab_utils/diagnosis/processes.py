@@ -16,7 +16,6 @@ from functools import wraps
 from inspect import ismethod
 from time import monotonic_ns, process_time
 from traceback import walk_stack
-from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -191,8 +190,9 @@ class WorkerMonitor:
 
     def read_times(self) -> SampleTimes:
         """Return the times of all samples so far."""
-        times = SampleTimes(*self._rows["sums"].sum(axis=0).tolist())
-        return times._replace(worker_cpu_s=float(self._rows["cpu"].sum()))
+        sums = self._rows["sums"].sum(axis=0).tolist()
+        sums.append(float(self._rows["cpu"].sum()))
+        return SampleTimes(*sums)
 
     @property
     def sees_samples(self) -> bool:
@@ -222,8 +222,7 @@ class WorkerMonitor:
         sample = self.list_samples().get(pid, NO_SAMPLE)
         call, path = read_call(pid, pid)
         known = sample if sample >= 0 else None
-        use = measure_use(f"/proc/{pid}")
-        return Activity((), call, path, known, self.is_idle(pid), *use)
+        return Activity((), call, path, known, self.is_idle(pid), *measure_use(f"/proc/{pid}"))
 
     def is_idle(self, pid: int) -> bool:
         """Return whether a worker is at no sample, and waits for work."""
@@ -244,33 +243,27 @@ class WorkerMonitor:
         return Activity(seen.stack, call, path, seen.sample, False, *use)
 
     def read_stack(self, thread: threading.Thread) -> Activity:
-        """Return what another thread of this process does, as far as Python knows."""
-        frame = sys._current_frames()[thread.ident or 0]
+        """Return what another thread of this process does, as far as Python knows.
+
+        Its sample is the index that was passed to a method of the dataset that loads samples. If
+        one of these methods called another, it is the index of the outermost call.
+        """
         lines = []
-        for inner, line in walk_stack(frame):
+        sample = None
+        for frame, line in walk_stack(sys._current_frames()[thread.ident or 0]):
+            code = frame.f_code
             # Our own frame called the loader. Neither this frame nor those outside of it say what
             # the thread does now.
-            if inner.f_code.co_filename.startswith(_HERE):
+            if code.co_filename.startswith(_HERE):
                 break
-            lines.append(f"{inner.f_code.co_filename}:{line} {inner.f_code.co_name}")
-        return Activity(tuple(lines), sample=self._find_sample(frame))
-
-    def _find_sample(self, frame: FrameType) -> int | None:
-        """Return the index that was passed to a method of the dataset that loads samples.
-
-        If one of these methods called another, the index of the outermost call is returned.
-        """
-        sample = None
-        for outer, _ in walk_stack(frame):
-            code = outer.f_code
-            if code.co_name not in _METHODS or code.co_argcount < 2:
-                continue
-            # A method may have deleted its parameter.
-            dataset = outer.f_locals.get(code.co_varnames[0])
-            index = _read_index(outer.f_locals.get(code.co_varnames[1]))
-            if dataset is self.dataset and index >= 0:
-                sample = index
-        return sample
+            lines.append(f"{code.co_filename}:{line} {code.co_name}")
+            if code.co_name in _METHODS and code.co_argcount > 1:
+                # A method may have deleted its parameter.
+                dataset = frame.f_locals.get(code.co_varnames[0])
+                index = _read_index(frame.f_locals.get(code.co_varnames[1]))
+                if dataset is self.dataset and index >= 0:
+                    sample = index
+        return Activity(tuple(lines), sample=sample)
 
 
 def _read_index(index: Any) -> int:

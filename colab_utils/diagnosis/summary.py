@@ -136,13 +136,12 @@ class Summary:
                 f"ms{arrow}"
             )
         ends = f"; between passes {format_seconds(self.ends_s)}" if self.passes > 1 else ""
-        starts = (
+        lines.append(
             f"first batches {format_seconds(self.start_s)} of {format_seconds(self.seconds)}{ends}"
+            f"; {self.batches:,} batches, {self.images_per_second:,.1f} images/s"
         )
-        lines.append(f"{starts}; {self.batches:,} batches, {self.images_per_second:,.1f} images/s")
-        if self.slower_rank:
-            lines.append(self.slower_rank)
-        return "\n".join([*lines, *map(str, self.causes), *self.unseen])
+        lines += [self.slower_rank, *map(str, self.causes), *self.unseen]
+        return "\n".join(filter(None, lines))
 
     def save(self, path: str | Path) -> None:
         """Write all fields as JSON, with ``images_per_second`` and ``wait_share``."""
@@ -217,8 +216,9 @@ class LoopRecord(LoopFacts):
         """Return whether workers may still be starting: this pass has had fewer batches than
         workers.
         """
-        clock = self.clock
-        return self.phase.endswith("start") or clock.count - clock.firsts[-1] < self.workers
+        return (
+            self.phase.endswith("start") or self.clock.count - self.clock.firsts[-1] < self.workers
+        )
 
     def ask(self) -> float:
         """Note that the loop asks for its next batch. Return the time, by `time.perf_counter`."""
@@ -362,17 +362,18 @@ def split_micro_batches(parts_s: _Array) -> _Array:
         return parts_s
     _, step_s, between_s = np.median(parts_s[is_stepped], axis=0)
     split = parts_s.copy()
-    later_s = np.clip(split[~is_stepped, 1] - step_s, 0, between_s)
-    split[~is_stepped, 1] -= later_s
-    split[~is_stepped, 2] = later_s
+    others = ~is_stepped
+    later_s = np.clip(split[others, 1] - step_s, 0, between_s)
+    split[others, 1] -= later_s
+    split[others, 2] = later_s
     return split
 
 
 def _make_part(name: str, seconds: _Array, whole_s: float) -> Part:
     if not len(seconds):
         return Part(name, 0.0, 0.0, 0.0)
-    median_ms, p95_ms = (1000 * np.percentile(seconds, (50, 95))).tolist()
-    return Part(name, float(seconds.sum()) / whole_s, median_ms, p95_ms)
+    percentiles_ms = (1000 * np.percentile(seconds, (50, 95))).tolist()
+    return Part(name, float(seconds.sum()) / whole_s, *percentiles_ms)
 
 
 def _list_spans(parts_s: _Array) -> tuple[tuple[float, float], ...]:
@@ -392,5 +393,7 @@ def _describe(causes: Sequence[Cause], parts: Sequence[Part], start: float, look
         return f"{causes[0].why} ({shares})"
     if step.share < max(start, wait.share, between.share):
         return f"Too few batches for a verdict: {shares}."
-    verdict = f"The step is the limit: {shares}. Your loader is fine: a faster step is all that "
-    return f"{verdict}helps.{looks.describe_line('step')}"
+    return (
+        f"The step is the limit: {shares}. Your loader is fine: a faster step is all that helps."
+        f"{looks.describe_line('step')}"
+    )

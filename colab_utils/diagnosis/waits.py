@@ -97,10 +97,9 @@ def explain_starts(starts: Array, batches: int, loop_s: float, facts: LoopFacts)
     workers start again, or any batch takes about as long to load. ``batches`` were loaded in all.
     """
     share = float(starts.sum()) / loop_s
-    each_s = f"{starts.mean():.2g} s"
     why = (
-        f"Each pass after the first waits {each_s} for its first batch (later passes: "
-        f"{len(starts)})."
+        f"Each pass after the first waits {starts.mean():.2g} s for its first batch (later "
+        f"passes: {len(starts)})."
     )
     line = facts.looks.describe_line("start")
     if line:
@@ -183,8 +182,10 @@ def _explain_samples(share: float, loop_s: float, facts: LoopFacts) -> Cause:
         if bytes_per_s > _SENDS_BYTES_PER_S:
             cure = "bandwidth"
             limit = "the bandwidth is the limit"
-        why += f" A sample reads {format_bytes(times.bytes_read / times.samples)} "
-        why += f"at {format_bytes(bytes_per_s)}/s: {limit}."
+        why += (
+            f" A sample reads {format_bytes(times.bytes_read / times.samples)} at "
+            f"{format_bytes(bytes_per_s)}/s: {limit}."
+        )
     return make_cause(id, share, why, cure=cure)
 
 

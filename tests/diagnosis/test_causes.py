@@ -517,6 +517,14 @@ def test_what_follows_a_step_is_named_before_another_loader_that_takes_a_small_p
     assert (second.id, second.share) == ("other_loader", pytest.approx(0.24))
 
 
+def test_a_wait_that_was_not_seen_is_no_cause_beside_a_lack_of_cores(monkeypatch):
+    monkeypatch.setattr(causes, "count_cores", lambda: 2)
+    loop = {"waits": spread(0.05), "times": SampleTimes(200, 0.1, 0.1, worker_cpu_s=0.1)}
+    assert [cause.id for cause in find(**loop)] == ["wait"]
+    busy = {"others_s": 15.0, "queued_s": 6.0}
+    assert [cause.id for cause in find(**loop, **busy)] == ["other_programs"]
+
+
 def test_starts_of_workers_come_before_other_programs_that_slow_them_down(monkeypatch):
     monkeypatch.setattr(causes, "count_cores", lambda: 2)
     first, *others = find(

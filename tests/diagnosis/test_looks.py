@@ -409,6 +409,24 @@ def test_the_sample_of_a_wrapper_has_the_number_of_the_dataset_within(capsys):
     assert {3} <= {sample for samples in watched._record.seen.values() for sample in samples}
 
 
+class _Sized(Dataset):
+    """Takes an index and a size, as for training at several scales."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, key):
+        time.sleep(0.3)
+        return key[0]
+
+
+def test_a_sample_without_a_number_is_a_sample(capsys):
+    watched = watch(DataLoader(_Sized(), sampler=[(3, 32)] * 8, num_workers=1))
+    list(watched)
+    assert watched._record.looks.is_usual(in_sample=True)
+    assert not watched._record.looks.is_usual(in_sample=False)
+
+
 class _Blend(IterableDataset):
     """Loads the samples of a map-style dataset."""
 
