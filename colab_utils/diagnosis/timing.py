@@ -165,8 +165,8 @@ def time_batches(
     A loader that ends earlier is iterated over again. If this process uses CUDA, the GPU is
     synchronised before and after each step. A round is as many batches as there are workers. Slow
     workers deliver in rounds, so timing that ends because of ``max_s`` ends with a whole round.
-    If the rate is not steady (see `is_steady`), timing begins anew: what was timed so far was
-    still a warm-up.
+    If the rate is not steady (see `is_steady`), timing begins anew, for another half of ``max_s``:
+    what was timed so far was still a warm-up.
 
     Args:
         loader: Anything that can be iterated over and yields batches.
@@ -202,6 +202,7 @@ def time_batches(
     needed = max(least, _AHEAD * ahead)
     untimed = max(warmup, ahead) if warmup else 0
     anew_s = _ANEW * max_s if warmup else 0.0
+    due_s = max_s
     cpu_began_s = measure_tree_cpu()
     with closing(fetch_batches(loader)) as source:
         began_s = perf_counter()
@@ -212,12 +213,13 @@ def time_batches(
                 if on_batch is not None:
                     on_batch(len(timed) - 1, batch)
                 is_over = len(timed) >= batches
-                if elapsed_s > max_s and len(timed) % lanes == 0:
+                if elapsed_s > due_s and len(timed) % lanes == 0:
                     so_far = _summarise(timed, lanes)
                     is_sure = len(timed) >= needed and so_far.error <= most_error
                     is_over = is_over or is_sure or elapsed_s > _LONGEST * max_s
                     if elapsed_s < anew_s and not is_steady(so_far.batch_s, lanes):
                         untimed = seen
+                        due_s = elapsed_s + max_s / 2
                 if is_over and seen > untimed:
                     break
             elif elapsed_s > max_s or (elapsed_s > warmup_s and seen >= ahead):
