@@ -138,9 +138,9 @@ def is_steady(seconds: NDArray[np.float64], round_batches: int = 1) -> bool:
         (False, True)
     """
     later = seconds[len(seconds) // 2 :]
-    difference = abs(later.mean() / seconds.mean() - 1)
-    is_seen = len(seconds) >= _HALVED_ROUNDS * round_batches
-    return not is_seen or difference <= max(_STEADY, _NOISE * find_error(later, round_batches))
+    difference = float(abs(later.mean() / seconds.mean() - 1))
+    limit = max(_STEADY, _NOISE * find_error(later, round_batches))
+    return len(seconds) < _HALVED_ROUNDS * round_batches or difference <= limit
 
 
 # The seconds of a wait, those of a step, the CPU seconds of this step, and the number of images.
