@@ -165,8 +165,8 @@ def time_batches(
     A loader that ends earlier is iterated over again. If this process uses CUDA, the GPU is
     synchronised before and after each step. A round is as many batches as there are workers. Slow
     workers deliver in rounds, so timing that ends because of ``max_s`` ends with a whole round.
-    If the rate is not steady (see `is_steady`), timing begins anew, for another half of ``max_s``:
-    what was timed so far was still a warm-up.
+    If the rate is not steady (see `is_steady`), timing begins anew: what was timed so far was
+    still a warm-up.
 
     Args:
         loader: Anything that can be iterated over and yields batches.
@@ -178,8 +178,9 @@ def time_batches(
             extended for up to twice ``max_s`` while the rate is not steady.
         warmup_s: Seconds after which the warm-up ends, even with fewer batches than ``warmup``.
         max_s: Seconds after which the warm-up ends in any case, and timing, too, if it is enough:
-            ``least`` batches, twice as many as the workers load ahead, and no larger error than
-            ``most_error``. After four times ``max_s``, timing ends in any case.
+            ``least`` batches, twice as many as the workers load ahead, half of ``max_s`` after the
+            warm-up, and no larger error than ``most_error``. After four times ``max_s``, timing
+            ends in any case.
         least: Number of batches to time even after ``max_s``. Default: 3.
         most_error: Standard error that is small enough, as a share of the mean time of a batch.
         on_batch: Called after each timed batch with its number (from 0) and the batch. The time of
@@ -219,7 +220,6 @@ def time_batches(
                     is_over = is_over or is_sure or elapsed_s > _LONGEST * max_s
                     if elapsed_s < anew_s and not is_steady(so_far.batch_s, lanes):
                         untimed = seen
-                        due_s = elapsed_s + max_s / 2
                 if is_over and seen > untimed:
                     break
             elif elapsed_s > max_s or (elapsed_s > warmup_s and seen >= ahead):
@@ -227,6 +227,7 @@ def time_batches(
             if seen == untimed:
                 # The warm-up ends here.
                 timed.clear()
+                due_s = max(max_s, elapsed_s + max_s / 2)
                 cpu_began_s = measure_tree_cpu()
         # CPU time is read before the workers end.
         cpu_s = measure_tree_cpu() - cpu_began_s
