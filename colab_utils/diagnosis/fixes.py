@@ -188,7 +188,7 @@ class Situation:
         again = self.repeated
         own_rate = self.loop.images_per_second
         ratio = again.images_per_second / own_rate
-        if not is_gain(rate / max(ratio, 1 / ratio), self.loop, error):
+        if rate <= _GAIN * own_rate * max(ratio, 1 / ratio):
             return own_rate, self.loop.error
         if not is_gain(again.images_per_second, self.loop, again.error):
             return rate, error

@@ -138,9 +138,9 @@ def is_steady(seconds: NDArray[np.float64], round_batches: int = 1) -> bool:
         (False, True)
     """
     later = seconds[len(seconds) // 2 :]
-    difference = abs(later.mean() / seconds.mean() - 1)
-    is_seen = len(seconds) >= _HALVED_ROUNDS * round_batches
-    return not is_seen or difference <= max(_STEADY, _NOISE * find_error(later, round_batches))
+    difference = float(abs(later.mean() / seconds.mean() - 1))
+    limit = max(_STEADY, _NOISE * find_error(later, round_batches))
+    return len(seconds) < _HALVED_ROUNDS * round_batches or difference <= limit
 
 
 # The seconds of a wait, those of a step, the CPU seconds of this step, and the number of images.
@@ -178,8 +178,9 @@ def time_batches(
             extended for up to twice ``max_s`` while the rate is not steady.
         warmup_s: Seconds after which the warm-up ends, even with fewer batches than ``warmup``.
         max_s: Seconds after which the warm-up ends in any case, and timing, too, if it is enough:
-            ``least`` batches, twice as many as the workers load ahead, and no larger error than
-            ``most_error``. After four times ``max_s``, timing ends in any case.
+            ``least`` batches, twice as many as the workers load ahead, half of ``max_s`` after the
+            warm-up, and no larger error than ``most_error``. After four times ``max_s``, timing
+            ends in any case.
         least: Number of batches to time even after ``max_s``. Default: 3.
         most_error: Standard error that is small enough, as a share of the mean time of a batch.
         on_batch: Called after each timed batch with its number (from 0) and the batch. The time of
@@ -202,6 +203,7 @@ def time_batches(
     needed = max(least, _AHEAD * ahead)
     untimed = max(warmup, ahead) if warmup else 0
     anew_s = _ANEW * max_s if warmup else 0.0
+    due_s = max_s
     cpu_began_s = measure_tree_cpu()
     with closing(fetch_batches(loader)) as source:
         began_s = perf_counter()
@@ -212,7 +214,7 @@ def time_batches(
                 if on_batch is not None:
                     on_batch(len(timed) - 1, batch)
                 is_over = len(timed) >= batches
-                if elapsed_s > max_s and len(timed) % lanes == 0:
+                if elapsed_s > due_s and len(timed) % lanes == 0:
                     so_far = _summarise(timed, lanes)
                     is_sure = len(timed) >= needed and so_far.error <= most_error
                     is_over = is_over or is_sure or elapsed_s > _LONGEST * max_s
@@ -225,6 +227,7 @@ def time_batches(
             if seen == untimed:
                 # The warm-up ends here.
                 timed.clear()
+                due_s = max(max_s, elapsed_s + max_s / 2)
                 cpu_began_s = measure_tree_cpu()
         # CPU time is read before the workers end.
         cpu_s = measure_tree_cpu() - cpu_began_s
