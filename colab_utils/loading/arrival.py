@@ -11,7 +11,6 @@ from concurrent.futures import CancelledError, Future, wait
 from contextlib import ExitStack, suppress
 from itertools import accumulate, chain
 from pathlib import Path
-from threading import main_thread
 from time import perf_counter, sleep
 from typing import Any
 
@@ -173,6 +172,9 @@ class Arrival:
         self._held = lock.pop_all()
         try:
             self._thread = start_thread(self._run, "arrival")
+            # At its end, a program waits for the threads of all pools, before `atexit` does its
+            # work. Without this, it would wait for a copy that hangs.
+            vars(threading)["_register_atexit"](self.retries.stop.set)
         except ColabUtilsError as error:
             # The processes that follow read this error in the status. Without the error, they would
             # wait for shards for ever.
@@ -336,8 +338,7 @@ class Arrival:
             self._keep_what_fits()
         pool = ThreadPool(self._workers, thread_name_prefix="arrival")
         try:
-            # The end of the program ends the arrival, too.
-            while main_thread().is_alive() and not self._is_over():
+            while not self.retries.stop.is_set() and not self.is_complete:
                 self._start_moves(pool)
                 self._note_full(self.takes_turns and not self._moves)
                 self.retries.stop.wait(POLL_S)
@@ -349,9 +350,6 @@ class Arrival:
             self.retries.stop.set()
             wait(self._moves.values(), _STOP_S)
             pool.shutdown(wait=False)
-
-    def _is_over(self) -> bool:
-        return self.retries.stop.is_set() or self.is_complete
 
     def _note_full(self, is_full: bool) -> None:
         """Note whether all shards that fit are on the disk, for this process and its followers."""
