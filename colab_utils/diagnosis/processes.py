@@ -190,9 +190,8 @@ class WorkerMonitor:
 
     def read_times(self) -> SampleTimes:
         """Return the times of all samples so far."""
-        sums = self._rows["sums"].sum(axis=0).tolist()
-        sums.append(float(self._rows["cpu"].sum()))
-        return SampleTimes(*sums)
+        sums = [*self._rows["sums"].sum(axis=0), self._rows["cpu"].sum()]
+        return SampleTimes(*map(float, sums))
 
     @property
     def sees_samples(self) -> bool:
