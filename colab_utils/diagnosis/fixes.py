@@ -398,7 +398,7 @@ def _try_out(now: Situation, fix: Fix, prepare: _Prepare) -> Fix:
             # another form or place was not read before, so its rate is not corrected.
             if is_gain(rate, now.loop, error) and "dataset" not in options:
                 rate, error = now.discount(rate, error)
-            gain = "wins nothing that is sure"
+            gain = "wins nothing beyond the noise"
             if is_gain(rate, now.loop, error):
                 gain = f"about {describe_rate(rate, error)}"
             measured_rate = None

@@ -324,7 +324,7 @@ def test_the_best_fix_is_the_best_beyond_the_noise(rates, first):
     [
         (0.03, ": about 14.0 images/s."),
         (0.10, ": about 14.0 images/s (give or take 10%)."),
-        (0.30, ": wins nothing that is sure."),
+        (0.30, ": wins nothing beyond the noise."),
     ],
 )
 @pytest.mark.parametrize("verify", [False, True])
@@ -373,9 +373,9 @@ def test_a_loader_that_is_as_fast_as_before_but_for_noise_takes_nothing_from_a_f
     ("again", "gains"),
     [
         # The loader itself is as fast as the trial: the files are in the page cache by now.
-        (30.0, "wins nothing that is sure"),
+        (30.0, "wins nothing beyond the noise"),
         # Its rate changes as much as the trial says, so that is noise.
-        (3.5, "wins nothing that is sure"),
+        (3.5, "wins nothing beyond the noise"),
         (10.0, "about 29.0 images/s"),
         (12.5, "about 23.2 images/s"),
     ],
