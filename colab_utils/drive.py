@@ -48,6 +48,29 @@ def is_on_drive(path: object) -> bool:
     return find_mount(path) is not None
 
 
+def require_mounted(path: Path) -> None:
+    """Raise an error if a path lies in Colab's folder for Google Drive, and no Drive is mounted.
+
+    What is written there would be lost with the machine, and Drive could no longer be mounted.
+
+    Raises:
+        ColabUtilsError: Drive is not mounted.
+
+    Example:
+        >>> require_mounted(Path("/tmp/shards"))
+    """
+    drive = COLAB_ROOT / "drive"
+    if not is_colab() or not Path(os.path.abspath(path)).is_relative_to(drive):
+        return
+    # The table of mounts comes first, because a look at the folder of a mounted Drive may hang.
+    mounts = {mount.mountpoint for mount in psutil.disk_partitions(all=True)}
+    if str(drive) not in mounts and not (drive / "MyDrive").is_dir():
+        raise ColabUtilsError(
+            f"Google Drive is not mounted, so {path} would lie on this machine alone. Run "
+            f"`from google.colab import drive; drive.mount({str(drive)!r})` in a cell first."
+        )
+
+
 def find_mount(path: object) -> Path | None:
     """Return the folder in which the Google Drive of a path is mounted; None for other paths.
 

@@ -25,7 +25,7 @@ from time import time
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, unquote
 
-from colab_utils.drive import DriveLostError, Retries
+from colab_utils.drive import DriveLostError, Retries, require_mounted
 from colab_utils.errors import ColabUtilsError, UnavailableError
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):(/+)(.*)", re.IGNORECASE | re.DOTALL)
@@ -441,8 +441,8 @@ def open_place(path: "str | os.PathLike[str] | UrlPath") -> Place:
     """Return a path on this machine as a `Path`, and a URL as a `UrlPath`.
 
     Raises:
-        ColabUtilsError: fsspec does not know the protocol, a package for it is missing, or this is
-            neither a path nor a single URL.
+        ColabUtilsError: fsspec does not know the protocol, a package for it is missing, this is
+            neither a path nor a single URL, or it is a path on Google Drive, which is not mounted.
 
     Example:
         >>> open_place("data/shards"), open_place("file:///data/shards")
@@ -460,7 +460,9 @@ def open_place(path: "str | os.PathLike[str] | UrlPath") -> Place:
     # A space around a URL comes with copying and pasting.
     match = _URL.fullmatch(text.strip())
     if match is None:
-        return _open_local(text)
+        place = _open_local(text)
+        require_mounted(place)
+        return place
     protocol = match[1].lower()
     rest = match[3].rstrip("/")
     if protocol in _LOCAL:

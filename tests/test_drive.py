@@ -12,6 +12,9 @@ from colab_utils import drive
 from colab_utils.drive import RETRY_WAITS_S, DriveLostError, Retries, is_on_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import DriveFile, read_file
+from colab_utils.places import open_place
+from colab_utils.shards.write import write_shards
+from colab_utils.training.checkpoint_folder import CheckpointFolder
 from tests.drive_mount import mount_or_skip
 
 
@@ -103,6 +106,28 @@ class TestIsOnDrive:
                 read_file(mount.folder / "photo.jpg")
             assert f"drive.mount('{mount.folder}', force_remount=True)" in str(caught.value)
         assert not is_on_drive(photo)
+
+
+class TestAPathOnColabsDrive:
+    @pytest.fixture
+    def content(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(drive, "is_colab", lambda: True)
+        monkeypatch.setattr(drive, "COLAB_ROOT", tmp_path)
+        return tmp_path
+
+    def test_nothing_is_written_where_drive_is_not_mounted(self, content, tiny_dataset):
+        run = content / "drive/MyDrive/run"
+        shards = content / "drive/MyDrive/shards"
+        with pytest.raises(ColabUtilsError, match=r"not mounted, so .*run.*drive\.mount"):
+            CheckpointFolder(run)
+        with pytest.raises(ColabUtilsError, match="not mounted"):
+            write_shards(tiny_dataset.images, tiny_dataset.annotations, shards=shards)
+        assert not (content / "drive").exists()
+
+    def test_a_mounted_drive_and_other_folders_are_taken(self, content):
+        (content / "drive/MyDrive").mkdir(parents=True)
+        for name in ("drive/MyDrive/run", "drive/Shareddrives/run", "runs/drive"):
+            assert open_place(content / name) == content / name
 
 
 class TestRetries:
