@@ -66,7 +66,8 @@ class Growth:
             return "Keep no batches. Keep losses as numbers (loss.item()), without their graphs."
         return (
             "Keep no samples in the dataset. Use numpy arrays in place of lists of Python objects: "
-            "a worker copies even those objects that it only reads."
+            "a worker copies even those objects that it only reads. If samples become larger in "
+            "the course of a pass, the growth ends with the pass."
         )
 
     def __str__(self) -> str:

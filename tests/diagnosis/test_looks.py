@@ -470,9 +470,12 @@ def step_first(batch):
 
 
 def test_passes_that_follow_the_step_of_the_optimizer_are_a_step(capsys):
-    watched = watch([torch.rand(100, 2000)] * 20)
+    watched = watch([torch.rand(100, 2000)] * 10_000)
+    until_s = time.monotonic() + 3
     for batch in watched:
         step_first(batch)
+        if time.monotonic() > until_s:
+            break
     summary = watched.summary()
     assert {part.name: round(part.share) for part in summary.parts}["step"] == 1
     # A machine may be busy with other work, too.
