@@ -56,7 +56,11 @@ def make_recipe(storage: str, **numbers: Any) -> dict[str, Any]:
     recipe: dict[str, Any] = {"storage": storage}
     for name, value in numbers.items():
         minimum, maximum = _RANGES[name]
-        recipe[name] = require_number(name, value, minimum=minimum, maximum=maximum)
+        number = require_number(name, value, minimum=minimum, maximum=maximum)
+        # 4 and 4.0 are one recipe: they have one text, and give the same bytes.
+        if float(number).is_integer():
+            number = int(number)
+        recipe[name] = number
     return recipe
 
 

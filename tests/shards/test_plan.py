@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 
+import numpy as np
 import pytest
 
 from colab_utils.drive import DriveLostError
@@ -15,6 +16,7 @@ from colab_utils.shards import plan as module
 from colab_utils.shards.plan import plan_shards
 from colab_utils.shards.records import try_sample
 from colab_utils.shards.write import write_shards
+from tests.snapshots import snapshot
 
 # Every image of the tiny dataset is larger.
 SMALL = {"min_size": 64, "max_size": 200}
@@ -138,3 +140,17 @@ def test_a_lost_drive_and_an_ended_process(run, monkeypatch):
 def test_mistakes_are_named(run, options, message):
     with pytest.raises(ColabUtilsError, match=message):
         run(**options)
+
+
+@pytest.mark.parametrize("same", [4.0, np.float32(4), np.int64(4)])
+def test_a_whole_number_of_any_type_gives_the_same_bytes(tiny_dataset, tmp_path, same):
+    for name, shard_mb in (("one", 4), ("other", same)):
+        write_shards(
+            tiny_dataset.images,
+            tiny_dataset.annotations,
+            shards=tmp_path / name,
+            shard_mb=shard_mb,
+            min_size=type(shard_mb)(24),
+            workers=1,
+        )
+    assert snapshot(tmp_path / "one") == snapshot(tmp_path / "other")
