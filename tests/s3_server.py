@@ -24,13 +24,6 @@ from calendar import timegm
 from pathlib import Path
 from typing import Any
 
-from moto.moto_server.werkzeug_app import (
-    DomainDispatcherApplication,
-    MotoRequestHandler,
-    create_backend_app,
-)
-from werkzeug.serving import make_server
-
 ACCESS_KEY = "key"
 SECRET = "secret"
 # A request may be this much older or newer than the server's clock.
@@ -58,6 +51,9 @@ class GuardedS3:
     """
 
     def __init__(self, rules: Path) -> None:
+        # Only the environment of make test-engines has moto.
+        from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+
         self._rules = rules
         self._files = DomainDispatcherApplication(create_backend_app)
         self._lock = threading.Lock()
@@ -149,6 +145,9 @@ def _get_header(environ: dict[str, Any], name: str) -> str:
 
 def main() -> None:
     """Serve, and print the port."""
+    from moto.moto_server.werkzeug_app import MotoRequestHandler
+    from werkzeug.serving import make_server
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rules", type=Path)
     options = parser.parse_args()
