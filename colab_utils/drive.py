@@ -60,15 +60,18 @@ def require_mounted(path: Path) -> None:
         >>> require_mounted(Path("/tmp/shards"))
     """
     drive = COLAB_ROOT / "drive"
-    if not is_colab() or not Path(os.path.abspath(path)).is_relative_to(drive):
-        return
+    is_there = is_colab() and Path(os.path.abspath(path)).is_relative_to(drive)
     # The table of mounts comes first, because a look at the folder of a mounted Drive may hang.
-    mounts = {mount.mountpoint for mount in psutil.disk_partitions(all=True)}
-    if str(drive) not in mounts and not (drive / "MyDrive").is_dir():
+    if is_there and str(drive) not in _list_mounts() and not (drive / "MyDrive").is_dir():
         raise ColabUtilsError(
             f"Google Drive is not mounted, so {path} would lie on this machine alone. Run "
             f"`from google.colab import drive; drive.mount({str(drive)!r})` in a cell first."
         )
+
+
+def _list_mounts() -> dict[str, str]:
+    """Return a dict from each folder in the system's table of mounts to its type."""
+    return {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
 
 
 def find_mount(path: object) -> Path | None:
@@ -84,7 +87,7 @@ def find_mount(path: object) -> Path | None:
     """
     if not isinstance(path, str | os.PathLike):
         return None
-    kinds = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
+    kinds = _list_mounts()
     if is_colab():
         kinds[str(COLAB_ROOT / "drive")] = "fuse.drive"
     # `abspath` comes first, because `realpath` reads the folders on the path, and may hang.

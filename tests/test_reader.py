@@ -100,7 +100,8 @@ def test_files_that_are_needed_in_another_order_do_not_wait_for_ever(tmp_path):
     reader.close()
 
 
-def test_a_read_that_hangs_stops_no_other_once_it_is_forgotten(tmp_path):
+def make_hanging_reader(place):
+    """A reader with one stream, whose file 0 hangs until the event is set; returns both."""
     release = threading.Event()
 
     def read(name):
@@ -108,7 +109,11 @@ def test_a_read_that_hangs_stops_no_other_once_it_is_forgotten(tmp_path):
             release.wait(10)
         return name
 
-    reader = Reader(read, place=tmp_path, streams=1)
+    return Reader(read, place=place, streams=1), release
+
+
+def test_a_read_that_hangs_stops_no_other_once_it_is_forgotten(tmp_path):
+    reader, release = make_hanging_reader(tmp_path)
     reader.prefetch(range(4))
     reader.forget([0])
     assert [reader.take(name) for name in (1, 2, 3)] == [1, 2, 3]
@@ -118,14 +123,7 @@ def test_a_read_that_hangs_stops_no_other_once_it_is_forgotten(tmp_path):
 
 def test_a_file_that_never_comes_is_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr("colab_utils.reader._GIVE_UP_S", 0.2)
-    release = threading.Event()
-
-    def read(name):
-        if name == 0:
-            release.wait(10)
-        return name
-
-    reader = Reader(read, place=tmp_path, streams=1)
+    reader, release = make_hanging_reader(tmp_path)
     first, second = reader.ask(range(2))
     with pytest.raises(UnavailableError, match=r"did not come within 0 seconds\. Mount"):
         first.take()

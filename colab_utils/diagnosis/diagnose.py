@@ -376,8 +376,10 @@ def describe_verdict(
     if gains:
         best = gains[0]
         basis = "measured" if best.measured_images_per_second else "forecast"
-        best_rate = describe_rate(best.images_per_second, best.error)
-        verdict += f" Best fix: {best.name}, {best_rate} ({basis})."
+        verdict += (
+            f" Best fix: {best.name}, {describe_rate(best.images_per_second, best.error)} "
+            f"({basis})."
+        )
     return verdict
 
 

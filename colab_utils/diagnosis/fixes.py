@@ -122,8 +122,7 @@ class Fix:
     def __str__(self) -> str:
         text = f"{self.name}: {self.sentence}"
         if self.measured_images_per_second is not None:
-            rate = describe_rate(self.measured_images_per_second, self.error)
-            text += f" Measured: {rate}."
+            text += f" Measured: {describe_rate(self.measured_images_per_second, self.error)}."
         return text
 
 

@@ -139,8 +139,9 @@ def is_steady(seconds: NDArray[np.float64], round_batches: int = 1) -> bool:
     """
     later = seconds[len(seconds) // 2 :]
     difference = float(abs(later.mean() / seconds.mean() - 1))
-    limit = max(_STEADY, _NOISE * find_error(later, round_batches))
-    return len(seconds) < _HALVED_ROUNDS * round_batches or difference <= limit
+    return len(seconds) < _HALVED_ROUNDS * round_batches or difference <= max(
+        _STEADY, _NOISE * find_error(later, round_batches)
+    )
 
 
 # The seconds of a wait, those of a step, the CPU seconds of this step, and the number of images.

@@ -383,10 +383,12 @@ def begin_folder(
         image_bytes = sum(max(cost.tar_bytes, cost.arrays_bytes) for cost in costs) / len(costs)
         recipe = complete_recipe(recipe, image_bytes)
     if not isinstance(folder, UrlPath):
+        # A look at each shard would take minutes on a slow Drive.
+        tars = _list_names(folder, "shard-*.tar")
         missing = sum(
             len(part)
             for number, part in enumerate(split_images(recipe, len(dataset)))
-            if not name_shard(folder, number).exists()
+            if name_shard(folder, number).name not in tars
         )
         cure = "name another folder, or store smaller images (--min-size)"
         require_space(folder, missing * image_bytes, cure)
@@ -409,7 +411,7 @@ def cut_parts(
     """
     finished: set[str] = set()
     if drive is not None:
-        finished = Retries().write(drive, _list_arrays, drive)
+        finished = Retries().write(drive, _list_names, drive, "shard-*.arrays")
     parts = split_images(recipe, len(dataset))
     for number, part in enumerate(dataset.cut(parts)):
         path = name_shard(folder.absolute(), number)
@@ -419,8 +421,8 @@ def cut_parts(
         yield job
 
 
-def _list_arrays(folder: Place) -> set[str]:
-    return {path.name for path in folder.glob("shard-*.arrays")}
+def _list_names(folder: Place, pattern: str) -> set[str]:
+    return {path.name for path in folder.glob(pattern)}
 
 
 def write_all(plan: JobPlan, run: Callable[[], Runs], max_bad: float) -> list[ShardIndex]:
