@@ -23,7 +23,7 @@ import colab_utils
 from colab_utils.errors import ColabUtilsError
 from tools.pages import WIDGET, collapse_progress
 from tools.run_notebooks import run_demo
-from tools.set_badges import BADGE, PLACEHOLDER, read_slug, write_badges
+from tools.set_badges import PLACEHOLDER, read_slug, set_title
 from tools.setup_cell import ROOT
 
 __all__ = ["build_site", "find_broken_links", "main", "prepare_notebook", "write_first_page"]
@@ -103,7 +103,7 @@ def _write_source(source: Path, demo: Path, names: Sequence[str], slug: str, roo
         text = _hide_folders((demo / f"{name}.ipynb").read_text(encoding="utf-8"), demo)
         notebook = nbformat.reads(text, as_version=4)
         nbformat.write(
-            prepare_notebook(notebook, name, slug), source / "notebooks" / f"{name}.ipynb"
+            prepare_notebook(notebook, slug), source / "notebooks" / f"{name}.ipynb"
         )
     (source / "comparison.md").write_text(_write_comparison(demo), encoding="utf-8")
     (source / "api.md").write_text(_write_api(), encoding="utf-8")
@@ -116,7 +116,7 @@ def _hide_folders(text: str, demo: Path) -> str:
     return re.sub(rf"{place}/work-\w+", "/demo", text)
 
 
-def prepare_notebook(notebook: Any, name: str, slug: str) -> Any:
+def prepare_notebook(notebook: Any, slug: str) -> Any:
     """Return an executed notebook as the site shows it; the one given is not changed.
 
     The badge opens the notebook where a repository is known. Folded cells are folded, a figure
@@ -125,7 +125,6 @@ def prepare_notebook(notebook: Any, name: str, slug: str) -> Any:
 
     Args:
         notebook: an nbformat notebook.
-        name: of the file, without ending.
         slug: the repository, as ``owner/name``; the placeholder where there is none.
     """
     prepared = copy.deepcopy(notebook)
@@ -140,7 +139,7 @@ def prepare_notebook(notebook: Any, name: str, slug: str) -> Any:
         headings = re.findall(r"^#{1,3} +(.+)$", cell.source, re.MULTILINE)
         if cell.cell_type == "markdown":
             section = headings[-1] if headings else section
-            cell.source = BADGE.sub(lambda _: write_badges(name, slug), cell.source)
+            cell.source = set_title(cell.source, slug)
         else:
             if cell.metadata.get("cellView") == "form":
                 cell.metadata["tags"] = [*cell.metadata.get("tags", ()), "hide-input"]
@@ -273,7 +272,7 @@ def write_first_page(output: Path, slug: str, *, root: Path = ROOT) -> Path:
     text = page.read_text(encoding="utf-8")
     if slug != PLACEHOLDER:
         address = f"https://github.com/{slug}"
-        colab = f"https://colab.research.google.com/github/{slug}/blob/main/notebooks"
+        colab = f"https://colab.research.google.com/github/{slug}/blob/colab/notebooks"
         doors = {
             "colab": f'<a href="{colab}/01_detect_bottleneck.ipynb">Open the first notebook</a>. '
             "It needs no GPU and asks for nothing.",

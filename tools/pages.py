@@ -213,8 +213,8 @@ def _convert_cell(exporter: Any, notebook: Any, cell: Any) -> str:
         cell.outputs = [output for output in cell.outputs if WIDGET not in output.get("data", {})]
     shown = v4.new_notebook(cells=[cell], metadata=metadata)
     body, _ = exporter.from_notebook_node(shown)
-    # The badge is of no use offline.
-    body = re.sub(r'<a href="[^"]*colab[.]research[^"]*"><img[^>]*></a>', "", body)
+    # The badges are of no use offline.
+    body = re.sub(r'<a href="[^"]*(colab[.]research|kaggle)[^"]*"><img[^>]*></a>', "", body)
     body = re.sub(r'href="([0-9]{2}_[a-z_]+)[.]ipynb"', r'href="\1.html"', body)
     body = body.replace(
         "No description has been provided for this image", "the figure that the cell above draws"

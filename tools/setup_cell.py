@@ -5,7 +5,6 @@ setup-cells`.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,7 @@ def read_setup_cell() -> str:
 def write_notebook(path: Path, notebook: dict[str, Any]) -> None:
     """Write a notebook the one way that leaves no difference where nothing changed."""
     text = json.dumps(notebook, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    path.write_text(text, encoding="utf-8")
 
 
 def write_setup_cells(root: Path) -> list[Path]:

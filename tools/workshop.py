@@ -1,5 +1,5 @@
-"""Notebooks to hand out: the setup cell of each carries the package inside, so that a class needs
-no repository.
+"""Notebooks to hand out: the setup cell of each carries the package inside, so that it needs neither
+a checkout nor an address.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from colab_utils.errors import ColabUtilsError
-from tools.set_badges import BADGE
-from tools.setup_cell import ROOT, read_setup_cell, write_notebook
+from tools.set_badges import read_slug, set_title
+from tools.setup_cell import ROOT, write_notebook
 
 __all__ = ["build_wheel", "carry_wheel", "main", "write_workshop"]
 
@@ -80,7 +80,7 @@ def build_wheel(folder: Path, *, root: Path = ROOT) -> Path:
 
 
 def carry_wheel(source: str, wheel: Path) -> str:
-    """Return the setup cell with a wheel inside, in place of the repository's address.
+    """Return the setup cell with a wheel inside.
 
     Args:
         source: the text of the setup cell.
@@ -126,6 +126,7 @@ def write_workshop(output: Path, *, root: Path = ROOT) -> list[Path]:
         ColabUtilsError: the wheel cannot be built, or a notebook is too large to be handed out.
     """
     written = []
+    slug = read_slug(root)
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         wheel = build_wheel(Path(folder), root=root)
@@ -133,9 +134,8 @@ def write_workshop(output: Path, *, root: Path = ROOT) -> list[Path]:
             notebook = json.loads(path.read_text(encoding="utf-8"))
             title = notebook["cells"][0]
             setup = next(cell for cell in notebook["cells"] if cell["id"] == "setup")
-            hint = "You have this notebook as a file. On Colab, *File > Upload notebook* opens it."
-            title["source"] = BADGE.sub(hint, "".join(title["source"])).splitlines(keepends=True)
-            setup["source"] = carry_wheel(read_setup_cell(), wheel).splitlines(keepends=True)
+            title["source"] = set_title("".join(title["source"]), slug).splitlines(keepends=True)
+            setup["source"] = carry_wheel("".join(setup["source"]), wheel).splitlines(keepends=True)
             # Colab folds the cell, and Jupyter hides it.
             setup["metadata"]["jupyter"] = {"source_hidden": True}
             write_notebook(output / path.name, notebook)
