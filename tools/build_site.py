@@ -102,9 +102,7 @@ def _write_source(source: Path, demo: Path, names: Sequence[str], slug: str, roo
     for name in names:
         text = _hide_folders((demo / f"{name}.ipynb").read_text(encoding="utf-8"), demo)
         notebook = nbformat.reads(text, as_version=4)
-        nbformat.write(
-            prepare_notebook(notebook, slug), source / "notebooks" / f"{name}.ipynb"
-        )
+        nbformat.write(prepare_notebook(notebook, slug), source / "notebooks" / f"{name}.ipynb")
     (source / "comparison.md").write_text(_write_comparison(demo), encoding="utf-8")
     (source / "api.md").write_text(_write_api(), encoding="utf-8")
     (source / "modules.md").write_text(_write_modules(source), encoding="utf-8")

@@ -7,7 +7,6 @@ Usage: python -m tools.publish_notebooks OWNER/NAME refs/heads/main | refs/tags/
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -34,8 +33,8 @@ _README = """\
 |---|---|
 {rows}
 
-Each of these notebooks carries the package, and asks for nothing. They are made anew at each push, so change
-those of the branch `main`.
+Each notebook carries the package, and asks for nothing. They are made anew at each push: change those
+of the branch `main`.
 """
 
 
@@ -74,7 +73,7 @@ def publish_notebooks(root: Path, slug: str, ref: str) -> list[str]:
         if set_badges(checkout, slug) and not tag:
             lines.append(_push_name(checkout, slug))
         _write_content(content, checkout, branch)
-    lines.append(_push_content(root, content, branch, f"of {ref} at {commit}"))
+        lines.append(_push_content(checkout, content, branch, f"of {ref} at {commit}"))
     return lines
 
 
@@ -117,47 +116,44 @@ def _write_content(content: Path, checkout: Path, branch: str) -> None:
     (content / "README.md").write_text(page, encoding="utf-8")
 
 
-def _push_content(root: Path, content: Path, branch: str, origin: str) -> str:
+def _push_content(checkout: Path, content: Path, branch: str, origin: str) -> str:
     """Push a folder as a branch of one commit, so that its history does not grow by two megabytes
     at each push. A branch of that name that this tool has not made is left alone.
     """
     name = f"refs/heads/{branch}"
-    tree = _write_tree(root, content)
-    listed = _run_git(root, "ls-remote", "origin", name).split()
+    tree = _write_tree(checkout, content)
+    listed = _run_git(checkout, "ls-remote", "origin", name).split()
     old = listed[0] if listed else ""
     if old:
-        _run_git(root, "fetch", "--quiet", "origin", name)
-        if not _run_git(root, "log", "-1", "--format=%s", old).startswith(_SUBJECT):
+        _run_git(checkout, "fetch", "--quiet", "origin", name)
+        if not _run_git(checkout, "log", "-1", "--format=%s", old).startswith(_SUBJECT):
             raise ColabUtilsError(
                 f"The branch {branch} holds somebody's own work. Rename it, then publish again."
             )
-        if _run_git(root, "rev-parse", f"{old}^{{tree}}") == tree:
+        if _run_git(checkout, "rev-parse", f"{old}^{{tree}}") == tree:
             return f"{branch} has these notebooks already"
-    commit = _run_git(root, "commit-tree", tree, "-m", f"{_SUBJECT}, {origin}")
+    commit = _run_git(checkout, "commit-tree", tree, "-m", f"{_SUBJECT}, {origin}")
     lease = f"--force-with-lease={name}:{old}"
-    _run_git(root, "push", "--quiet", lease, "origin", f"{commit}:{name}")
+    _run_git(checkout, "push", "--quiet", lease, "origin", f"{commit}:{name}")
     return f"{branch} has new notebooks"
 
 
-def _write_tree(root: Path, content: Path) -> str:
+def _write_tree(checkout: Path, content: Path) -> str:
     """Put a folder into the repository's objects; returns the name of its tree."""
-    store = _run_git(root, "rev-parse", "--absolute-git-dir")
-    with tempfile.TemporaryDirectory() as folder:
-        index = str(Path(folder, "index"))
-        at = ("--git-dir", store, "--work-tree", str(content))
-        _run_git(content, *at, "add", "--all", "--force", ".", index=index)
-        return _run_git(content, *at, "write-tree", index=index)
+    command = ("--git-dir", str(checkout / ".git"), "--work-tree", ".")
+    _run_git(content, *command, "read-tree", "--empty")
+    _run_git(content, *command, "add", "--all", "--force", ".")
+    return _run_git(content, *command, "write-tree")
 
 
-def _run_git(folder: Path, *arguments: str, index: str | None = None) -> str:
-    environment = {**os.environ, **({"GIT_INDEX_FILE": index} if index else {})}
+def _run_git(folder: Path, *arguments: str) -> str:
     command = ["git", "-C", str(folder), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         reasons = re.findall(r"^(?:.*! |fatal: |error: )(.*)", done.stderr, re.MULTILINE)
         # An address may hold a token.
         reason = re.sub(r"//[^/@\s]*@", "//", (reasons or ["it gave no reason"])[0])
-        raise ColabUtilsError(f"git {' '.join(arguments[:1])} failed: {reason.rstrip('.')}.")
+        raise ColabUtilsError(f"git {arguments[0]} failed: {reason.rstrip('.')}.")
     return done.stdout.strip()
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tools.setup_cell import ROOT
 
-__all__ = ["find_slugs", "list_files", "main", "read_remote", "read_slug", "set_badges", "set_title"]
+__all__ = ["find_slugs", "list_files", "read_remote", "read_slug", "set_badges", "set_title"]
 
 PLACEHOLDER = "OWNER/REPO"
 _SLUG = r"[A-Za-z0-9](?:-?[A-Za-z0-9]){0,38}/[A-Za-z0-9._-]{1,100}"

@@ -1,5 +1,5 @@
-"""Notebooks to hand out: the setup cell of each carries the package inside, so that it needs neither
-a checkout nor an address.
+"""Notebooks to hand out: the setup cell of each carries the package inside, so that a class needs
+no repository.
 """
 
 from __future__ import annotations
