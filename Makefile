@@ -125,11 +125,11 @@ benchmark: setup
 gpu:
 	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu --json runs/benchmarks/gpu.json
 
-# Badges and install lines name the repository of the git remote, or, after a fork or a rename,
-# that of make badges REPO=owner/name; with REF=tag they name that tag
+# Badges and install lines name the repository of the git remote, or that of make badges
+# REPO=owner/name. On GitHub, the workflow Notebooks does this at each push
 badges:
-	@$(PYTHON) tools/set_badges.py "$(REPO)"$(if $(REF), "$(REF)")
+	@$(PYTHON) -m tools.set_badges "$(REPO)"
 
 # After a change of tools/setup_cell.txt: writes it into the notebooks
 setup-cells:
-	@$(PYTHON) tools/setup_cell.py
+	@$(PYTHON) -m tools.setup_cell

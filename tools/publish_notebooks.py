@@ -33,8 +33,8 @@ _README = """\
 |---|---|
 {rows}
 
-Each notebook carries the package, and asks for nothing. They are made anew at each push: change those
-of the branch `main`.
+Each notebook carries the package, and asks for nothing. A workflow makes these files: change those of
+the branch `main`.
 """
 
 

@@ -121,8 +121,8 @@ def _rename(text: str, old: set[str], slug: str) -> str:
     if not old:
         return text
     names = "|".join(re.escape(name) for name in sorted(old, key=len, reverse=True))
-    link = rf"(github\.com/|colab\.research\.google\.com/github/)(?:{names})(?![\w-]|\.(?!git\b)\w)"
-    return re.sub(link, rf"\g<1>{slug}", text)
+    place = r"(github\.com/|colab\.research\.google\.com/github/)"
+    return re.sub(rf"{place}(?:{names})(?![\w-]|\.(?!git\b)\w)", rf"\g<1>{slug}", text)
 
 
 def main(arguments: list[str]) -> int:

@@ -7,12 +7,12 @@ import pytest
 
 from colab_utils.errors import ColabUtilsError
 from tools.build_site import build_site, find_broken_links, prepare_notebook, write_first_page
-from tools.set_badges import PLACEHOLDER, UPLOAD, write_badges
+from tools.set_badges import PLACEHOLDER
 from tools.setup_cell import ROOT
 
 BADGE = (
     "[![Open In Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
-    "(https://colab.research.google.com/github/OWNER/REPO/blob/main/notebooks/01_a.ipynb)"
+    "(https://colab.research.google.com/github/OWNER/REPO/blob/colab/notebooks/01_a.ipynb)"
 )
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
@@ -40,11 +40,11 @@ def read_html(notebook):
     return [output["data"]["text/html"] for output in notebook.cells[-1].outputs]
 
 
-def test_a_badge_becomes_words_until_there_is_a_repository():
+def test_a_badge_stands_where_there_is_a_repository():
     notebook = make_notebook()
-    assert prepare_notebook(notebook, "01_a", PLACEHOLDER).cells[0].source == f"# 1. A\n\n{UPLOAD}"
-    set_source = prepare_notebook(notebook, "01_a", "me/fast").cells[0].source
-    assert set_source == f"# 1. A\n\n{write_badges('01_a', 'me/fast')}"
+    assert prepare_notebook(notebook, PLACEHOLDER).cells[0].source == "# 1. A"
+    named = BADGE.replace("OWNER/REPO", "me/fast")
+    assert prepare_notebook(notebook, "me/fast").cells[0].source == f"# 1. A\n\n{named}"
     assert notebook.cells[0].source == f"# 1. A\n\n{BADGE}"
 
 
@@ -53,7 +53,7 @@ def test_each_figure_has_its_alternative_text():
     notebook = make_notebook(
         show(picture, **{"image/png": {"alt": 'waits 96 % & "more"'}}), show(picture)
     )
-    known, unknown = read_html(prepare_notebook(notebook, "01_a", PLACEHOLDER))
+    known, unknown = read_html(prepare_notebook(notebook, PLACEHOLDER))
     assert 'alt="waits 96 % &amp; &quot;more&quot;"' in known
     assert '<p aria-hidden="true" class="words">waits 96 %' in known
     assert "Figure of the section “Two clocks”" in unknown
@@ -65,7 +65,7 @@ def test_what_cannot_move_or_has_no_name_says_what_it_is():
     frame = {"text/html": '<iframe srcdoc="x"></iframe>'}
     named = {"text/html": '<iframe class="a" title="b"></iframe>'}
     notebook = make_notebook(show({WIDGET: {}, "text/plain": "VBox()"}), show(frame), show(named))
-    sliders, framed, kept = read_html(prepare_notebook(notebook, "01_a", PLACEHOLDER))
+    sliders, framed, kept = read_html(prepare_notebook(notebook, PLACEHOLDER))
     assert '<a href="../index.html">' in sliders
     assert framed.startswith('<iframe title="')
     assert kept == named["text/html"]
@@ -74,11 +74,11 @@ def test_what_cannot_move_or_has_no_name_says_what_it_is():
 def test_the_cell_that_names_the_folders_of_the_demo_is_left_out():
     notebook = make_notebook()
     notebook.cells[-1].metadata["tags"] = ["injected-parameters"]
-    assert len(prepare_notebook(notebook, "01_a", PLACEHOLDER).cells) == 2
+    assert len(prepare_notebook(notebook, PLACEHOLDER).cells) == 2
 
 
 def test_a_folded_cell_stays_folded():
-    cell = prepare_notebook(make_notebook(), "01_a", PLACEHOLDER).cells[-1]
+    cell = prepare_notebook(make_notebook(), PLACEHOLDER).cells[-1]
     assert cell.metadata["tags"] == ["hide-input"]
 
 
@@ -86,7 +86,11 @@ def test_a_folded_cell_stays_folded():
 def test_the_doors_of_the_first_page_lead_somewhere(tmp_path, slug):
     page = write_first_page(tmp_path, slug).read_text(encoding="utf-8")
     assert PLACEHOLDER not in page
-    assert "Upload notebook" in page or "colab.research.google.com/github/me/fast/" in page
+    badge = (
+        "colab.research.google.com/github/me/fast/blob/colab/notebooks/01_detect_bottleneck.ipynb"
+    )
+    assert (badge in page) == (slug == "me/fast")
+    assert ("Upload notebook" in page) == (slug == PLACEHOLDER)
     assert ("git clone https://github.com/me/fast" in page) == (slug == "me/fast")
     assert ("git+https://github.com/me/fast" in page) == (slug == "me/fast")
 

@@ -1,0 +1,299 @@
+"""The badges: which repository they name, and the script that publishes what they open."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from colab_utils.errors import ColabUtilsError
+from tools.publish_notebooks import main, publish_notebooks
+from tools.set_badges import find_slugs, list_files, read_remote, read_slug, set_badges, set_title
+from tools.setup_cell import ROOT
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+BADGE = (
+    "[![Open In Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
+    "(https://colab.research.google.com/github/{}/blob/colab/notebooks/01_a.ipynb)"
+)
+MAIN = "refs/heads/main"
+
+
+def test_readme_and_notebooks_name_one_repository():
+    names = {path.name: find_slugs(path.read_text(encoding="utf-8")) for path in list_files(ROOT)}
+    for name in ("README.md", *(path.name for path in NOTEBOOKS)):
+        assert len(names[name]) == 1, f"{name} names {names[name] or 'no repository'}"
+    assert set().union(*names.values()) == {read_slug(ROOT)}
+
+
+def test_the_readme_has_a_badge_for_each_notebook():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    addresses = dict(re.findall(r"^\[([\w-]+)\]: (\S+)$", text, re.MULTILINE))
+    rows = re.findall(
+        r"^\| \[.*\]\((notebooks/\w+\.ipynb)\) .*\[!\[Open In Colab\]\[badge\]\]\[([\w-]+)\] \|$",
+        text,
+        re.MULTILINE,
+    )
+    assert [path for path, _ in rows] == [f"notebooks/{path.name}" for path in NOTEBOOKS]
+    for path, label in rows:
+        site = "https://colab.research.google.com/github"
+        assert addresses[label] == f"{site}/{read_slug(ROOT)}/blob/colab/{path}"
+
+
+def test_set_badges_changes_ours_and_leaves_others(tmp_path):
+    (tmp_path / "notebooks").mkdir()
+    notebook = tmp_path / "notebooks" / "01_a.ipynb"
+    readme = tmp_path / "README.md"
+    notebook.write_text(json.dumps({"source": [BADGE.format("OWNER/REPO")]}))
+    texts = (
+        "[open](https://colab.research.google.com/github/{0}/blob/colab/a.ipynb) git clone "
+        "https://github.com/{0}.git, https://github.com/OWNER/REPO-old, "
+        "https://github.com/googlecolab/colabtools, `pip install git+https://github.com/{0}`"
+    )
+    readme.write_text(texts.format("OWNER/REPO"))
+    for slug in ("me-2/fast.data", "you/next"):
+        assert set_badges(tmp_path, slug) == [notebook, readme]
+        assert json.loads(notebook.read_text())["source"] == [BADGE.format(slug)]
+        assert readme.read_text() == texts.format(slug)
+        assert set_badges(tmp_path, slug) == []
+
+
+def test_a_title_has_a_badge_where_there_is_a_repository():
+    title = f"# 1. A\n\n{BADGE.format('OWNER/REPO')}"
+    assert set_title(title, "me/fast") == f"# 1. A\n\n{BADGE.format('me/fast')}"
+    assert set_title(title, "OWNER/REPO") == "# 1. A"
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "https://github.com/me/fast.data.git",
+        "https://github.com/me/fast.data",
+        "https://github.com/me/fast.data/",
+        "https://token@github.com/me/fast.data.git",
+        "git@github.com:me/fast.data.git",
+        "ssh://git@github.com/me/fast.data.git",
+    ],
+)
+def test_the_git_remote_names_the_repository(tmp_path, address):
+    git = ["git", "-C", str(tmp_path)]
+    subprocess.run([*git, "init", "-q"], check=True)
+    with pytest.raises(ValueError, match=r"no git remote called origin.*REPO=owner/name"):
+        read_remote(tmp_path)
+    subprocess.run([*git, "remote", "add", "origin", address], check=True)
+    assert read_remote(tmp_path) == "me/fast.data"
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["/srv/git/fast", "https://gitlab.com/me/fast.git", "https://github.com.evil.org/me/fast"],
+)
+def test_a_remote_elsewhere_is_refused(tmp_path, address):
+    git = ["git", "-C", str(tmp_path)]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "remote", "add", "origin", address], check=True)
+    with pytest.raises(ValueError, match=r"not on GitHub"):
+        read_remote(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "slug",
+    [
+        # Somebody forgot REPO.
+        "",
+        # The owner is missing.
+        "fast",
+        # This is an address.
+        "https://github.com/me/fast",
+        # The clone address ends like this.
+        "me/fast.git",
+        # On GitHub, owners start with a letter or a digit.
+        "-me/fast",
+        # This is a path.
+        "me/..",
+        # The name contains a space.
+        "me/fa st",
+        # A regular expression would replace the end of this.
+        "me/fast\\1",
+    ],
+)
+def test_a_slug_that_is_none_is_refused(tmp_path, slug):
+    with pytest.raises(ValueError, match="is no name of a repository"):
+        set_badges(tmp_path, slug)
+
+
+def run_git(folder, *arguments):
+    done = subprocess.run(
+        ["git", "-C", str(folder), *arguments], check=True, capture_output=True, text=True
+    )
+    return done.stdout.strip()
+
+
+def read_refs(remote):
+    return dict(
+        line.split()[::-1]
+        for line in run_git(remote, "for-each-ref", "--format=%(objectname) %(refname)").split("\n")
+    )
+
+
+def read_badges(remote, branch, path):
+    text = run_git(remote, "show", f"{branch}:{path}")
+    return set(re.findall(r"colab\.research\.google\.com/github/([^)\s]*)/notebooks/", text))
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A copy of this repository with a tag; its remote lies beside it and holds main."""
+    for role in ("AUTHOR", "COMMITTER"):
+        monkeypatch.setenv(f"GIT_{role}_NAME", "me")
+        monkeypatch.setenv(f"GIT_{role}_EMAIL", "me@example.org")
+    folder = tmp_path / "checkout"
+    for name in ("colab_utils", "notebooks"):
+        ignored = shutil.ignore_patterns("__pycache__", "*checkpoints")
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    for name in ("README.md", "LICENSE", "pyproject.toml", "requirements.txt"):
+        shutil.copy(ROOT / name, folder)
+    set_badges(folder, "OWNER/REPO")
+    run_git(tmp_path, "init", "--quiet", "--bare", "remote.git")
+    run_git(folder, "init", "--quiet", "--initial-branch=main")
+    run_git(folder, "remote", "add", "origin", str(tmp_path / "remote.git"))
+    run_git(folder, "add", ".")
+    run_git(folder, "commit", "--quiet", "-m", "Begin")
+    run_git(folder, "tag", "v1.0")
+    run_git(folder, "push", "--quiet", "origin", "main", "v1.0")
+    return folder
+
+
+def test_the_first_push_names_the_repository_and_the_second_changes_nothing(checkout, tmp_path):
+    remote = tmp_path / "remote.git"
+    lines = publish_notebooks(checkout, "me/fast", MAIN)
+    assert lines == ["main names me/fast", "colab has new notebooks"]
+    assert run_git(remote, "rev-list", "--count", "main") == "2"
+    assert run_git(remote, "rev-list", "--count", "colab") == "1"
+    held = run_git(remote, "ls-tree", "-r", "--name-only", "colab").split()
+    assert held == ["README.md", *(f"notebooks/{path.name}" for path in NOTEBOOKS)]
+    for path in held:
+        assert read_badges(remote, "colab", path) == {"me/fast/blob/colab"}
+    assert read_badges(remote, "main", "README.md") == {"me/fast/blob/colab"}
+    for path in NOTEBOOKS:
+        cells = json.loads(run_git(remote, "show", f"colab:notebooks/{path.name}"))["cells"]
+        setup = next(cell for cell in cells if cell["id"] == "setup")
+        assert "WHEEL = '''" in "".join(setup["source"])
+    # The checkout itself is as it was.
+    assert run_git(checkout, "status", "--porcelain") == "?? runs/"
+    assert run_git(checkout, "worktree", "list").count("\n") == 0
+
+    run_git(checkout, "pull", "--quiet", "origin", "main")
+    before = read_refs(remote)
+    lines = publish_notebooks(checkout, "me/fast", MAIN)
+    assert lines == ["colab has these notebooks already"]
+    assert read_refs(remote) == before
+
+
+def test_a_renamed_fork_follows(checkout, tmp_path):
+    remote = tmp_path / "remote.git"
+    publish_notebooks(checkout, "me/fast", MAIN)
+    run_git(checkout, "pull", "--quiet", "origin", "main")
+    lines = publish_notebooks(checkout, "you/next", MAIN)
+    assert lines == ["main names you/next", "colab has new notebooks"]
+    for branch, path in (("main", "README.md"), ("colab", "README.md")):
+        assert read_badges(remote, branch, path) == {"you/next/blob/colab"}
+    assert "me/fast" not in run_git(remote, "show", "main:README.md")
+    # The name stands in few lines, so that the fork can take what comes from upstream.
+    changed = run_git(remote, "diff", "--numstat", "main~1", "main").splitlines()
+    assert sum(int(line.split()[0]) for line in changed) <= 12
+
+
+def test_a_tag_has_a_branch_of_its_own(checkout, tmp_path):
+    remote = tmp_path / "remote.git"
+    before = read_refs(remote)
+    assert publish_notebooks(checkout, "me/fast", "refs/tags/v1.0") == [
+        "colab-v1.0 has new notebooks"
+    ]
+    after = read_refs(remote)
+    assert after.pop("refs/heads/colab-v1.0")
+    assert after == before
+    for path in ("README.md", f"notebooks/{NOTEBOOKS[0].name}"):
+        assert read_badges(remote, "colab-v1.0", path) == {"me/fast/blob/colab-v1.0"}
+    # These files hang on the release.
+    assert len(list((checkout / "runs" / "published" / "notebooks").iterdir())) == len(NOTEBOOKS)
+
+
+def test_where_main_takes_no_push_the_notebooks_are_pushed_all_the_same(checkout, tmp_path):
+    remote = tmp_path / "remote.git"
+    hook = remote / "hooks" / "update"
+    hook.write_text('#!/bin/sh\ntest "$1" != refs/heads/main\n')
+    hook.chmod(0o755)
+    refused, pushed = publish_notebooks(checkout, "me/fast", MAIN)
+    assert refused.startswith("main keeps its old badges, because git push failed: ")
+    assert "hook declined" in refused
+    assert "make badges REPO=me/fast" in refused
+    assert "\n" not in refused
+    assert pushed == "colab has new notebooks"
+    assert run_git(remote, "rev-list", "--count", "main") == "1"
+    assert read_badges(remote, "colab", "README.md") == {"me/fast/blob/colab"}
+
+
+def test_a_branch_of_somebody_else_is_left_alone(checkout, tmp_path):
+    run_git(checkout, "push", "--quiet", "origin", "main:colab")
+    with pytest.raises(ColabUtilsError, match="The branch colab holds somebody's own work"):
+        publish_notebooks(checkout, "me/fast", MAIN)
+    assert run_git(tmp_path / "remote.git", "log", "-1", "--format=%s", "colab") == "Begin"
+
+
+@pytest.mark.parametrize("ref", ["main", "refs/heads/feature", "refs/tags/v1 0", "refs/tags/-v1"])
+def test_a_ref_that_is_none_is_refused_in_one_line(capsys, ref):
+    assert main(["me/fast", ref]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"error: {ref!r} is no ref to publish")
+    assert printed.count("\n") == 1
+
+
+def test_a_token_in_an_address_is_not_printed(checkout):
+    run_git(checkout, "remote", "set-url", "origin", "https://secret@localhost:9/me/fast")
+    lines = []
+    with pytest.raises(ColabUtilsError, match="git ls-remote failed") as caught:
+        lines += publish_notebooks(checkout, "me/fast", "refs/tags/v1.0")
+    assert "secret" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def workflow():
+    yaml = pytest.importorskip("yaml")
+    path = ROOT / ".github" / "workflows" / "notebooks.yml"
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def test_the_workflow_calls_the_script_by_an_argument_list(workflow):
+    (job,) = workflow["jobs"].values()
+    assert job["permissions"] == {"contents": "write"}
+    assert workflow["permissions"] == {}
+    commands = [step["run"] for step in job["steps"] if "run" in step]
+    # What others may name, such as a tag, comes from the environment and is quoted.
+    assert not any("${{" in command for command in commands)
+    assert 'python -m tools.publish_notebooks "$GITHUB_REPOSITORY" "$GITHUB_REF"' in commands
+    for step in job["steps"]:
+        assert re.fullmatch(r"actions/[a-z-]+@v[0-9]+", step.get("uses", "actions/checkout@v4"))
+
+
+def test_the_files_of_a_release_are_those_that_the_script_leaves(workflow, checkout, tmp_path):
+    """The release's own commands, with a `gh` that notes its arguments."""
+    publish_notebooks(checkout, "me/fast", "refs/tags/v1.0")
+    (job,) = workflow["jobs"].values()
+    command = job["steps"][-1]["run"]
+    log = tmp_path / "log"
+    tool = tmp_path / "bin" / "gh"
+    tool.parent.mkdir()
+    tool.write_text(f'#!/bin/sh\necho "$@" >> {log}\ntest "$2" != view\n')
+    tool.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tool.parent}:{os.environ['PATH']}"}
+    environment["GITHUB_REF_NAME"] = "v1.0"
+    subprocess.run(["bash", "-e", "-c", command], cwd=checkout, check=True, env=environment)
+    view, create, upload = log.read_text().splitlines()
+    assert view == "release view v1.0"
+    assert create == "release create v1.0 --verify-tag --notes-file runs/published/README.md"
+    names = " ".join(f"runs/published/notebooks/{path.name}" for path in NOTEBOOKS)
+    assert upload == f"release upload v1.0 --clobber {names}"
+    assert (checkout / "runs" / "published" / "README.md").is_file()
