@@ -125,8 +125,8 @@ benchmark: setup
 gpu:
 	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu --json runs/benchmarks/gpu.json
 
-# Badges and install lines name the repository of the git remote, or that of make badges
-# REPO=owner/name. On GitHub, the workflow Notebooks does this at each push
+# Badges and install lines name a repository: make badges REPO=owner/name. On GitHub, the workflow
+# Notebooks does this at each push
 badges:
 	@$(PYTHON) -m tools.set_badges "$(REPO)"
 

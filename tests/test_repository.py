@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib
-import importlib.util
 import json
 import math
 import os
-import re
 import shutil
 import subprocess
 import sys

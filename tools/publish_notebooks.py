@@ -12,8 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from colab_utils.errors import ColabUtilsError
@@ -33,8 +32,8 @@ _README = """\
 |---|---|
 {rows}
 
-Each notebook carries the package, and asks for nothing. A workflow makes these files: change those of
-the branch `main`.
+Each notebook carries the package, and asks for nothing. A workflow makes these files: change those
+of the branch `main`.
 """
 
 
@@ -68,24 +67,16 @@ def publish_notebooks(root: Path, slug: str, ref: str) -> list[str]:
     content = root / "runs" / "published"
     shutil.rmtree(content, ignore_errors=True)
     lines = []
-    with _check_out(root, ref) as checkout:
+    with tempfile.TemporaryDirectory() as folder:
+        checkout = Path(folder, "checkout")
+        _run_git(root, "worktree", "add", "--quiet", "--detach", str(checkout), ref)
         commit = _run_git(checkout, "rev-parse", "HEAD")
         if set_badges(checkout, slug) and not tag:
             lines.append(_push_name(checkout, slug))
         _write_content(content, checkout, branch)
         lines.append(_push_content(checkout, content, branch, f"of {ref} at {commit}"))
+    _run_git(root, "worktree", "prune")
     return lines
-
-
-@contextmanager
-def _check_out(root: Path, ref: str) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as folder:
-        checkout = Path(folder, "checkout")
-        _run_git(root, "worktree", "add", "--quiet", "--detach", str(checkout), ref)
-        try:
-            yield checkout
-        finally:
-            _run_git(root, "worktree", "remove", "--force", str(checkout))
 
 
 def _push_name(checkout: Path, slug: str) -> str:

@@ -9,7 +9,6 @@ Google Drive is left out.
 from __future__ import annotations
 
 import argparse
-import ast
 import hashlib
 import json
 import os
@@ -30,7 +29,7 @@ from tools.run_notebooks import _list_settings, inject_parameters
 from tools.setup_cell import ROOT
 from tools.workshop import write_workshop
 
-__all__ = ["Run", "Scenario", "build_environment", "main", "read_small_settings", "run_notebook"]
+__all__ = ["Run", "Scenario", "build_environment", "main", "run_notebook"]
 
 COLAB = ROOT / "tests" / "colab"
 _CONTENT = Path("/content")
@@ -148,25 +147,6 @@ def build_environment(folder: Path) -> Path:
     return python
 
 
-def read_small_settings() -> dict[str, Any]:
-    """Return the values with which the tests run the notebooks in little time: ``TINY`` of
-    test_run_notebooks.py.
-    """
-    tree = ast.parse(
-        (ROOT / "tests" / "notebooks" / "test_run_notebooks.py").read_text(encoding="utf-8")
-    )
-    for node in tree.body:
-        if (
-            isinstance(node, ast.Assign)
-            and isinstance(node.targets[0], ast.Name)
-            and node.targets[0].id == "TINY"
-        ):
-            return dict(ast.literal_eval(node.value))
-    raise ColabUtilsError(
-        "There is no TINY = {...} in tests/notebooks/test_run_notebooks.py. Put it back."
-    )
-
-
 @contextmanager
 def make_content() -> Iterator[bool]:
     """Say whether a notebook can have a /content of its own, for as long as the block lasts;
@@ -209,6 +189,8 @@ def run_notebook(
     """
     import nbformat
 
+    from tests.notebooks.test_run_notebooks import TINY
+
     with tempfile.TemporaryDirectory(prefix="colab-") as machine:
         home = Path(machine)
         for name in ("content", "host", "profile_default/startup"):
@@ -219,7 +201,7 @@ def run_notebook(
             f"import google.colab, numpy\n{scenario.before}\n"
         )
         notebook = nbformat.read(source, as_version=4)
-        settings = read_small_settings() | scenario.settings
+        settings = TINY | scenario.settings
         if not content:
             settings |= {
                 "DRIVE_FOLDER": str(home / "content" / "drive"),

@@ -1,18 +1,17 @@
 """Name one GitHub repository in the badges and addresses of the notebooks and texts: `make badges`.
 
-Usage: python -m tools.set_badges [OWNER/NAME]; without a name, that of the git remote
+Usage: python -m tools.set_badges OWNER/NAME
 """
 
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 from tools.setup_cell import ROOT
 
-__all__ = ["find_slugs", "list_files", "read_remote", "read_slug", "set_badges", "set_title"]
+__all__ = ["find_slugs", "list_files", "read_slug", "set_badges", "set_title"]
 
 PLACEHOLDER = "OWNER/REPO"
 _SLUG = r"[A-Za-z0-9](?:-?[A-Za-z0-9]){0,38}/[A-Za-z0-9._-]{1,100}"
@@ -22,7 +21,6 @@ _MARKS = re.compile(
 )
 """The two places that name our repository: a badge, and the install line."""
 _BADGE = re.compile(r"^\[!\[Open In Colab\].*\n?", re.MULTILINE)
-_REMOTE = re.compile(rf"github\.com[:/]({_SLUG}?)(?:\.git)?/?$")
 
 
 def list_files(root: Path) -> list[Path]:
@@ -45,34 +43,6 @@ def read_slug(root: Path) -> str:
     """Return the repository that the README's install line names, or the placeholder."""
     slugs = find_slugs((root / "README.md").read_text(encoding="utf-8"))
     return slugs.pop() if len(slugs) == 1 else PLACEHOLDER
-
-
-def read_remote(root: Path) -> str:
-    """Return the repository of the git remote ``origin``, as ``owner/name``.
-
-    Raises:
-        ValueError: there is no such remote, or it is not on GitHub.
-    """
-    command = ["git", "-C", str(root), "remote", "get-url", "origin"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except OSError:
-        raise ValueError(
-            "There is no git. Name your repository: make badges REPO=owner/name"
-        ) from None
-    if done.returncode:
-        raise ValueError(
-            "This checkout has no git remote called origin. "
-            "Name your repository: make badges REPO=owner/name"
-        )
-    address = done.stdout.strip()
-    match = _REMOTE.search(address)
-    if match is None:
-        raise ValueError(
-            f"The git remote origin is {address}, which is not on GitHub. "
-            "Name a repository there: make badges REPO=owner/name"
-        )
-    return match[1]
 
 
 def set_badges(root: Path, slug: str) -> list[Path]:
@@ -128,7 +98,7 @@ def _rename(text: str, old: set[str], slug: str) -> str:
 def main(arguments: list[str]) -> int:
     """Set the badges from a terminal; returns the exit status."""
     try:
-        files = set_badges(ROOT, "".join(arguments[:1]) or read_remote(ROOT))
+        files = set_badges(ROOT, "".join(arguments))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

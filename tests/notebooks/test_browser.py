@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.run_as_colab import read_small_settings
+from tests.notebooks.test_run_notebooks import TINY
 from tools.run_notebooks import inject_parameters
 from tools.setup_cell import ROOT
 from tools.workshop import write_workshop
@@ -194,9 +194,7 @@ def opened(request, browser, handed_out, tmp_path):
         cell.source for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())
     )
     known = {node.targets[0].id for node in ast.parse(source).body if isinstance(node, ast.Assign)}
-    inject_parameters(
-        notebook, {key: value for key, value in read_small_settings().items() if key in known}
-    )
+    inject_parameters(notebook, {key: value for key, value in TINY.items() if key in known})
     nbformat.write(notebook, folder / f"{name}.ipynb")
     messages = []
     with serve(folder, tmp_path / "files") as url:
