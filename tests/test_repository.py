@@ -372,6 +372,7 @@ def test_the_five_notebooks_carry_no_outputs():
             ["demo", "IMAGES=my photos", "ANNOTATIONS=a.json"],
             '--images "my photos" --annotations "a.json"',
         ),
+        (["demo", "STRICT=1"], "--strict"),
         (["test"], "-m pytest"),
         (["setup", "-B"], "pip install -r requirements.txt -e '.[dev]'"),
         (["badges", "REPO=me/fast"], '-m tools.set_badges "me/fast"'),

@@ -20,6 +20,7 @@ from colab_utils.show.report import show_chart, show_notes, tabulate_comparison
 
 if TYPE_CHECKING:
     from colab_utils.show.pictures import DescribedFigure
+    from tools.sentences import Judgement
 
 __all__ = ["PageLink", "collapse_progress", "write_demo_index", "write_notebook_page"]
 
@@ -36,6 +37,8 @@ body { max-width: 62rem; }
 .output_stderr pre, details { color: var(--quiet); }
 .output_area img { background: #fff; }
 .anchor-link { display: none; }
+blockquote { background: var(--note); border-left: 4px solid #E69F00; padding: .1em 1em;
+  margin: 1em 0; }
 details summary { cursor: pointer; font-size: 15px; }
 """
 
@@ -54,13 +57,14 @@ h1 { font-size: 1.7rem; margin: 0 0 .3em; }
 
 @dataclass(frozen=True)
 class PageLink:
-    """A page of the index: its file name, the title of its notebook, and the seconds that the
-    notebook took.
+    """A page of the index: its file name, the title of its notebook, the seconds that the notebook
+    took, and what its run says of the sentences of its text.
     """
 
     href: str
     title: str
     seconds: float
+    judgements: tuple[Judgement, ...] = ()
 
 
 def write_notebook_page(notebook: Any, path: Path) -> Path:
@@ -126,7 +130,7 @@ def write_demo_index(
             f'<li value="{number}"><a href="{escape(link.href)}">{escape(title)}</a> '
             f'<span class="quiet">{link.seconds:.0f} s</span></li>'
         )
-    parts.append("</ol>")
+    parts += ["</ol>", *_show_contradictions(links)]
     if comparison:
         parts = _show_comparison(comparison, good_day, parts)
         parts += [
@@ -141,6 +145,24 @@ def write_demo_index(
         path, render("page", title=title, body="\n".join(parts), style=_FIRST_SCREEN).encode()
     )
     return path
+
+
+def _show_contradictions(links: Sequence[PageLink]) -> list[str]:
+    """Return how many sentences the run contradicts, and a link to each note on a page."""
+    judged = [(link.href, judgement) for link in links for judgement in link.judgements]
+    places: list[str] = []
+    for href, judgement in judged:
+        if judgement.is_contradicted:
+            address = escape(f"{href}#{judgement.anchor}")
+            words = escape(judgement.check.words)
+            places.append(f'<a href="{address}">{judgement.check.notebook[:2]}: “{words}”</a>')
+    if not places:
+        return []
+    return [
+        f'<p class="note"><b>This run contradicts {len(places)} of {len(judged)} sentences.</b> '
+        "Your machine was busy there, or it or your data are not like ours. The pages mark them:"
+        f"<br>{'<br>'.join(places)}</p>"
+    ]
 
 
 def _show_comparison(

@@ -201,6 +201,10 @@ def _judge_first_seconds(sentences: Sequence[str], content: Content) -> list[str
         return []
     title = titles[0]
     shown_s = _to_number(title[1])
+    if shown_s < 1:
+        # The chart ends with the shortest run, and its title says when, rounded.
+        ends_s = [row["timeline"][-1][1] for row in _list_timed(content)]
+        shown_s = next((end_s for end_s in ends_s if _agrees(title[1], end_s)), shown_s)
     lines: list[str] = []
     for count, name in _BATCHES_OF.findall(title[2]):
         row = _find_row(content, name)

@@ -9,6 +9,9 @@ An author marks such a sentence with a comment, which no page shows, in the same
 First the words that are judged, as they stand in the cell; then a comparison in Python, of names
 that the notebook has where the sentence stands. The numbers of the words stand in the comparison,
 too, so that a text cannot be changed alone.
+
+Below a sentence that the run contradicts, the page has a note. That is no failure: the machine may
+have been busy, or the data may be a user's own.
 """
 
 from __future__ import annotations
@@ -25,11 +28,12 @@ from typing import Any
 
 from colab_utils.errors import ColabUtilsError
 
-__all__ = ["Check", "Judgement", "find_unmarked", "judge", "main", "read_checks"]
+__all__ = ["Check", "Judgement", "add_notes", "find_unmarked", "judge", "main", "read_checks"]
 
 _MARK = re.compile(r"<!--\s*check\b(.*?)\s*-->", re.DOTALL)
 _CHECK = re.compile(r'\s+"([^"]+)":\s*(\S.*)', re.DOTALL)
 _HOW = 'Write <!-- check "the words of the text": 0.90 <= a_name <= 0.98 --> in the same cell.'
+_PARAGRAPHS = re.compile(r"\n\s*\n")
 _NUMBER = r"\d[\d,]*(?:\.\d+)?"
 _FIGURE = re.compile(
     rf"{_NUMBER}\s*(?:%|ms\b|s\b|seconds\b|minutes\b|hours\b|times\b|images/s|[MG]B\b)"
@@ -37,6 +41,8 @@ _FIGURE = re.compile(
     r"|\ban? (?:dozen|tenth|fifth|quarter|third|millisecond|second|minute|hour)\b"
 )
 _SEE = "What you should see"
+# From this share of the cores on, the work of other programs explains another measurement.
+_BUSY = 0.2
 
 
 @dataclass(frozen=True)
@@ -82,11 +88,32 @@ class Judgement:
     """The numbers that the run measured."""
     error: str = ""
     """Why it could not be judged."""
+    others: float = 0.0
+    """Share of the cores that other programs had, from the sentence judged before to this one."""
 
     @property
     def is_contradicted(self) -> bool:
         """Whether the run says something else, or nothing, because its names are not there."""
         return self.holds is False or bool(self.error)
+
+    @property
+    def anchor(self) -> str:
+        """Where the note of a contradicted sentence stands on its page."""
+        return re.sub(r"\W+", "-", f"{self.check.cell} {self.check.words}")
+
+    def write_note(self) -> str:
+        """Return what a page says below a contradicted sentence, in Markdown."""
+        reason = "Your machine was busy here, or it or your data are not like ours."
+        if self.others >= _BUSY:
+            reason = (
+                f"Your machine was busy here: other programs had {self.others:.0%} of its cores."
+            )
+        result = f"this run measured `{self.measured}`."
+        if self.error:
+            reason = "This sentence could not be judged."
+            result = f"this run has no such number (`{self.error}`)."
+        words = self.check.words
+        return f'> <a id="{self.anchor}"></a>**{reason}** The text says “{words}”, {result}'
 
     def __str__(self) -> str:
         verdict = f"measured: {self.measured}"
@@ -190,7 +217,7 @@ def _split_sentences(source: str) -> list[str]:
     """Return the sentences of a cell, and the rows of its tables, without its checks."""
     text = _MARK.sub("", source)
     blocks: list[str] = []
-    for paragraph in re.split(r"\n\s*\n", text):
+    for paragraph in _PARAGRAPHS.split(text):
         lines = paragraph.splitlines()
         is_table = any(re.fullmatch(r"[|\s:-]+", line) for line in lines)
         if is_table:
@@ -228,6 +255,31 @@ def _list_unmarked(source: str) -> list[str]:
             judged.append(_join(match[1]))
     sentences = [text for text in _split_sentences(source) if _FIGURE.search(text)]
     return [text for text in sentences if not any(words in text for words in judged)]
+
+
+def add_notes(notebook: Any, judgements: Sequence[Judgement]) -> None:
+    """Write a note below each paragraph with a contradicted sentence.
+
+    Args:
+        notebook: an nbformat notebook, changed in place.
+        judgements: of its sentences.
+    """
+    contradicted = [judgement for judgement in judgements if judgement.is_contradicted]
+    for cell in notebook.cells:
+        notes = [judgement for judgement in contradicted if judgement.check.cell == cell.id]
+        if notes:
+            cell.source = _add_notes(cell.source, notes)
+
+
+def _add_notes(source: str, judgements: Sequence[Judgement]) -> str:
+    parts: list[str] = []
+    for paragraph in _PARAGRAPHS.split(source):
+        parts.append(paragraph)
+        text = _join(_MARK.sub("", paragraph))
+        for judgement in judgements:
+            if judgement.check.sentence in text:
+                parts.append(judgement.write_note())
+    return "\n\n".join(parts)
 
 
 def judge(checks: Sequence[Check], answers: Mapping[str, Mapping[str, Any]]) -> list[Judgement]:

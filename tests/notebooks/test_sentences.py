@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,9 @@ It takes under 5 s, on a good day 1 s.
 <!-- check "under 5 s": took_s < 5 if SCENE == "bad day" -->
 <!-- check "on a good day 1 s": took_s < 1 if SCENE == "good day" -->
 """
+
+
+SHORT = 'It takes under 5 s. <!-- check "under 5 s": took_s < 5 -->'
 
 
 def make_notebook(text, *, code="waits = 0.95\ntook_s = 2.5"):
@@ -61,7 +66,7 @@ def test_a_false_sentence_is_named_with_what_was_measured_and_a_true_one_is_not(
     report = run(SEE)
     (line,) = report.contradictions
     row = "| bad day | 60 % to 75 % |"
-    assert line == f'01_small, cell see: "60 % to 75 %" of "{row}" measured: 100 * waits = 95'
+    assert str(line) == f'01_small, cell see: "60 % to 75 %" of "{row}" measured: 100 * waits = 95'
     (notebook,) = report.notebooks
     assert [judgement.holds for judgement in notebook.judgements] == [True, False, True, None]
     assert notebook.judgements[2].check.sentence == "It takes under 5 s, on a good day 1 s."
@@ -72,7 +77,7 @@ def test_a_check_neither_shows_on_the_page_nor_counts_as_a_cell(run):
     import nbformat
 
     report = run(SEE)
-    page = report.notebooks[0].page.read_text(encoding="utf-8")
+    page = read_page(report)
     shown = re.sub("<!--.*?-->", "", page, flags=re.DOTALL)
     assert "It takes under 5 s" in shown
     assert "check" not in shown
@@ -82,21 +87,114 @@ def test_a_check_neither_shows_on_the_page_nor_counts_as_a_cell(run):
     assert counts == list(range(1, len(counts) + 1))
 
 
-def test_a_check_of_a_name_that_is_not_there_fails_the_run(run):
+def test_a_check_of_a_name_that_is_not_there_is_said(run):
     report = run('It is 5 s. <!-- check "5 s": lost_s < 5 -->')
     (line,) = report.contradictions
-    assert "cell see" in line
-    assert "could not be judged: NameError: name 'lost_s' is not defined" in line
+    error = "NameError: name 'lost_s' is not defined"
+    assert "cell see" in str(line)
+    assert f"could not be judged: {error}" in str(line)
+    page = unescape(read_page(report))
+    assert "This sentence could not be judged." in page
+    assert error in page
 
 
-def test_the_command_fails_where_a_sentence_is_contradicted(tmp_path, monkeypatch, capsys, run):
-    report = run(SEE)
-    monkeypatch.setattr("tools.run_notebooks.run_demo", lambda *_, **__: report)
-    assert main(["--output", str(tmp_path / "out")]) == 1
-    captured = capsys.readouterr()
-    assert str(report.index) in captured.out
-    assert captured.err.splitlines()[0] == report.contradictions[0]
-    assert "Correct them, or run again" in captured.err
+def read_page(report):
+    return report.notebooks[0].page.read_text(encoding="utf-8")
+
+
+def test_a_page_has_a_note_below_each_paragraph_that_the_run_contradicts_and_the_index_leads_there(
+    run,
+):
+    first = "It waits half of the time.\n\n"
+    report = run(f"{first}{SEE}", code="waits = 0.95\ntook_s = 7.5")
+    page = read_page(report)
+    notes = re.findall("<blockquote>(.*?)</blockquote>", page, re.DOTALL)
+    assert len(notes) == 2
+    for note, words, measured in zip(
+        notes,
+        ("60 % to 75 %", "under 5 s"),
+        ("100 * waits = 95", "took_s = 7.5"),
+        strict=True,
+    ):
+        assert note.count("Your machine was busy here") == 1
+        assert f"The text says “{words}”, this run measured <code>{measured}</code>." in note
+    assert page.index("60 % to 75 %</td>") < page.index(notes[0]) < page.index("It takes under 5 s")
+    index = report.index.read_text(encoding="utf-8")
+    assert "This run contradicts 2 of 4 sentences." in index
+    links = re.findall('href="01_small.html#([^"]+)"', index)
+    assert len(links) == 2
+    assert all(f'<a id="{link}"></a>' in page for link in links)
+
+
+def test_a_run_that_fits_its_text_has_no_note(run):
+    report = run(SHORT)
+    assert report.contradictions == []
+    assert "<blockquote>" not in read_page(report)
+    assert "contradicts" not in report.index.read_text(encoding="utf-8")
+    assert "1 sentences judged. Open" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("others", "reason"),
+    [
+        (0.0, "Your machine was busy here, or it or your data are not like ours."),
+        (0.47, "Your machine was busy here: other programs had 47% of its cores."),
+    ],
+)
+def test_a_note_calls_a_machine_busy_where_other_programs_were_measured(run, others, reason):
+    (judgement,) = run(SEE).contradictions
+    assert f"**{reason}**" in replace(judgement, others=others).write_note()
+
+
+@pytest.fixture
+def demonstrate(tmp_path, capsys):
+    """Run `make demo` on one small notebook; returns the status and what it printed."""
+    import nbformat
+
+    def call(*options, code="took_s = 7.5"):
+        folder = tmp_path / "notebooks"
+        folder.mkdir()
+        nbformat.write(make_notebook(SHORT, code=code), folder / "01_small.ipynb")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("tools.run_notebooks._find_notebooks", lambda _: sorted(folder.iterdir()))
+            status = main(["--output", str(tmp_path / "out"), *options])
+        return status, capsys.readouterr()
+
+    return call
+
+
+def test_a_contradicted_sentence_is_no_failure_and_the_last_line_counts_it(demonstrate, tmp_path):
+    status, printed = demonstrate()
+    assert status == 0
+    assert '"under 5 s" of "It takes under 5 s." measured: took_s = 7.5' in printed.err
+    last = printed.out.splitlines()[-1]
+    assert "1 sentences judged, 1 contradicted by this run and marked on its page." in last
+    assert str(tmp_path / "out" / "index.html") in last
+
+
+def test_a_sentence_that_two_runs_contradict_fails_a_strict_demo(demonstrate, tmp_path):
+    status, printed = demonstrate("--strict")
+    assert status == 1
+    assert '"under 5 s"' in printed.err.splitlines()[-1]
+    assert (tmp_path / "out-again" / "01_small.html").is_file()
+
+
+def test_a_timing_that_a_second_run_does_not_repeat_fails_no_strict_demo(demonstrate, tmp_path):
+    ran = str(tmp_path / "ran")
+    code = (
+        f"import os\ntook_s = 2.5 if os.path.exists({ran!r}) else 7.5\nopen({ran!r}, 'w').close()"
+    )
+    status, printed = demonstrate("--strict", code=code)
+    assert status == 0
+    assert '"under 5 s"' in printed.err
+    assert "1 sentences judged. Open" in printed.out.splitlines()[-1]
+
+
+@pytest.mark.parametrize("options", [(), ("--strict",)])
+def test_a_cell_that_raises_is_a_failure(demonstrate, options):
+    status, printed = demonstrate(*options, code="raise ValueError('no')")
+    assert status == 1
+    assert "01_small stopped in cell 'work': ValueError: no" in printed.err
 
 
 @pytest.mark.parametrize(
