@@ -25,8 +25,6 @@ from tools.setup_cell import ROOT, write_notebook
 
 __all__ = ["build_wheel", "carry_wheel", "main", "write_workshop"]
 
-MOST_BYTES = 520_000
-"""What a notebook may weigh: mail and learning platforms take it, and Colab opens it at once."""
 _SOURCE = re.compile(r"^SOURCE = .*$", re.MULTILINE)
 _PARTS = ("pyproject.toml", "README.md", "LICENSE", "requirements.txt")
 
@@ -123,7 +121,7 @@ def write_workshop(output: Path, *, root: Path = ROOT) -> list[Path]:
         root: the checkout.
 
     Raises:
-        ColabUtilsError: the wheel cannot be built, or a notebook is too large to be handed out.
+        ColabUtilsError: the wheel cannot be built.
     """
     written = []
     slug = read_slug(root)
@@ -140,16 +138,6 @@ def write_workshop(output: Path, *, root: Path = ROOT) -> list[Path]:
             setup["metadata"]["jupyter"] = {"source_hidden": True}
             write_notebook(output / path.name, notebook)
             written.append(output / path.name)
-    heavy = [
-        f"{path.name} of {path.stat().st_size:,}"
-        for path in written
-        if path.stat().st_size >= MOST_BYTES
-    ]
-    if heavy:
-        raise ColabUtilsError(
-            f"These notebooks have {MOST_BYTES:,} bytes or more: {', '.join(heavy)}. Clear their "
-            "outputs."
-        )
     return written
 
 
