@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-from tools.setup_cell import ROOT
+from tools.setup_cell import ROOT, print_changes
 
 __all__ = ["find_slugs", "list_files", "read_slug", "set_badges", "set_title"]
 
@@ -25,8 +25,10 @@ _BADGE = re.compile(r"^\[!\[Open In Colab\].*\n?", re.MULTILINE)
 
 def list_files(root: Path) -> list[Path]:
     """Return the files that name the repository."""
-    patterns = ("notebooks/*.ipynb", "*.md", "docs/*.md")
-    return [path for pattern in patterns for path in sorted(root.glob(pattern))]
+    paths = []
+    for pattern in ("notebooks/*.ipynb", "*.md", "docs/*.md"):
+        paths += sorted(root.glob(pattern))
+    return paths
 
 
 def find_slugs(text: str) -> set[str]:
@@ -102,8 +104,7 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    lines = [f"changed {path.relative_to(ROOT)}" for path in files]
-    print("\n".join(lines) or "nothing to change")
+    print_changes(files)
     return 0
 
 

@@ -5,10 +5,11 @@ setup-cells`.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["read_setup_cell", "write_notebook", "write_setup_cells"]
+__all__ = ["print_changes", "read_setup_cell", "write_notebook", "write_setup_cells"]
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = Path(__file__).with_suffix(".txt")
@@ -43,6 +44,13 @@ def write_setup_cells(root: Path) -> list[Path]:
     return changed
 
 
+def print_changes(paths: Sequence[Path]) -> None:
+    """Print which files changed."""
+    for path in paths:
+        print(f"changed {path.relative_to(ROOT)}")
+    if not paths:
+        print("nothing to change")
+
+
 if __name__ == "__main__":
-    lines = [f"changed {path.relative_to(ROOT)}" for path in write_setup_cells(ROOT)]
-    print("\n".join(lines) or "nothing to change")
+    print_changes(write_setup_cells(ROOT))
