@@ -1,5 +1,6 @@
 """The fetcher of a worker, which reads the samples of a dataset and writes them as a batch."""
 
+import mmap
 import random
 import sys
 import warnings
@@ -85,6 +86,8 @@ class Fetcher:
                 f"A loader cannot read a dataset of type {type(dataset).__name__}. "
                 "Use a dataset with __len__ and __getitem__, such as a ShardDataset."
             )
+        # All workers share this memory, so that the loader warns once.
+        self._has_warned = np.frombuffer(mmap.mmap(-1, 1), np.bool_)
         # The decoder is loaded before the fork, so that the workers need not load it.
         load_jpeg_decoder()
         self.look_again()
@@ -120,11 +123,10 @@ class Fetcher:
         is_slow = isinstance(base, ShardDataset) and own_streams != 1
         self.reads_ahead = (isinstance(base, CocoFolder) or is_slow) and width != 1
         self.sizes = _take_sizes(base, rows)
-        # A dataset of this package has already compared its boxes with its masks. A user's
-        # subclass or transforms may change one of them alone.
-        is_own = self.writes_itself or type(base).__getitem__ is CocoFolder.__getitem__
-        self._compares_pixels = not is_own
-        self._compares_masks = not is_own
+        # A user's subclass or transforms may do anything.
+        is_own_class = type(base).__module__.partition(".")[0] == __name__.partition(".")[0]
+        has_transforms = getattr(base, "transforms", None) is not None
+        self._is_own = isinstance(base, CocoSamples) and is_own_class and not has_transforms
         self.max_bad = base.max_bad if isinstance(base, CocoSamples) else 0
         self.shard_images: list[int] = []
         self.groups: CopiedGroups | None = None
@@ -138,6 +140,21 @@ class Fetcher:
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
+
+    def reads_as(self, earlier: "Fetcher | None") -> bool:
+        """Return whether workers that forked with an earlier copy of this fetcher give the same
+        samples.
+
+        They do if both read the same rows of the same dataset of this package. What a user's
+        dataset has become, in this process or in a worker, is not known.
+        """
+        return (
+            earlier is not None
+            and self._is_own
+            and earlier._is_own
+            and self._base is earlier._base
+            and np.array_equal(self._rows, earlier._rows)
+        )
 
     def read_ahead(self, indices: list[int]) -> None:
         """Begin to read the files that `load` will need for these samples, several at a time."""
@@ -195,10 +212,12 @@ class Fetcher:
 
     def _warn_of_misfits(self, samples: Sequence[PackedSample]) -> None:
         """Warn once of a mask that does not belong to its box."""
-        misfits = map(describe_misfit, samples) if self._compares_masks else iter(())
-        misfit = next(filter(None, misfits), "")
+        # A dataset of this package has already compared its boxes with its masks.
+        if self._is_own or self._has_warned[0]:
+            return
+        misfit = next(filter(None, map(describe_misfit, samples)), "")
         if misfit:
-            self._compares_masks = False
+            self._has_warned[0] = True
             warnings.warn(misfit, ColabUtilsWarning, stacklevel=2)
 
     def _write(
@@ -223,7 +242,7 @@ class Fetcher:
                     indices,
                     self.reads_batches,
                     alone=alone,
-                    compares_pixels=self._compares_pixels,
+                    compares_pixels=not self._is_own,
                     begin=begin,
                 )
             self._warn_of_misfits(source.samples)

@@ -7,6 +7,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence, Sized
+from copy import copy
 from dataclasses import KW_ONLY, dataclass
 from itertools import chain, islice
 from typing import Any, Literal
@@ -19,7 +20,6 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import hash_bytes
 from colab_utils.loading.arrival import Arrival
 from colab_utils.loading.batch import PackedBatch
-from colab_utils.loading.digest import digest_dataset
 from colab_utils.loading.fetcher import Fetcher
 from colab_utils.loading.groups import DealtImages, deal_shards, require_copied
 from colab_utils.loading.late import BoundedPrefetcher, LateSample
@@ -86,15 +86,13 @@ def make_loader(
     initialised and there is no ``sampler``, each process gets its share of each batch. A process
     whose share has no image gets None.
 
-    Each time a pass begins (``for batch in loader``), the loader checks whether the dataset or the
-    processes that train together have changed. So a change takes effect, as with torch's
-    ``DataLoader``. If the dataset has not changed, the same workers continue. The comparison covers
-    the dataset's attributes and all objects in them, such as the dataset of a ``Subset``,
-    transforms, lists and arrays. If the dataset has changed or cannot be compared, new workers
-    start. A dataset cannot be compared if it holds an object that cannot be pickled (an open file,
-    a lambda), more than 256 MB of arrays, or more than 8 MB of other objects. The loader does not
-    notice a change of a global or of a class attribute. Call ``loader.close()`` after such a
-    change.
+    Each pass (``for batch in loader``) uses the dataset, and the processes that train together, as
+    they are when the pass begins, as with torch's ``DataLoader``. So new workers start for each
+    pass, and nothing that a worker changed in the dataset stays. The start of two workers takes 70
+    to 110 ms on two cores, and that of a ``DataLoader``'s takes 80 to 130 ms. Only the workers of a
+    ``ShardDataset`` or ``CocoFolder`` without transforms, or of a ``Subset`` of one, stay for the
+    next pass. Call ``loader.close()`` after you change an attribute of such a dataset other than
+    its transforms.
 
     Args:
         dataset: A ``ShardDataset``, a ``Subset`` of one, or any map-style dataset with
@@ -345,7 +343,8 @@ class Loader:
         self._resumed = False
         self._passes = 0
         self._prefetcher: Prefetcher | None = None
-        self._digest = ""
+        # The fetcher as it was when the workers started.
+        self._forked: Fetcher | None = None
         # How many more batches are checked after their transforms.
         self._unchecked = _CHECKED_BATCHES
         self._look_again()
@@ -440,10 +439,10 @@ class Loader:
         if is_bounded and self._prefetcher and self._prefetcher.has_work():
             # The last pass was interrupted, and its workers may hang.
             self.close()
-        digest = digest_dataset(self.dataset) if self.workers else "none"
-        if self._prefetcher is None or not digest or digest != self._digest:
+        if self.workers and not self._fetcher.reads_as(self._forked):
             self.close()
-            self._digest = digest
+        if self._prefetcher is None:
+            self._forked = copy(self._fetcher)
             self._prefetcher = self._start_prefetcher()
             self._finalizer = weakref.finalize(self, self._prefetcher.close)
         try:

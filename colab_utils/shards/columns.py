@@ -163,26 +163,13 @@ def map_columns(folder: Place, index: ShardIndex) -> Columns | None:
     return open_columns(index.images, index.annotations, content)
 
 
-def find_mapping(table: Any) -> Any:
-    """Return the ``np.memmap`` that an array shows a part of; None if the array is in memory.
-
-    Example:
-        >>> find_mapping(np.zeros(3)) is None
-        True
-    """
-    while isinstance(table, np.ndarray):
-        if isinstance(table, np.memmap):
-            return table
-        table = table.base
-    return None
-
-
 def release_pages(table: Any) -> None:
     """Give back the pages that this process has read from a mapped table's file.
 
     The system keeps the pages in memory for all processes while it has room. If a worker did not
     give them back, its memory would seem to grow during an epoch.
     """
-    mapping = find_mapping(table)
-    if mapping is not None:
-        mapping.base.madvise(mmap.MADV_DONTNEED)
+    while isinstance(table, np.ndarray) and not isinstance(table, np.memmap):
+        table = table.base
+    if isinstance(table, np.memmap) and isinstance(table.base, mmap.mmap):
+        table.base.madvise(mmap.MADV_DONTNEED)

@@ -642,9 +642,10 @@ def find_workers():
     ]
 
 
-def test_workers_persist_and_end_with_close():
+def test_workers_persist_and_end_with_close(tiny_shards):
+    dataset = ShardDataset(tiny_shards)
     before = {p.pid for p in find_workers()}
-    loader = make_loader(Numbers(20), batch_size=2, workers=2)
+    loader = make_loader(dataset, batch_size=2, workers=2)
     list(loader)
     workers = {p.pid for p in find_workers()} - before
     assert len(workers) >= 2
@@ -656,7 +657,7 @@ def test_workers_persist_and_end_with_close():
     loader.close()
     assert not {p.pid for p in find_workers()} & workers
     # A new pass starts new workers.
-    assert sum(len(images) for images, _ in loader) == 20
+    assert sum(len(images) for images, _ in loader) == len(dataset)
     loader.close()
 
 
@@ -732,27 +733,91 @@ def test_each_pass_finds_the_dataset_as_it_is(make, workers, hold, change, shade
         assert list_shades(loader) == {shade}
 
 
-def test_what_cannot_be_compared_has_new_workers_in_each_pass(make):
-    shade = 1
-    dataset = Shades(8)
-    dataset.transforms = lambda before: before + shade
-    loader = make(dataset, batch_size=3, workers=2, deliver="packed")
-    assert list_shades(loader) == {1}
-    shade = 2
-    assert list_shades(loader) == {2}
+class Kept(Numbers):
+    """A dataset that keeps what it returns, so that whoever changes it in place changes all."""
+
+    def __init__(self, size, change):
+        super().__init__(size)
+        self.change = change
+        self.counts = [0] * size
+        self.pixels = torch.zeros(size, dtype=torch.uint8)
+        self.shades = np.zeros(size, np.uint8)
+        self.targets = [{"shade": 0} for _ in range(size)]
+
+    def __getitem__(self, index):
+        image, target = super().__getitem__(index)
+        return torch.full_like(image, self.change(self, index)), target
 
 
-def test_workers_start_anew_only_where_the_dataset_changed(make):
-    dataset = Shades(8)
-    loader = make(dataset, batch_size=3, workers=2)
-    pids = []
-    for epoch in (0, 0, 1, 1):
-        dataset.set_epoch(epoch)
-        list(loader)
-        pids.append({worker.process.pid for worker in loader._prefetcher._workers})
-    assert pids[0] == pids[1]
-    assert pids[2] == pids[3]
-    assert not pids[1] & pids[2]
+def count_list(dataset, index):
+    dataset.counts[index] += 1
+    return dataset.counts[index]
+
+
+def shift_tensor(dataset, index):
+    dataset.pixels[index] += 1
+    return int(dataset.pixels[index])
+
+
+def shift_array(dataset, index):
+    dataset.shades[index] += 1
+    return int(dataset.shades[index])
+
+
+def change_dict(dataset, index):
+    dataset.targets[index]["shade"] += 1
+    return dataset.targets[index]["shade"]
+
+
+@pytest.mark.parametrize("hold", [*HOLDERS[:2], lambda dataset: ConcatDataset([dataset])])
+@pytest.mark.parametrize("change", [count_list, shift_tensor, shift_array, change_dict])
+def test_what_a_worker_changed_in_place_ends_with_the_pass(make, hold, change):
+    loader = make(hold(Kept(8, change)), batch_size=2, workers=2, deliver="packed")
+    passes = [list_shades(loader) for _ in range(3)]
+    assert passes[0] == passes[1] == passes[2]
+    assert 1 in passes[0]
+
+
+class Counted:
+    """Transforms that keep a count of their own."""
+
+    count = 0
+
+    def __call__(self, image, target):
+        self.count += 1
+        return torch.full_like(image, self.count), target
+
+
+def test_what_transforms_of_shards_changed_in_place_ends_with_the_pass(tiny_shards, make):
+    dataset = ShardDataset(tiny_shards, transforms=Counted())
+    loader = make(dataset, batch_size=5, workers=1, deliver="packed")
+    assert list_shades(loader) == list_shades(loader)
+
+
+def list_worker_pids(loader):
+    list(loader)
+    return {worker.process.pid for worker in loader._prefetcher._workers}
+
+
+def test_workers_of_the_packages_own_datasets_stay(tiny_shards, tiny_dataset, make):
+    shards = ShardDataset(tiny_shards)
+    subset = Subset(shards, [3, 1, 2])
+    folder = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
+    for dataset in (shards, subset, folder):
+        loader = make(dataset, batch_size=3, workers=2)
+        assert list_worker_pids(loader) == list_worker_pids(loader)
+    loader = make(subset, batch_size=2, workers=2)
+    before = list_worker_pids(loader)
+    subset.indices = [0, 5]
+    assert not before & list_worker_pids(loader)
+    assert sorted(flatten(list_ids(make(subset, batch_size=2, workers=2, deliver="packed")))) == (
+        sorted(shards.image_ids[[0, 5]].tolist())
+    )
+
+
+def test_workers_of_other_datasets_start_anew_in_each_pass(make):
+    loader = make(Shades(8), batch_size=3, workers=2)
+    assert not list_worker_pids(loader) & list_worker_pids(loader)
 
 
 def test_the_order_goes_on_where_workers_start_anew(make):
@@ -1047,11 +1112,23 @@ class Shifted(Numbers):
 
 
 def test_masks_beside_their_boxes_are_told_once(make):
+    loader = make(Shifted(23), batch_size=2, workers=0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        list(make(Shifted(23), batch_size=2, workers=0))
+        for _ in range(2):
+            list(loader)
     [warning] = [entry for entry in caught if entry.category is ColabUtilsWarning]
     assert "the mask of this object lies in" in str(warning.message)
+
+
+def test_the_workers_of_later_passes_do_not_tell_it_again(make, capfd):
+    loader = make(Shifted(23), batch_size=2, workers=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *_: print(message, file=sys.stderr, flush=True)
+        for _ in range(3):
+            list(loader)
+    assert capfd.readouterr().err.count("the mask of this object lies in") == 1
 
 
 def forget_masks(image, target):
@@ -1066,11 +1143,22 @@ class MirroredShards(ShardDataset):
         return image.flip(2), target | {"masks": target["masks"].flip(2)}
 
 
-def test_boxes_of_our_own_datasets_are_compared_only_if_a_user_may_have_changed_them(tiny_shards):
-    assert not Fetcher(ShardDataset(tiny_shards))._compares_masks
-    assert Fetcher(ShardDataset(tiny_shards, transforms=forget_masks))._compares_masks
-    assert Fetcher(MirroredShards(tiny_shards))._compares_masks
-    assert Fetcher(Numbers(3))._compares_masks
+class Renamed(CocoFolder):
+    """A user's subclass that changes nothing that this package could see."""
+
+
+def test_only_datasets_of_the_package_without_transforms_are_its_own(tiny_shards, tiny_dataset):
+    files = (tiny_dataset.images, tiny_dataset.annotations)
+    own = [ShardDataset(tiny_shards), CocoFolder(*files), Subset(CocoFolder(*files), [1, 0])]
+    others = [
+        ShardDataset(tiny_shards, transforms=forget_masks),
+        MirroredShards(tiny_shards),
+        Renamed(*files),
+        ConcatDataset([CocoFolder(*files), Shades(3)]),
+        Numbers(3),
+    ]
+    assert [Fetcher(dataset)._is_own for dataset in own] == [True] * len(own)
+    assert [Fetcher(dataset)._is_own for dataset in others] == [False] * len(others)
 
 
 @pytest.mark.parametrize("place", ["dataset", "transforms of the dataset", "device"])

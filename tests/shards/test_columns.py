@@ -16,7 +16,6 @@ import pytest
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading import dataset as dataset_module
-from colab_utils.loading import digest
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
@@ -270,19 +269,6 @@ def test_reading_does_not_grow_the_memory_of_a_process(shards):
     for row in range(len(dataset)):
         dataset.describe([row])
     assert count_resident(shards / COLUMNS_NAME) == 0
-
-
-def test_a_dataset_is_compared_without_reading_its_columns(shards, monkeypatch):
-    """A training process would hold all of them from its first batch on."""
-    dataset = open_quietly(shards)
-    dataset.describe([0])
-    monkeypatch.setattr(digest, "_MOST_ARRAY_BYTES", 2 * len(dataset))
-    before = digest.digest_dataset(dataset)
-    assert before
-    assert count_resident(shards / COLUMNS_NAME) == 0
-    assert digest.digest_dataset(dataset) == before
-    dataset.transforms = str
-    assert digest.digest_dataset(dataset) not in (before, "")
 
 
 def test_the_workers_of_a_folder_with_columns_stay_for_the_next_epoch(shards):
