@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from colab_utils.files import write_file
 from colab_utils.show import render
-from colab_utils.show.charts import format_figure
+from colab_utils.show.charts import count_batches, format_figure
 from colab_utils.show.comparison_charts import plot_cold_start, plot_comparison, read_comparison
 from colab_utils.show.report import show_chart, show_notes, tabulate_comparison
 
@@ -22,7 +22,13 @@ if TYPE_CHECKING:
     from colab_utils.show.pictures import DescribedFigure
     from tools.sentences import Judgement
 
-__all__ = ["PageLink", "collapse_progress", "write_demo_index", "write_notebook_page"]
+__all__ = [
+    "NotebookRun",
+    "collapse_progress",
+    "read_title",
+    "write_demo_index",
+    "write_notebook_page",
+]
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
@@ -56,15 +62,26 @@ h1 { font-size: 1.7rem; margin: 0 0 .3em; }
 
 
 @dataclass(frozen=True)
-class PageLink:
-    """A page of the index: its file name, the title of its notebook, the seconds that the notebook
-    took, and what its run says of the sentences of its text.
+class NotebookRun:
+    """One notebook that ran: its page, its title, the seconds it took, and what it says of the
+    sentences that are marked in its text.
     """
 
-    href: str
+    page: Path
     title: str
     seconds: float
     judgements: tuple[Judgement, ...] = ()
+
+    @property
+    def notebook(self) -> Path:
+        """The executed copy of the notebook."""
+        return self.page.with_suffix(".ipynb")
+
+
+def read_title(notebook: Any) -> str:
+    """Return the first heading of a notebook; "" where it has none."""
+    lines = [line for cell in notebook.cells for line in cell.source.splitlines()]
+    return next((line[2:] for line in lines if line[:2] == "# "), "")
 
 
 def write_notebook_page(notebook: Any, path: Path) -> Path:
@@ -81,15 +98,6 @@ def write_notebook_page(notebook: Any, path: Path) -> Path:
         template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True
     )
     parts = [_convert_cell(exporter, notebook, cell) for cell in notebook.cells]
-    heading = next(
-        (
-            line[2:]
-            for cell in notebook.cells
-            for line in cell.source.splitlines()
-            if line[:2] == "# "
-        ),
-        "",
-    )
     light = HtmlFormatter(style="default").get_style_defs(".highlight")
     dark = HtmlFormatter(style="github-dark").get_style_defs(".highlight")
     # The cell has the ground, in both colour schemes.
@@ -101,14 +109,16 @@ def write_notebook_page(notebook: Any, path: Path) -> Path:
     style = f"{_CELLS}{colours}"
     write_file(
         path,
-        render("page", title=heading or path.stem, body="\n".join(parts), style=style).encode(),
+        render(
+            "page", title=read_title(notebook) or path.stem, body="\n".join(parts), style=style
+        ).encode(),
     )
     return path
 
 
 def write_demo_index(
     path: Path,
-    links: Sequence[PageLink],
+    runs: Sequence[NotebookRun],
     *,
     comparison: Mapping[str, Any] | None = None,
     good_day: Mapping[str, Any] | None = None,
@@ -118,19 +128,19 @@ def write_demo_index(
 
     Args:
         path: the HTML file.
-        links: the pages, in order.
+        runs: the notebooks, in order; their pages lie beside the index.
         comparison: what ``comparison.json`` of a receipt holds; None leaves it out.
         good_day: the same of a second comparison, on a day when Drive is quick.
     """
-    total_s = sum(link.seconds for link in links)
+    total_s = sum(run.seconds for run in runs)
     parts = [f"<h2>The notebooks, run in {total_s / 60:.1f} minutes</h2><ol>"]
-    for number, link in enumerate(links, start=1):
-        title = re.sub(r"^[0-9]+[.] ", "", link.title)
+    for number, run in enumerate(runs, start=1):
+        title = re.sub(r"^[0-9]+[.] ", "", run.title)
         parts.append(
-            f'<li value="{number}"><a href="{escape(link.href)}">{escape(title)}</a> '
-            f'<span class="quiet">{link.seconds:.0f} s</span></li>'
+            f'<li value="{number}"><a href="{escape(run.page.name)}">{escape(title)}</a> '
+            f'<span class="quiet">{run.seconds:.0f} s</span></li>'
         )
-    parts += ["</ol>", *_show_contradictions(links)]
+    parts += ["</ol>", *_show_contradictions(runs)]
     if comparison:
         parts = _show_comparison(comparison, good_day, parts)
         parts += [
@@ -147,15 +157,15 @@ def write_demo_index(
     return path
 
 
-def _show_contradictions(links: Sequence[PageLink]) -> list[str]:
-    """Return how many sentences the run contradicts, and a link to each note on a page."""
-    judged = [(link.href, judgement) for link in links for judgement in link.judgements]
+def _show_contradictions(runs: Sequence[NotebookRun]) -> list[str]:
+    """Return how many sentences the runs contradict, and a link to each note on a page."""
+    judged = [(run, judgement) for run in runs for judgement in run.judgements]
     places: list[str] = []
-    for href, judgement in judged:
+    for run, judgement in judged:
         if judgement.is_contradicted:
-            address = escape(f"{href}#{judgement.anchor}")
+            address = escape(f"{run.page.name}#{judgement.anchor}")
             words = escape(judgement.check.words)
-            places.append(f'<a href="{address}">{judgement.check.notebook[:2]}: “{words}”</a>')
+            places.append(f'<a href="{address}">{run.page.name[:2]}: “{words}”</a>')
     if not places:
         return []
     return [
@@ -207,7 +217,7 @@ def _list_cold_starts(comparison: Mapping[str, Any], figure: DescribedFigure) ->
     bars = []
     for row in read_comparison(comparison)["timed"].values():
         if row["label"] in labels:
-            count = sum(end_s <= seconds for _, end_s in row["timeline"])
+            count = count_batches(row["timeline"], seconds)
             unit = "batch" if count == 1 else "batches"
             bars.append((row["label"], float(count), f"{count} {unit}"))
     return _draw_bars(bars)

@@ -25,14 +25,13 @@ from numpy.typing import NDArray
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import write_file
 from colab_utils.progress import show_progress
-from tools.pages import PageLink, write_demo_index, write_notebook_page
+from tools.pages import NotebookRun, read_title, write_demo_index, write_notebook_page
 from tools.receipts import find_contradictions
 from tools.sentences import Check, Judgement, add_notes, judge, read_checks
 
 __all__ = [
     "DemoReport",
     "NotebookError",
-    "NotebookRun",
     "find_faults",
     "inject_parameters",
     "main",
@@ -45,19 +44,6 @@ _CELL_TIMEOUT_S = 900
 
 class NotebookError(ColabUtilsError):
     """A cell of a notebook failed."""
-
-
-@dataclass(frozen=True)
-class NotebookRun:
-    """One notebook that ran: its executed copy, its page, the seconds it took, and what it says of
-    the sentences that are marked in its text.
-    """
-
-    name: str
-    notebook: Path
-    page: Path
-    seconds: float
-    judgements: tuple[Judgement, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,9 +63,10 @@ class DemoReport:
 
     def __str__(self) -> str:
         judged = sum(len(run.judgements) for run in self.notebooks)
+        wrong = len(self.contradictions)
         marks = ""
-        if self.contradictions:
-            marks = f", {len(self.contradictions)} contradicted by this run and marked on its page"
+        if wrong:
+            marks = f", {wrong} contradicted by this run and marked on its page"
         return (
             f"{len(self.notebooks)} notebooks in {self.seconds:.0f} s, {judged} sentences judged"
             f"{marks}. Open {self.index}"
@@ -144,15 +131,11 @@ def run_demo(
                     notebook,
                     {key: value for key, value in (folders | settings).items() if key in known},
                 )
-                run = _run_notebook(name, notebook, output, work, judged, on_cell=bar.update)
-                runs.append(run)
-        links = [
-            PageLink(run.page.name, _read_title(notebook), run.seconds, run.judgements)
-            for run, (_, notebook) in zip(runs, loaded, strict=True)
-        ]
+                page = output / f"{name}.html"
+                runs.append(_run_notebook(notebook, page, work, judged, on_cell=bar.update))
         index = write_demo_index(
             output / "index.html",
-            links,
+            runs,
             comparison=_read_comparison(work, "comparison.json"),
             good_day=_read_comparison(work, "comparison_good_day.json"),
         )
@@ -269,14 +252,15 @@ def _measure_cores() -> NDArray[np.float64]:
     from colab_utils.diagnosis.timing import measure_tree_cpu
 
     times = psutil.cpu_times()[:8]
+    all_s = sum(times)
     idle_s = times[3] + times[4]
-    return np.array([sum(times), sum(times) - idle_s - measure_tree_cpu()])
+    others_s = all_s - idle_s - measure_tree_cpu()
+    return np.array([all_s, others_s])
 
 
 def _run_notebook(
-    name: str,
     notebook: Any,
-    output: Path,
+    page: Path,
     work: Path,
     checks: Mapping[str, Sequence[Check]],
     *,
@@ -327,28 +311,18 @@ def _run_notebook(
         TimeoutError,
     ) as error:
         failure = error
-    run = NotebookRun(
-        name,
-        output / f"{name}.ipynb",
-        output / f"{name}.html",
-        perf_counter() - started,
-        tuple(judgements),
-    )
+    seconds = perf_counter() - started
+    run = NotebookRun(page, read_title(notebook), seconds, tuple(judgements))
     add_notes(notebook, judgements)
     write_file(run.notebook, nbformat.writes(notebook).encode())
-    write_notebook_page(notebook, run.page)
+    write_notebook_page(notebook, page)
     if failure is not None:
         cell = f"cell '{running[-1].id}'" if running else "its start"
         lines = re.sub(r"\x1b\[[0-9;]*m", "", str(failure)).strip().splitlines()
         reason = lines[-1] if lines else type(failure).__name__
-        text = f"Notebook {name} stopped in {cell}: {reason}"
-        raise NotebookError(f"{text} (the page up to there: {run.page})") from failure
+        text = f"Notebook {page.stem} stopped in {cell}: {reason}"
+        raise NotebookError(f"{text} (the page up to there: {page})") from failure
     return run
-
-
-def _read_title(notebook: Any) -> str:
-    heading = next(line for line in notebook.cells[0].source.splitlines() if line.startswith("# "))
-    return heading.removeprefix("# ")
 
 
 def _read_comparison(work: Path, name: str) -> dict[str, Any] | None:

@@ -1,7 +1,5 @@
 """Sentences of the notebooks that hold a figure, judged by the run beside them.
 
-As a command it reads the marks, runs nothing, and lists the sentences that have none.
-
 An author marks such a sentence with a comment, which no page shows, in the same cell:
 
     <!-- check "90 % to 98 %": 0.90 <= waits <= 0.98 if SCENE == "bad day" -->
@@ -16,19 +14,16 @@ have been busy, or the data may be a user's own.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import re
-import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from colab_utils.errors import ColabUtilsError
 
-__all__ = ["Check", "Judgement", "add_notes", "find_unmarked", "judge", "main", "read_checks"]
+__all__ = ["Check", "Judgement", "add_notes", "find_unmarked", "judge", "read_checks"]
 
 _MARK = re.compile(r"<!--\s*check\b(.*?)\s*-->", re.DOTALL)
 _CHECK = re.compile(r'\s+"([^"]+)":\s*(\S.*)', re.DOTALL)
@@ -239,22 +234,17 @@ def find_unmarked(notebook: Any) -> list[str]:
     Args:
         notebook: an nbformat notebook.
     """
+    checks = read_checks(notebook, "notebook")
     unmarked: list[str] = []
     for cell in notebook.cells:
-        if cell.cell_type == "markdown" and _SEE in cell.source:
-            for sentence in _list_unmarked(cell.source):
+        if cell.cell_type != "markdown" or _SEE not in cell.source:
+            continue
+        judged = [check.words for check in checks.get(cell.id, ())]
+        for sentence in _split_sentences(cell.source):
+            is_judged = any(words in sentence for words in judged)
+            if _FIGURE.search(sentence) and not is_judged:
                 unmarked.append(f"cell {cell.id}: {textwrap.shorten(sentence, 100)}")
     return unmarked
-
-
-def _list_unmarked(source: str) -> list[str]:
-    judged: list[str] = []
-    for mark in _MARK.findall(source):
-        match = _CHECK.fullmatch(mark)
-        if match:
-            judged.append(_join(match[1]))
-    sentences = [text for text in _split_sentences(source) if _FIGURE.search(text)]
-    return [text for text in sentences if not any(words in text for words in judged)]
 
 
 def add_notes(notebook: Any, judgements: Sequence[Judgement]) -> None:
@@ -311,27 +301,3 @@ def _read_answer(check: Check, text: str) -> Judgement:
     for operand, value in zip(check.operands, values, strict=True):
         measured.append(f"{operand} = {value}")
     return Judgement(check, holds, ", ".join(measured))
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """List the sentences with a figure that nothing judges; returns the exit status."""
-    import nbformat
-
-    parser = argparse.ArgumentParser(prog="python -m tools.sentences", description=__doc__)
-    parser.add_argument("notebooks", nargs="+", type=Path, metavar="FILE", help="a notebook")
-    options = parser.parse_args(arguments)
-    for path in options.notebooks:
-        notebook = nbformat.read(path, as_version=4)
-        try:
-            checks = read_checks(notebook, path.stem)
-        except ColabUtilsError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
-        print(f"{path.stem}: {sum(map(len, checks.values()))} sentences have a check, not these:")
-        for sentence in find_unmarked(notebook):
-            print(f"  {sentence}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

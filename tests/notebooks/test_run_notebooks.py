@@ -70,7 +70,7 @@ def test_all_five_ran_in_order(demo):
     # At the top, this import would take two seconds of every process that collects tests.
     import nbformat
 
-    assert [run.name[:2] for run in demo.notebooks] == ["01", "02", "03", "04", "05"]
+    assert [run.page.name[:2] for run in demo.notebooks] == ["01", "02", "03", "04", "05"]
     for run in demo.notebooks:
         cells = [
             cell

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from colab_utils.errors import ColabUtilsError
-from tools import sentences
 from tools.run_notebooks import main, run_demo
 from tools.sentences import find_unmarked, read_checks
 
@@ -260,21 +259,6 @@ def test_a_sentence_with_a_figure_and_no_check_is_listed(sentence):
         text = f"What you should see: 5 s, at most. {sentence}\n\n{table}\n\n{mark}"
     assert find_unmarked(make_notebook(text)) == [f"cell see: {sentence}"]
     assert find_unmarked(make_notebook(sentence)) == []
-
-
-def test_the_command_reads_the_checks_and_runs_nothing(tmp_path, capsys):
-    import nbformat
-
-    path = tmp_path / "01_small.ipynb"
-    nbformat.write(make_notebook(f"{SEE}\nIt grows 7 times.", code="raise ValueError"), path)
-    assert sentences.main([str(path)]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "01_small: 4 sentences have a check, not these:",
-        "  cell see: It grows 7 times.",
-    ]
-    nbformat.write(make_notebook('It is 5 s. <!-- check "6 s": took_s < 6 -->'), path)
-    assert sentences.main([str(path)]) == 2
-    assert 'no words "6 s"' in capsys.readouterr().err
 
 
 def test_the_checks_of_the_five_notebooks_fit_their_text():

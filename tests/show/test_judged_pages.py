@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -12,10 +13,10 @@ from colab_utils.comparison import COURSE_STRATEGIES
 from colab_utils.loading.emulated_step import describe_busy
 from colab_utils.show.comparison_charts import plot_cold_start, plot_comparison, plot_epochs
 from colab_utils.show.report import write_receipt
-from tools.pages import PageLink, write_demo_index
+from tools.pages import NotebookRun, write_demo_index
 from tools.receipts import find_contradictions
 
-LINKS = [PageLink("01_detect_bottleneck.html", "1. Detect the bottleneck", 61.0)]
+RUNS = [NotebookRun(Path("01_detect_bottleneck.html"), "1. Detect the bottleneck", 61.0)]
 
 
 def to_content(comparison):
@@ -43,7 +44,7 @@ def good_day(make_timing, make_comparison):
 
 def test_a_receipt_and_an_index_agree_with_their_numbers(receipt, content, good_day, tmp_path):
     assert find_contradictions(receipt, content) == []
-    index = write_demo_index(tmp_path / "index.html", LINKS, comparison=content, good_day=good_day)
+    index = write_demo_index(tmp_path / "index.html", RUNS, comparison=content, good_day=good_day)
     assert find_contradictions(index, content, good_day) == []
 
 
@@ -80,7 +81,7 @@ def test_what_a_receipt_says_is_held_against_each_number(
 
 
 def test_the_good_day_is_held_against_its_own_numbers(content, good_day, tmp_path):
-    index = write_demo_index(tmp_path / "index.html", LINKS, comparison=content, good_day=good_day)
+    index = write_demo_index(tmp_path / "index.html", RUNS, comparison=content, good_day=good_day)
     changed = change_row(good_day, 0, wait_share=0.5)
     lines = find_contradictions(index, content, changed)
     assert any("The step waits 74% → 4%" in line for line in lines)
@@ -115,7 +116,7 @@ def test_a_busy_machine_has_to_be_said_and_a_quiet_one_must_not_be_called_busy(
     ]
     for number, (changed, warning, wrong) in enumerate(cases):
         index = write_demo_index(
-            tmp_path / f"{number}.html", LINKS, comparison=changed, good_day=good_day
+            tmp_path / f"{number}.html", RUNS, comparison=changed, good_day=good_day
         )
         text = index.read_text(encoding="utf-8")
         assert text.count(f"<h1>{warning}".strip()) == 1

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
 from colab_utils.loading.emulated_step import describe_busy
-from tools.pages import PageLink, write_demo_index
+from tools.pages import NotebookRun, write_demo_index
 
-LINKS = [PageLink("01_detect_bottleneck.html", "1. Detect the bottleneck", 61.0)]
+RUNS = [NotebookRun(Path("01_detect_bottleneck.html"), "1. Detect the bottleneck", 61.0)]
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def write(tmp_path):
             name: json.loads(json.dumps(asdict(comparison)))
             for name, comparison in comparisons.items()
         }
-        return write_demo_index(tmp_path / "index.html", LINKS, **contents).read_text(
+        return write_demo_index(tmp_path / "index.html", RUNS, **contents).read_text(
             encoding="utf-8"
         )
 
