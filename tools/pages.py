@@ -17,6 +17,7 @@ from colab_utils.show import render
 from colab_utils.show.charts import count_batches, format_figure
 from colab_utils.show.comparison_charts import plot_cold_start, plot_comparison, read_comparison
 from colab_utils.show.report import show_chart, show_notes, tabulate_comparison
+from colab_utils.units import format_count
 
 if TYPE_CHECKING:
     from colab_utils.show.pictures import DescribedFigure
@@ -169,7 +170,8 @@ def _show_contradictions(runs: Sequence[NotebookRun]) -> list[str]:
     if not places:
         return []
     return [
-        f'<p class="note"><b>This run contradicts {len(places)} of {len(judged)} sentences.</b> '
+        f'<p class="note"><b>This run contradicts {len(places)} of '
+        f"{format_count(len(judged), 'sentence')}.</b> "
         "Your machine was busy there, or it or your data are not like ours. The pages mark them:"
         f"<br>{'<br>'.join(places)}</p>"
     ]
@@ -218,8 +220,8 @@ def _list_cold_starts(comparison: Mapping[str, Any], figure: DescribedFigure) ->
     for row in read_comparison(comparison)["timed"].values():
         if row["label"] in labels:
             count = count_batches(row["timeline"], seconds)
-            unit = "batch" if count == 1 else "batches"
-            bars.append((row["label"], float(count), f"{count} {unit}"))
+            text = format_count(count, "batch", "batches")
+            bars.append((row["label"], float(count), text))
     return _draw_bars(bars)
 
 

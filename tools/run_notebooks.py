@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import write_file
 from colab_utils.progress import show_progress
+from colab_utils.units import format_count
 from tools.pages import NotebookRun, read_title, write_demo_index, write_notebook_page
 from tools.receipts import find_contradictions
 from tools.sentences import Check, Judgement, add_notes, judge, read_checks
@@ -68,8 +69,8 @@ class DemoReport:
         if wrong:
             marks = f", {wrong} contradicted by this run and marked on its page"
         return (
-            f"{len(self.notebooks)} notebooks in {self.seconds:.0f} s, {judged} sentences judged"
-            f"{marks}. Open {self.index}"
+            f"{format_count(len(self.notebooks), 'notebook')} in {self.seconds:.0f} s, "
+            f"{format_count(judged, 'sentence')} judged{marks}. Open {self.index}"
         )
 
 

@@ -130,7 +130,7 @@ def test_a_run_that_fits_its_text_has_no_note(run):
     assert report.contradictions == []
     assert "<blockquote>" not in read_page(report)
     assert "contradicts" not in report.index.read_text(encoding="utf-8")
-    assert "1 sentences judged. Open" in str(report)
+    assert "1 sentence judged. Open" in str(report)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_a_contradicted_sentence_is_no_failure_and_the_last_line_counts_it(demon
     assert status == 0
     assert '"under 5 s" of "It takes under 5 s." measured: took_s = 7.5' in printed.err
     last = printed.out.splitlines()[-1]
-    assert "1 sentences judged, 1 contradicted by this run and marked on its page." in last
+    assert "1 sentence judged, 1 contradicted by this run and marked on its page." in last
     assert str(tmp_path / "out" / "index.html") in last
 
 
@@ -191,7 +191,7 @@ def test_a_timing_that_a_second_run_does_not_repeat_fails_no_strict_demo(demonst
     status, printed = demonstrate("--strict", code=code)
     assert status == 0
     assert '"under 5 s"' in printed.err
-    assert "1 sentences judged. Open" in printed.out.splitlines()[-1]
+    assert "1 sentence judged. Open" in printed.out.splitlines()[-1]
 
 
 @pytest.mark.parametrize("options", [(), ("--strict",)])
