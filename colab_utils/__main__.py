@@ -21,9 +21,8 @@ from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, escape
 from colab_utils.files import name_temporary, require_new, write_file
 from colab_utils.os_errors import explain_os_error
-from colab_utils.places import open_place
+from colab_utils.places import open_place, require_local_path
 from colab_utils.processes import explain_limits
-from colab_utils.require import require_local_path
 from colab_utils.slow_drive import find_profile
 
 _JSON_START = b'{\n "command": '
@@ -542,7 +541,7 @@ def part_of_all(text: str) -> tuple[int, int]:
 
 
 def local_path(text: str) -> str:
-    """Return the path of a folder or a file unchanged, and refuse a URL.
+    """Return the path of a folder or a file with its "~" expanded, and refuse a URL.
 
     Argparse calls this function, so that a URL is refused before any work begins.
     """
@@ -550,7 +549,7 @@ def local_path(text: str) -> str:
         require_local_path(text)
     except ColabUtilsError as error:
         raise argparse.ArgumentTypeError(str(error).removesuffix(".")) from None
-    return text
+    return os.path.expanduser(text)
 
 
 def place(text: str) -> str:

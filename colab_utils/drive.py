@@ -3,7 +3,7 @@
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from errno import ECONNABORTED, EIO, ENODEV, ENOTCONN, ESTALE, ETIMEDOUT
 from functools import partial
@@ -22,6 +22,8 @@ RETRY_WAITS_S = (1.0, 4.0, 16.0, 60.0)
 _GONE = (ENOTCONN, ECONNABORTED)
 # Error numbers that a broken disk gives as well.
 _GONE_ON_DRIVE = (EIO, ETIMEDOUT, ESTALE, ENODEV)
+# Names of the folders in each mounted Drive, and older names of both.
+_DRIVE_FOLDERS = ("MyDrive", "My Drive", "Shareddrives", "Shared drives")
 _Result = TypeVar("_Result")
 
 
@@ -49,9 +51,10 @@ def is_on_drive(path: object) -> bool:
 
 
 def require_mounted(path: Path) -> None:
-    """Raise an error if a path lies in Colab's folder for Google Drive, and no Drive is mounted.
+    """Raise an error on Colab if a path is named like one on Google Drive, and is not mounted.
 
-    What is written there would be lost with the machine, and Drive could no longer be mounted.
+    What is written there would be lost with the machine, and Drive could no longer be mounted. A
+    folder may have the name of Drive's, so only the system's table of mounts decides.
 
     Raises:
         ColabUtilsError: Drive is not mounted.
@@ -59,19 +62,60 @@ def require_mounted(path: Path) -> None:
     Example:
         >>> require_mounted(Path("/tmp/shards"))
     """
-    drive = COLAB_ROOT / "drive"
-    is_there = is_colab() and Path(os.path.abspath(path)).is_relative_to(drive)
-    # The table of mounts comes first, because a look at the folder of a mounted Drive may hang.
-    if is_there and str(drive) not in _list_mounts() and not (drive / "MyDrive").is_dir():
+    if not is_colab():
+        return
+    kinds = list_mounts()
+    wanted = None
+    for place, folder in find_folders(path, kinds):
+        wanted = _guess_mount(place) or wanted
+        is_there = wanted is not None and folder.is_relative_to(wanted)
+        if is_there or kinds.get(str(folder)) == "fuse.drive":
+            return
+    if wanted is not None:
+        mount = wanted if COLAB_ROOT in wanted.parents else COLAB_ROOT / "drive"
         raise ColabUtilsError(
-            f"Google Drive is not mounted, so {path} would lie on this machine alone. Run "
-            f"`from google.colab import drive; drive.mount({str(drive)!r})` in a cell first."
+            f"Google Drive is not mounted, so {path} would lie on this machine alone. "
+            f"{explain_leftovers(mount)}Run `from google.colab import drive; "
+            f"drive.mount({str(mount)!r})` in a cell first, and name a folder in {mount}."
         )
 
 
-def _list_mounts() -> dict[str, str]:
+def explain_leftovers(mount: Path) -> str:
+    """Say what to do with files that keep Drive from being mounted in a folder; "" if none do."""
+    # A look at a dead mount may hang.
+    if is_mounted(mount) or not mount.is_dir() or not any(mount.iterdir()):
+        return ""
+    return (
+        f"Files lie in {mount}, and Drive can only be mounted in an empty folder: move them away "
+        f"with `!mv {mount} {mount}_before`. "
+    )
+
+
+def is_mounted(mount: Path) -> bool:
+    """Return whether the system's table of mounts has a folder."""
+    return str(mount) in list_mounts()
+
+
+def _guess_mount(place: Path) -> Path | None:
+    """Return where Drive must be mounted for a path, by the names in it; None for other paths."""
+    drive = COLAB_ROOT / "drive"
+    if place.is_relative_to(drive):
+        return drive
+    names = [folder for folder in (place, *place.parents) if folder.name in _DRIVE_FOLDERS]
+    return names[-1].parent if names else None
+
+
+def list_mounts() -> dict[str, str]:
     """Return a dict from each folder in the system's table of mounts to its type."""
     return {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
+
+
+def find_folders(path: Any, kinds: Collection[str]) -> Iterator[tuple[Path, Path]]:
+    """Yield a path with the folder of ``kinds`` that holds it, then both with links resolved."""
+    # `abspath` comes first, because `realpath` reads the folders on the path, and may hang.
+    for resolve in (os.path.abspath, os.path.realpath):
+        place = Path(resolve(path))
+        yield place, next((up for up in (place, *place.parents) if str(up) in kinds), Path("/"))
 
 
 def find_mount(path: object) -> Path | None:
@@ -87,17 +131,12 @@ def find_mount(path: object) -> Path | None:
     """
     if not isinstance(path, str | os.PathLike):
         return None
-    kinds = _list_mounts()
+    kinds = list_mounts()
     if is_colab():
         kinds[str(COLAB_ROOT / "drive")] = "fuse.drive"
-    # `abspath` comes first, because `realpath` reads the folders on the path, and may hang.
-    for resolve in (os.path.abspath, os.path.realpath):
-        place = Path(resolve(path))
-        for folder in (place, *place.parents):
-            if str(folder) in kinds:
-                if kinds[str(folder)] == "fuse.drive":
-                    return folder
-                break
+    for _, folder in find_folders(path, kinds):
+        if kinds.get(str(folder)) == "fuse.drive":
+            return folder
     return None
 
 

@@ -28,6 +28,7 @@ from urllib.parse import quote, unquote
 from colab_utils.drive import DriveLostError, Retries, require_mounted
 from colab_utils.errors import ColabUtilsError, UnavailableError
 
+# A scheme has at least two letters, because "C:/" is a drive of Windows.
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):(/+)(.*)", re.IGNORECASE | re.DOTALL)
 _LOCAL = ("file", "local")
 WEB = ("http", "https")
@@ -460,9 +461,7 @@ def open_place(path: "str | os.PathLike[str] | UrlPath") -> Place:
     # A space around a URL comes with copying and pasting.
     match = _URL.fullmatch(text.strip())
     if match is None:
-        place = _open_local(text)
-        require_mounted(place)
-        return place
+        return _open_local(text)
     protocol = match[1].lower()
     rest = match[3].rstrip("/")
     if protocol in _LOCAL:
@@ -471,7 +470,7 @@ def open_place(path: "str | os.PathLike[str] | UrlPath") -> Place:
                 f"{text} begins with the name of a machine. Write the path alone, or {protocol}:"
                 "///folder."
             )
-        return Path("/", rest)
+        return _take_path("/" + rest)
     query = ""
     if protocol in WEB and "?" in rest:
         # An address with a query is that of one file, and each of its slashes counts.
@@ -487,9 +486,40 @@ def _open_local(text: str) -> Path:
             f"{text!r} is neither a URL nor a path. Write one URL as s3://bucket/folder, or put ./ "
             "before the name of a folder."
         )
-    path = Path(text)
+    path = _take_path(text)
     # Without its "./", the path of a folder named "s3:" looks like a URL.
     return path.absolute() if _URL.fullmatch(str(path)) else path
+
+
+def require_local_path(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a folder or file on this machine, and refuse a URL.
+
+    Without this check, a URL would become a local folder with a name such as ``gs:``.
+
+    Raises:
+        ColabUtilsError: The path is a URL, or it is on Google Drive, which is not mounted.
+
+    Example:
+        >>> require_local_path("data/12:30/a.json")
+        PosixPath('data/12:30/a.json')
+        >>> require_local_path("gs://bucket/shards")
+        Traceback (most recent call last):
+        colab_utils.errors.ColabUtilsError: The URL gs://bucket/shards is not a folder or file ...
+    """
+    # `Path` shortens "//" to "/", so a text with one slash after the scheme counts as a URL, too.
+    if _URL.match(str(path)):
+        raise ColabUtilsError(
+            f"The URL {path} is not a folder or file on this machine. Mount it (for example with "
+            "gcsfuse or rclone) and pass the mounted folder, or copy it to a folder first."
+        )
+    return _take_path(path)
+
+
+def _take_path(path: str | os.PathLike[str]) -> Path:
+    """Return a path with its "~" expanded, and refuse one on a Drive that is not mounted."""
+    taken = Path(os.path.expanduser(path))
+    require_mounted(taken)
+    return taken
 
 
 def name_below(path: Place, folder: Place) -> str:

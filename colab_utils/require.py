@@ -3,16 +3,10 @@
 import math
 import numbers
 import os
-import re
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 from colab_utils.errors import ColabUtilsError
-
-# A text with only one slash after the scheme counts as a URL, too, because `Path` shortens "//" to
-# "/". A scheme has at least two letters, because "C:/" is a drive of Windows.
-_URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
 
 
 def require_choice(name: str, value: Any, choices: Collection[Any]) -> None:
@@ -100,29 +94,6 @@ def require_path(name: str, value: Any) -> None:
             f"{name} is {_describe(value)}, which is not a path. Pass the path of a folder, "
             "such as dataset.folder."
         )
-
-
-def require_local_path(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a folder or file on this machine, and refuse a URL.
-
-    Without this check, a URL would become a local folder with a name such as ``gs:``.
-
-    Raises:
-        ColabUtilsError: The path is a URL.
-
-    Example:
-        >>> require_local_path("data/12:30/a.json")
-        PosixPath('data/12:30/a.json')
-        >>> require_local_path("gs://bucket/shards")
-        Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: The URL gs://bucket/shards is not a folder or file ...
-    """
-    if _URL.match(str(path)):
-        raise ColabUtilsError(
-            f"The URL {path} is not a folder or file on this machine. Mount it (for example with "
-            "gcsfuse or rclone) and pass the mounted folder, or copy it to a folder first."
-        )
-    return Path(path)
 
 
 def _describe(value: Any) -> str:

@@ -26,9 +26,9 @@ from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import write_file
 from colab_utils.machine import count_cores
+from colab_utils.places import require_local_path
 from colab_utils.processes import fork_pool
 from colab_utils.progress import show_progress
-from colab_utils.require import require_local_path
 from colab_utils.units import format_bytes
 
 _Points = list[tuple[float, float]]

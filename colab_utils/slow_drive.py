@@ -16,7 +16,8 @@ from typing import TextIO
 import xxhash
 
 from colab_utils.drive import DriveLostError
-from colab_utils.require import require_choice, require_local_path
+from colab_utils.places import require_local_path
+from colab_utils.require import require_choice
 
 # The environment variable with the slowed folders, as JSON. Child processes inherit it.
 _SLOWED = "COLAB_UTILS_SLOWED"

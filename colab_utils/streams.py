@@ -6,10 +6,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import xxhash
 
-from colab_utils.drive import find_mount
+from colab_utils.drive import find_folders, find_mount, list_mounts
 from colab_utils.errors import ColabUtilsError
 from colab_utils.places import Place, UrlPath
 from colab_utils.require import require_count
@@ -233,17 +232,11 @@ def is_remote(place: str | Place) -> bool:
     """
     if isinstance(place, UrlPath):
         return True
-    if find_profile(place) is not None or find_mount(place) is not None:
+    if find_profile(place) is not None:
         return True
-    return _find_kind(Path(os.path.realpath(place))).startswith(_REMOTE_KINDS)
-
-
-def _find_kind(place: Path) -> str:
-    kinds = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
-    for folder in (place, *place.parents):
-        if str(folder) in kinds:
-            return kinds[str(folder)]
-    return ""
+    kinds = list_mounts()
+    folders = (str(folder) for _, folder in find_folders(place, kinds))
+    return any(kinds.get(folder, "").startswith(_REMOTE_KINDS) for folder in folders)
 
 
 def _find_note(place: str | Place) -> Path:

@@ -12,12 +12,19 @@ from pathlib import Path
 from typing import Any, Self
 
 from colab_utils.data.archives import is_archive, unpack_dataset
-from colab_utils.drive import guard_drive, is_on_drive
+from colab_utils.drive import (
+    explain_leftovers,
+    find_mount,
+    guard_drive,
+    is_mounted,
+    is_on_drive,
+)
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.files import hash_bytes, write_file
 from colab_utils.machine import COLAB_ROOT, is_colab
 from colab_utils.os_errors import explain_os_error
-from colab_utils.require import require_choice, require_local_path
+from colab_utils.places import require_local_path
+from colab_utils.require import require_choice
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards.write import ShardReport, find_recipe, write_shards
 from colab_utils.slow_drive import DriveProfile, get_profile, read_at_full_speed, slow_down
@@ -145,25 +152,24 @@ def _write_json(path: Path, content: dict[str, Any]) -> Path:
 def _choose_drive(drive: str | Path | None, scene: str) -> Path:
     """Return the slow folder. If it lies on Google Drive, mount Drive first."""
     mount = COLAB_ROOT / "drive"
-    chosen = _to_path(drive) if drive else None
     if SCENES[scene] is not None:
-        if chosen and is_on_drive(chosen):
+        if drive and is_on_drive(drive):
             raise ColabUtilsError(
-                f"DRIVE_FOLDER is {chosen}, and SCENE {scene!r} mounts no Drive. Leave "
+                f"DRIVE_FOLDER is {drive}, and SCENE {scene!r} mounts no Drive. Leave "
                 "DRIVE_FOLDER empty, or choose the SCENE that mounts Drive."
             )
-    elif is_colab() and (chosen is None or chosen.is_relative_to(mount)):
+    elif is_colab() and (not drive or find_mount(drive) == mount):
         _mount_google_drive(mount)
-        return chosen or mount / "MyDrive" / "colab_utils"
-    if chosen is not None:
-        return chosen
+        return _to_path(drive or mount / "MyDrive" / "colab_utils")
+    if drive:
+        return _to_path(drive)
     return COLAB_ROOT / "slow_drive" if is_colab() else _to_path("runs/drive")
 
 
 def _mount_google_drive(mount: Path) -> None:
     """Mount Google Drive if it is not mounted yet."""
     failure = "no MyDrive appeared there"
-    if not os.path.isdir(mount / "MyDrive"):
+    if not _is_ready(mount):
         try:
             from google.colab import drive as google_drive
 
@@ -172,15 +178,20 @@ def _mount_google_drive(mount: Path) -> None:
         except Exception as error:
             # The errors that Colab raises here have no public base class.
             failure = describe_error(error)
-    if not os.path.isdir(mount / "MyDrive"):
+    if not _is_ready(mount):
+        cure = explain_leftovers(mount) or "Sign in when Colab asks. "
         raise ColabUtilsError(
-            f"Google Drive is not mounted in {mount} ({failure}). Sign in when Colab asks, "
-            f"choose another SCENE, or name a DRIVE_FOLDER outside {mount}."
+            f"Google Drive is not mounted in {mount} ({failure}). {cure}Or choose another SCENE, "
+            f"or name a DRIVE_FOLDER outside {mount}."
         )
 
 
+def _is_ready(mount: Path) -> bool:
+    return is_mounted(mount) and os.path.isdir(mount / "MyDrive")
+
+
 def _to_path(path: str | Path) -> Path:
-    return Path(os.path.abspath(require_local_path(path).expanduser()))
+    return Path(os.path.abspath(require_local_path(path)))
 
 
 @dataclass(frozen=True)

@@ -124,10 +124,29 @@ class TestAPathOnColabsDrive:
             write_shards(tiny_dataset.images, tiny_dataset.annotations, shards=shards)
         assert not (content / "drive").exists()
 
-    def test_a_mounted_drive_and_other_folders_are_taken(self, content):
-        (content / "drive/MyDrive").mkdir(parents=True)
-        for name in ("drive/MyDrive/run", "drive/Shareddrives/run", "runs/drive"):
+    def test_only_the_table_of_mounts_tells_a_mounted_drive(self, content, monkeypatch):
+        """A plain folder of each name is refused under any mount point, and through a link."""
+        mounted = content / "gdrive"
+        table = [SimpleNamespace(mountpoint=str(mounted), fstype="fuse.rclone")]
+        monkeypatch.setattr("psutil.disk_partitions", lambda all: table)
+        (content / "link").symlink_to(content / "drive/MyDrive")
+        for name in ("drive/MyDrive", "drive/x", "data/My Drive", "a/Shareddrives/team", "link"):
+            (content / name).resolve().mkdir(parents=True, exist_ok=True)
+            with pytest.raises(ColabUtilsError, match=r"is not mounted, so .*drive\.mount"):
+                open_place(content / name / "run")
+        (content / "mine").symlink_to(mounted / "MyDrive")
+        for name in ("gdrive/MyDrive/run", "gdrive/Shared drives/run", "mine", "runs/drive"):
             assert open_place(content / name) == content / name
+
+    def test_files_in_the_way_of_a_mount_are_to_be_moved_first(self, content):
+        (content / "gdrive/MyDrive/data").mkdir(parents=True)
+        place = content / "gdrive"
+        with pytest.raises(ColabUtilsError, match=rf"`!mv {place} .*mount\('{place}'\)"):
+            open_place(place / "MyDrive/data")
+        # No command moves a home folder away.
+        with pytest.raises(ColabUtilsError, match=r"Run .*drive/?'\)") as caught:
+            open_place(content.parent / "MyDrive")
+        assert "!mv" not in str(caught.value)
 
 
 class TestRetries:

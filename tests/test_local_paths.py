@@ -2,11 +2,14 @@
 elsewhere if its package is missing.
 """
 
+import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 import colab_utils
+from colab_utils import drive
 from colab_utils.__main__ import _make_parser, main
 from colab_utils.data.archives import unpack_dataset
 from colab_utils.data.coco import read_coco
@@ -15,7 +18,7 @@ from colab_utils.data.repair import repair_annotations
 from colab_utils.diagnosis.changes import read_run
 from colab_utils.diagnosis.watch import watch
 from colab_utils.errors import ColabUtilsError
-from colab_utils.require import require_local_path
+from colab_utils.places import require_local_path
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards import finish, plan_jobs, write_shard
 from colab_utils.shards.index import read_index
@@ -185,6 +188,25 @@ def test_every_function_refuses_a_url_before_it_makes_anything(place, entry, url
 def test_a_url_whose_package_is_missing_is_told_before_anything_is_made(place, entry, url):
     with pytest.raises(ColabUtilsError, match=NEEDS_PACKAGE):
         REMOTE_CALLS[entry](url)
+
+
+@pytest.mark.parametrize("entry", {**CALLS, **REMOTE_CALLS})
+def test_a_folder_called_tilde_is_never_made(place, monkeypatch, entry):
+    """Each function reads or writes in the home folder instead, or refuses what is not there."""
+    home = place / "images" / "no" / "home"
+    monkeypatch.setenv("HOME", str(home))
+    with suppress(ColabUtilsError, OSError, TypeError):
+        (CALLS | REMOTE_CALLS)[entry]("~/x")
+    shutil.rmtree(place / "images" / "no", ignore_errors=True)
+    for name in ("ssd", "drive", "runs"):
+        shutil.rmtree(place / name, ignore_errors=True)
+
+
+@pytest.mark.parametrize("entry", {**CALLS, **REMOTE_CALLS})
+def test_every_function_refuses_a_drive_that_is_not_mounted(place, monkeypatch, entry):
+    monkeypatch.setattr(drive, "is_colab", lambda: True)
+    with pytest.raises(ColabUtilsError, match=r"Google Drive is not mounted.*drive\.mount"):
+        (CALLS | REMOTE_CALLS)[entry]("gdrive/MyDrive/x")
 
 
 def test_masks_of_a_url_are_refused(tmp_path, tiny_dataset):

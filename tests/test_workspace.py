@@ -51,6 +51,8 @@ class FakeColabDrive:
         self.failure = None
         self.calls = []
         self.empty = False
+        # The system's table of mounts.
+        self.table = []
 
     def mount(self, mountpoint, force_remount=False, timeout_ms=120000, readonly=False):
         assert isinstance(mountpoint, str)
@@ -63,6 +65,7 @@ class FakeColabDrive:
         self.calls.append({"force_remount": force_remount, "timeout_ms": timeout_ms})
         if self.failure:
             raise self.failure
+        self.table.append(types.SimpleNamespace(mountpoint=mountpoint, fstype="fuse.drive"))
         if not self.empty:
             os.makedirs(os.path.join(mountpoint, "MyDrive"))
 
@@ -80,6 +83,7 @@ def colab(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "google", types.ModuleType("google"))
     monkeypatch.setitem(sys.modules, "google.colab", package)
     google_drive.content = content
+    monkeypatch.setattr("psutil.disk_partitions", lambda all: google_drive.table)
     return google_drive
 
 
@@ -255,6 +259,19 @@ def test_a_mount_point_that_cannot_be_used_is_told(colab, tmp_path, cause):
         Workspace.open(scene=REAL)
 
 
+def test_a_plain_folder_with_the_name_of_drives_is_not_drive(colab):
+    """Somebody made it before Drive was mounted. What is written there would be lost."""
+    mount_point = colab.content / "drive"
+    (mount_point / "MyDrive" / "data").mkdir(parents=True)
+    with pytest.raises(
+        ColabUtilsError, match=rf"not already contain.*`!mv {mount_point} {mount_point}_before`"
+    ) as caught:
+        Workspace.open(scene=REAL)
+    assert "Sign in" not in str(caught.value)
+    mount_point.rename(f"{mount_point}_before")
+    assert Workspace.open(scene=REAL).drive == mount_point / "MyDrive" / "colab_utils"
+
+
 def test_a_folder_named_in_google_drive_mounts_it(colab):
     workspace = Workspace.open(colab.content / "drive" / "MyDrive" / "mine", scene=REAL)
     assert workspace.drive == colab.content / "drive" / "MyDrive" / "mine"
@@ -311,6 +328,9 @@ def test_mistakes_are_named(tmp_path, colab):
         Workspace.open(slow, ssd=tmp_path / "file" / "ssd")
     with pytest.raises(ColabUtilsError, match="own disk"):
         Workspace.open(slow, ssd=tmp_path / "x" / ".." / "d")
+    with pytest.raises(ColabUtilsError, match="Google Drive is not mounted"):
+        Workspace.open(ssd=colab.content / "drive" / "MyDrive" / "ssd")
+    colab.mount(str(colab.content / "drive"))
     with pytest.raises(ColabUtilsError, match=r"ssd is .*, which is on Drive"):
         Workspace.open(ssd=colab.content / "drive" / "MyDrive" / "ssd")
 
@@ -433,7 +453,7 @@ def test_a_wrong_name_is_told_and_not_remembered(workspace, own, colab):
         ColabUtilsError, match=r"Your own dataset is not in /no/such and .*Check IMAGES.*'built-in'"
     ):
         ensure_dataset(workspace, **own | {"images": "/no/such"})
-    with pytest.raises(ColabUtilsError, match="choose the SCENE that mounts Drive"):
+    with pytest.raises(ColabUtilsError, match="Google Drive is not mounted"):
         ensure_dataset(
             workspace, **own | {"annotations": str(colab.content / "drive" / "MyDrive" / "a.json")}
         )

@@ -18,9 +18,9 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.files import read_file
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.machine import require_space
+from colab_utils.places import require_local_path
 from colab_utils.processes import ThreadPool
 from colab_utils.progress import show_progress
-from colab_utils.require import require_local_path
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import DriveProfile, read_at_full_speed, slow_down

@@ -20,9 +20,8 @@ from colab_utils.drive import Retries, explain_write
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.files import write_file
 from colab_utils.machine import require_space
-from colab_utils.places import UrlFile, UrlPath, find_reason, open_place
+from colab_utils.places import UrlFile, UrlPath, find_reason, open_place, require_local_path
 from colab_utils.progress import show_progress
-from colab_utils.require import require_local_path
 
 # The files in a zip, by name.
 _Members = dict[str, ZipInfo]
@@ -88,9 +87,11 @@ def unpack_dataset(source: str, folder: Path, annotations: str = "") -> tuple[Pa
     folder = require_local_path(folder)
     is_url = source.lower().startswith(("http://", "https://"))
     path = open_place(source) if is_url else require_local_path(source)
-    if not is_url and not os.path.isfile(source):
-        raise ColabUtilsError(f"There is no zip at {path}. Check IMAGES.")
-    version = 0 if is_url else os.stat(source).st_mtime_ns
+    version = 0
+    if isinstance(path, Path):
+        if not path.is_file():
+            raise ColabUtilsError(f"There is no zip at {path}. Check IMAGES.")
+        version = path.stat().st_mtime_ns
     key = xxhash.xxh3_64_hexdigest(os.fsencode(f"{source} {annotations} {version}"))
     target = folder / key
     # This file is written last. If it exists, everything was unpacked.

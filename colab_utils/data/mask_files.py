@@ -17,8 +17,8 @@ from colab_utils.data.segmentations import Entry
 from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import open_file, require_new
+from colab_utils.places import require_local_path
 from colab_utils.progress import show_progress
-from colab_utils.require import require_local_path
 from colab_utils.units import format_count
 
 # Largest number of objects in one mask. An image with more colours is a photo, or a mask that was

@@ -38,8 +38,7 @@ from colab_utils.data.sizes import Size
 from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.files import require_new
-from colab_utils.places import Place, PlaceLike, open_place
-from colab_utils.require import require_local_path
+from colab_utils.places import Place, PlaceLike, open_place, require_local_path
 
 # Why an object has no mask. The key is the count of numbers in its segmentation.
 _REASONS = {0: "object without mask", 4: "a box or a line, not an outline"}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.require import require_local_path
+from colab_utils.places import require_local_path
 
 # A change of at most this many standard errors is noise.
 _SURE = 2

@@ -24,8 +24,8 @@ from colab_utils.diagnosis.timing import CpuClock, CpuUse, count_workers, find_e
 from colab_utils.diagnosis.waits import LoopFacts
 from colab_utils.files import write_file
 from colab_utils.loading.clock import LoopClock
+from colab_utils.places import require_local_path
 from colab_utils.progress import is_notebook
-from colab_utils.require import require_local_path
 from colab_utils.slow_drive import find_profile
 from colab_utils.units import format_seconds
 

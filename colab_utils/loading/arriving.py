@@ -20,9 +20,8 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.groups import choose_groups
 from colab_utils.loading.readers import ShardFiles, load_shard
 from colab_utils.loading.targets import Transforms
-from colab_utils.places import Place, open_place
+from colab_utils.places import Place, open_place, require_local_path
 from colab_utils.processes import ThreadPool
-from colab_utils.require import require_local_path
 from colab_utils.shards.index import read_index
 
 # Threads that read the tables of the shards. The tables of a shard lie at the start of the small

@@ -21,8 +21,8 @@ from colab_utils.loading.writing import (
     name_writing,
     warn_of_unsent,
 )
-from colab_utils.places import Place, is_same_place, open_place
-from colab_utils.require import require_count, require_local_path, require_number
+from colab_utils.places import Place, is_same_place, open_place, require_local_path
+from colab_utils.require import require_count, require_number
 from colab_utils.shards.index import INDEX_NAME, read_index
 from colab_utils.shards.jobs import has_files
 from colab_utils.shards.lock import WRITER_NAME, hold_folder

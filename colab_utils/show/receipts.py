@@ -7,7 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from colab_utils.errors import ColabUtilsError, describe_error
-from colab_utils.require import require_local_path
+from colab_utils.places import require_local_path
 from colab_utils.show.charts import format_figure, plot_bars
 from colab_utils.show.comparison_charts import Content, find_gain, read_comparison
 from colab_utils.show.pictures import DescribedFigure

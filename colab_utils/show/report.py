@@ -17,8 +17,7 @@ from colab_utils.drive import explain_write
 from colab_utils.errors import escape
 from colab_utils.files import require_new, write_file
 from colab_utils.machine import Machine
-from colab_utils.places import PlaceLike
-from colab_utils.require import require_local_path
+from colab_utils.places import PlaceLike, require_local_path
 from colab_utils.show import render
 from colab_utils.show.charts import plot_first_seconds, plot_statistics
 from colab_utils.show.comparison_charts import (

@@ -17,8 +17,8 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import find_device, make_loader
 from colab_utils.loading.targets import Transforms
-from colab_utils.places import PlaceLike, open_place
-from colab_utils.require import require_choice, require_count, require_local_path, require_path
+from colab_utils.places import PlaceLike, open_place, require_local_path
+from colab_utils.require import require_choice, require_count, require_path
 from colab_utils.shards.lock import hold_folder
 from colab_utils.training.agreement import require_same, share_errors
 from colab_utils.training.checkpoint import State, explain_state
