@@ -152,7 +152,7 @@ def _print(text: str) -> None:
 
 
 def _fail(error: ColabUtilsError | str) -> int:
-    print("error: " + " ".join(str(error).split()), file=sys.stderr)
+    print("error: " + escape(" ".join(str(error).split())), file=sys.stderr)
     return 2
 
 

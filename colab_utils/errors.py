@@ -10,17 +10,34 @@ import re
 _UNSEEN = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f\ud800-\udfff\ufffe\uffff]"
 )
+# The name and the password in a URL, and the query of a web address, which may be a signature.
+_LOGIN = re.compile(r"([a-z][a-z0-9+.-]+:/+)[^\s/?#]*@", re.IGNORECASE)
+_QUERY = re.compile(r"(https?:/[^\s?]*)\?\S*?(?=\W*(?:\s|$))", re.IGNORECASE)
+
+
+def hide_login(text: str) -> str:
+    """Return a text without the name and the password of each URL in it.
+
+    Example:
+        >>> hide_login("ftp://me:secret@host/photos")
+        'ftp://host/photos'
+    """
+    return _LOGIN.sub(r"\1", text)
 
 
 def escape(text: str) -> str:
     r"""Return a name or a message as text that is safe to print on a terminal.
 
     The result is one line. Characters that control the terminal are replaced by escape sequences.
+    Of a URL, only host and path are shown.
 
     Example:
         >>> escape("café 猫.jpg\n\x1b[2Jok")
         'café 猫.jpg\\n\\x1b[2Jok'
+        >>> escape("no answer (https://me:secret@host/a.zip?signature=secret)")
+        'no answer (https://host/a.zip)'
     """
+    text = _QUERY.sub(r"\1", hide_login(text))
     return _UNSEEN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
@@ -53,6 +70,9 @@ class ColabUtilsError(_OneLine, Exception):
 
 class UnavailableError(ColabUtilsError):
     """A file could not be read, for a reason outside the file, such as a lost Drive."""
+
+    reason = ""
+    """What the server or its package said; "" if no server was asked."""
 
 
 class ColabUtilsWarning(_OneLine, UserWarning):

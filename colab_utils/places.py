@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, unquote
 
 from colab_utils.drive import DriveLostError, Retries, require_mounted
-from colab_utils.errors import ColabUtilsError, UnavailableError
+from colab_utils.errors import ColabUtilsError, UnavailableError, escape, hide_login
 
 # A scheme has at least two letters, because "C:/" is a drive of Windows.
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):(/+)(.*)", re.IGNORECASE | re.DOTALL)
@@ -125,7 +125,7 @@ class UrlPath:
     A `UrlPath` is not an ``os.PathLike``, so that no function takes it for a path on this machine.
 
     Args:
-        url: the URL, without a query.
+        url: the URL, without a query. It may hold a password, which is never printed.
         query: the part of a web address from "?" on, such as a signature. It is sent with every
             request, and never printed.
 
@@ -141,7 +141,7 @@ class UrlPath:
     query: str = ""
 
     def __str__(self) -> str:
-        return self.url
+        return hide_login(self.url)
 
     def __truediv__(self, name: str | Path) -> "UrlPath":
         text = PurePosixPath(name).as_posix()
@@ -522,6 +522,18 @@ def _take_path(path: str | os.PathLike[str]) -> Path:
     return taken
 
 
+def write_place(place: Place) -> str:
+    """Return the text from which `open_place` makes the same place on any machine.
+
+    A URL has its password here, so the text is not for people.
+
+    Example:
+        >>> write_place(UrlPath("ftp://me:secret@host/photos"))
+        'ftp://me:secret@host/photos'
+    """
+    return place.url if isinstance(place, UrlPath) else str(place.absolute())
+
+
 def name_below(path: Place, folder: Place) -> str:
     """Return the path of a file relative to a folder that holds it, with slashes.
 
@@ -568,8 +580,8 @@ def guard_server(path: UrlPath) -> Iterator[None]:
     """Replace errors of fsspec and its packages by errors that say what to do.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: there is no such file, folder or bucket. These errors
-            are not replaced.
+        FileNotFoundError: there is no such file, folder or bucket.
+        IsADirectoryError: it is a folder.
         ServerLostError: the server did not answer, or failed. The same request may succeed later.
         RefusedError: the server refused, and would refuse the same request again.
     """
@@ -580,23 +592,31 @@ def guard_server(path: UrlPath) -> Iterator[None]:
     except Exception as error:
         cause = _find_cause(error)
         if isinstance(cause, FileNotFoundError | NotADirectoryError | IsADirectoryError):
-            raise
+            number = errno.EISDIR if isinstance(cause, IsADirectoryError) else errno.ENOENT
+            # The text of fsspec is the address, which may hold a signature.
+            raise OSError(number, os.strerror(number), str(path)) from None
         cause = path.find_refusal(cause)
-        reason = _describe_cause(cause)
-        if not _is_lasting(cause):
-            raise ServerLostError(
-                f"{path} cannot be reached: the server failed ({reason}). Run the same again "
-                "later: what is done is safe."
-            ) from cause
-        cure = (
-            "Look at the address, and at your credentials and rights there; they may have expired"
+        refusal = _explain_refusal(path, cause)
+        refusal.reason = _describe_cause(cause)
+        # The library's own error is not shown: its text may hold the address with a signature.
+        raise refusal from None
+
+
+def _explain_refusal(path: UrlPath, cause: Exception) -> UnavailableError:
+    """Return an error that says what to do about a server that failed or refused."""
+    reason = _describe_cause(cause)
+    if not _is_lasting(cause):
+        return ServerLostError(
+            f"{path} cannot be reached: the server failed ({reason}). Run the same again later: "
+            "what is done is safe."
         )
-        if _WRONG_CLOCK.search(reason):
-            cure = "Set the clock of this machine"
-        raise RefusedError(
-            f"{path} cannot be reached: the server refused ({reason}). {cure}. Then run the same "
-            "again: what is done is safe."
-        ) from cause
+    cure = "Look at the address, and at your credentials and rights there; they may have expired"
+    if _WRONG_CLOCK.search(reason):
+        cure = "Set the clock of this machine"
+    return RefusedError(
+        f"{path} cannot be reached: the server refused ({reason}). {cure}. Then run the same "
+        "again: what is done is safe."
+    )
 
 
 def _find_cause(error: Exception) -> Exception:
@@ -618,13 +638,11 @@ def _find_cause(error: Exception) -> Exception:
 
 def find_reason(error: BaseException) -> str:
     """Return the reason that the server or its package gave for an error, in one short line."""
-    while isinstance(error, ColabUtilsError) and error.__cause__ is not None:
-        error = error.__cause__
-    return _describe_cause(error)
+    return getattr(error, "reason", "") or _describe_cause(error)
 
 
 def _describe_cause(error: BaseException) -> str:
-    """Return an error in one line, without the address: the address may hold a signature."""
+    """Return an error in one line, without its address where a server answered."""
     status = _find_status(error)
     text = f"{type(error).__name__}: {error}"
     if status:
@@ -633,7 +651,7 @@ def _describe_cause(error: BaseException) -> str:
     if type(error.__cause__).__name__ == "RefreshError":
         # So Google refuses a new token.
         text += f": {error.__cause__}"
-    return " ".join(text.split())[:200]
+    return escape(" ".join(text.split()))[:200]
 
 
 def _is_answer(error: Any) -> bool:

@@ -19,7 +19,7 @@ from colab_utils.drive import (
     is_mounted,
     is_on_drive,
 )
-from colab_utils.errors import ColabUtilsError, describe_error
+from colab_utils.errors import ColabUtilsError, describe_error, escape
 from colab_utils.files import hash_bytes, write_file
 from colab_utils.machine import COLAB_ROOT, is_colab
 from colab_utils.os_errors import explain_os_error
@@ -36,6 +36,9 @@ Drive at its real speed.
 
 BUILT_IN = "built-in"
 """The name of the dataset that `make_dataset` makes."""
+
+# The end of a stored URL from which a password or a query was taken away.
+_NOT_STORED = "?..."
 
 
 @dataclass(frozen=True)
@@ -226,8 +229,9 @@ def ensure_dataset(
     """Return your own dataset or, if you named none, the built-in dataset.
 
     The paths of your dataset are stored in ``settings.json`` on Drive, so that you name them only
-    once. The built-in dataset is made on Drive if it is not there yet. In a scene that slows Drive
-    down, your own images are slowed down, too.
+    once. Only a URL with a password or a query must be named each time, because both may be secret
+    and are not stored. The built-in dataset is made on Drive if it is not there yet. In a scene
+    that slows Drive down, your own images are slowed down, too.
 
     Args:
         workspace: The folders of the notebook.
@@ -242,7 +246,7 @@ def ensure_dataset(
 
     Raises:
         ColabUtilsError: Only one of ``images`` and ``annotations`` is given, one of them does not
-            exist, or a zip cannot be unpacked (see `unpack_dataset`).
+            exist, a URL must be named again, or a zip cannot be unpacked (see `unpack_dataset`).
 
     Example:
         >>> import tempfile
@@ -256,9 +260,15 @@ def ensure_dataset(
     settings = dict[str, list[str]]()
     with guard_drive(workspace.drive), suppress(FileNotFoundError, ValueError, TypeError):
         settings.update(json.loads((workspace.drive / "settings.json").read_bytes()))
-    if images or annotations:
-        settings[part] = _locate(images, annotations)
     paths = settings.get(part, [])
+    if images or annotations:
+        paths = _locate(images, annotations)
+        settings[part] = [_hide_secrets(images), *paths[1:]] if "://" in images else paths
+    elif paths and paths[0].endswith(_NOT_STORED):
+        raise ColabUtilsError(
+            f"IMAGES was {paths[0].removesuffix(_NOT_STORED)}, and the password or the query of a "
+            "URL is not stored. Set IMAGES to the whole URL again."
+        )
     if paths:
         pictures, text = _find_own(workspace, paths)
         note = "Your own dataset."
@@ -332,6 +342,12 @@ def _locate(images: str, annotations: str) -> list[str]:
     if not (images and annotations):
         raise ColabUtilsError("Only one of IMAGES and ANNOTATIONS is named. Name both or neither.")
     return [str(_to_path(images)), str(_to_path(annotations))]
+
+
+def _hide_secrets(url: str) -> str:
+    """Return a URL as it is stored. Instead of a password or a query, it has a mark at its end."""
+    shown = escape(url)
+    return url if shown == url else shown + _NOT_STORED
 
 
 def _name_dataset(paths: list[str], part: str) -> str:

@@ -50,6 +50,23 @@ def test_every_control_character_is_escaped_and_all_letters_stay():
     assert escape(escape(HOSTILE)) == escape(HOSTILE)
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("HTTP://u:p@h/a.zip?k=v cannot be read.", "HTTP://h/a.zip cannot be read."),
+        ("url='https://h/a?X-Sig=b%2Fc&d=e', tries", "url='https://h/a', tries"),
+        # A password may hold the sign itself.
+        ("sftp://u:p@ss@h:22/x and smb://u@h/y", "sftp://h:22/x and smb://h/y"),
+        # A key in a bucket may hold both signs.
+        ("s3://bucket/a@b/scan?1.jpg", "s3://bucket/a@b/scan?1.jpg"),
+        ("me@h.org asks: C:/a@b?c", "me@h.org asks: C:/a@b?c"),
+    ],
+)
+def test_of_a_url_only_host_and_path_are_shown(text, shown):
+    assert escape(text) == str(ColabUtilsError(text)) == str(ColabUtilsWarning(text)) == shown
+    assert describe_error(ValueError(text)) == f"ValueError: {shown}"
+
+
 @pytest.mark.parametrize("kind", [ColabUtilsError, ColabUtilsWarning])
 def test_errors_and_warnings_escape_their_message(kind):
     for error in (

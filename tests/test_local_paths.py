@@ -2,8 +2,13 @@
 elsewhere if its package is missing.
 """
 
+import re
 import shutil
+import threading
+import traceback
+import warnings
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -207,6 +212,49 @@ def test_every_function_refuses_a_drive_that_is_not_mounted(place, monkeypatch, 
     monkeypatch.setattr(drive, "is_colab", lambda: True)
     with pytest.raises(ColabUtilsError, match=r"Google Drive is not mounted.*drive\.mount"):
         (CALLS | REMOTE_CALLS)[entry]("gdrive/MyDrive/x")
+
+
+class RefusingHandler(BaseHTTPRequestHandler):
+    """Answers each request with the status that its path begins with."""
+
+    def do_GET(self):
+        self.send_error(int(self.path.split("/")[1]))
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture(scope="module")
+def refusing_server():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), RefusingHandler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+# Of these, one says that the file is missing, one that the server refuses, and one that it fails.
+@pytest.mark.parametrize("status", [404, 403, 503])
+@pytest.mark.parametrize("entry", {**CALLS, **REMOTE_CALLS})
+def test_no_message_holds_the_secrets_of_a_url(place, refusing_server, entry, status):
+    """A traceback stays in the output of a notebook that is shared: neither the error, nor one
+    that it comes from, nor a warning shows a password or a signature.
+    """
+    url = f"http://me:S3CRET@{refusing_server}/{status}/a.zip?Signature=TOPSIG&X=TOPSIG"
+    shown = []
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            (CALLS | REMOTE_CALLS)[entry](url)
+        except (ColabUtilsError, OSError, TypeError) as error:
+            shown = traceback.format_exception(error)
+    shown += [str(warning.message) for warning in warned]
+    assert not re.search("S3CRET|TOPSIG|mount Drive", "".join(shown))
+    for name in ("ssd", "drive", "runs"):
+        shutil.rmtree(place / name, ignore_errors=True)
 
 
 def test_masks_of_a_url_are_refused(tmp_path, tiny_dataset):

@@ -21,6 +21,7 @@ from colab_utils.places import (
     guard_server,
     is_same_place,
     open_place,
+    write_place,
 )
 from tests.faulty_server import FaultyFileSystem, fail_from, fail_times
 
@@ -103,6 +104,14 @@ def file():
 )
 def test_a_place_is_a_path_or_a_url(text, place):
     assert open_place(text) == place
+
+
+def test_a_password_is_sent_and_not_shown():
+    place = open_place("ftp://me:S3CRET@host/photos") / "a@b.jpg"
+    assert str(place) == "ftp://host/photos/a@b.jpg"
+    assert place.server == "ftp://me:S3CRET@host"
+    # A plan of shards takes it to the workers.
+    assert open_place(write_place(place)) == place
 
 
 def test_a_folder_may_have_a_name_like_a_protocol(tmp_path, monkeypatch):

@@ -448,6 +448,24 @@ def test_damaged_settings_are_as_none(workspace, text):
     assert ensure_dataset(workspace, n=2).name == "built-in"
 
 
+@pytest.mark.parametrize("url", ["http://me:S3CRET@h/a.zip", "https://h/a.zip?key=S3CRET"])
+def test_a_secret_of_a_url_is_not_stored_and_the_url_is_asked_for_again(
+    workspace, own, monkeypatch, url
+):
+    paths = (Path(own["images"]), Path(own["annotations"]))
+    unpacked = []
+    monkeypatch.setattr(module, "unpack_dataset", lambda *names: unpacked.append(names) or paths)
+    named = ensure_dataset(workspace, images=url)
+    # The whole URL is unpacked.
+    assert unpacked[0][0] == url
+    assert "S3CRET" not in (workspace.drive / "settings.json").read_text()
+    with pytest.raises(ColabUtilsError, match=r"IMAGES was https?://h/a\.zip, and .*not stored"):
+        ensure_dataset(workspace)
+    assert ensure_dataset(workspace, images=url) == named
+    ensure_dataset(workspace, images="https://h/a.zip")
+    assert ensure_dataset(workspace).images == paths[0]
+
+
 def test_a_wrong_name_is_told_and_not_remembered(workspace, own, colab):
     with pytest.raises(
         ColabUtilsError, match=r"Your own dataset is not in /no/such and .*Check IMAGES.*'built-in'"

@@ -67,7 +67,7 @@ def _open(path: Place, most_bytes: float) -> Iterator[FileStream]:
         with open_stream(path, most_bytes=most_bytes) as file:
             yield file
     except OSError as error:
-        cure = "Check the name; on Colab, mount Drive first."
+        cure = "Check its name."
         if isinstance(error, IsADirectoryError):
             cure = "Name the JSON in it. If each image has its own file, see docs/FORMATS.md."
         reason = explain_os_error(error, cure)

@@ -134,7 +134,7 @@ def require_folder(images: PlaceLike) -> None:
         # Many web servers do not list their files, so nothing can be checked.
         is_web = isinstance(folder, UrlPath) and folder.protocol in WEB
         if not is_web and not folder.is_dir():
-            cure = "On Colab, mount Drive first."
+            cure = "Check its name."
             if isinstance(folder, UrlPath):
                 cure = "Look at the names of the bucket and of the folder."
             elif folder.is_file():

@@ -26,7 +26,7 @@ from colab_utils.data.coco import CocoDataset
 from colab_utils.data.coco_spool import SpooledCoco
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import hash_bytes, parse_file, read_file, write_file
-from colab_utils.places import Place, UrlPath, open_place
+from colab_utils.places import Place, UrlPath, open_place, write_place
 from colab_utils.shards.plan import split_images
 from colab_utils.shards.source import ShardSource, parse_source
 
@@ -140,8 +140,8 @@ def make_plan(
 ) -> JobPlan:
     """Return the plan of a dataset's shards. Nothing is written."""
     return JobPlan(
-        shards=str(folder.absolute()),
-        image_folder=str(images.absolute()),
+        shards=write_place(folder),
+        image_folder=write_place(images),
         fingerprint=dataset.images.fingerprint,
         recipe=recipe,
         categories=list(dataset.images.categories),
@@ -241,7 +241,7 @@ def _describe(plan: JobPlan) -> dict[str, Any]:
 def _parse_plan(folder: Place, content: bytes) -> JobPlan:
     raw = json.loads(content)
     plan = JobPlan(
-        shards=str(folder.absolute()),
+        shards=write_place(folder),
         source=parse_source(raw["source"]),
         planned_ns=raw["planned_ns"],
         **raw["plan"],

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import colab_utils
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
-from colab_utils.places import Place, open_place
+from colab_utils.places import Place, open_place, write_place
 from colab_utils.processes import ThreadPool
 from colab_utils.require import require_number
 from colab_utils.shards.copy import COPY_STREAMS
@@ -199,7 +199,7 @@ def _has_settings(plan: JobPlan, images: Place, recipe: dict[str, Any]) -> bool:
     """Return whether a plan has this image folder and these settings, and is of this version."""
     return (
         plan.recipe.items() >= recipe.items()
-        and plan.image_folder == str(images.absolute())
+        and plan.image_folder == write_place(images)
         and plan.version == colab_utils.__version__
     )
 
@@ -207,8 +207,8 @@ def _has_settings(plan: JobPlan, images: Place, recipe: dict[str, Any]) -> bool:
 def _plan_nothing(folder: Place, images: Place, index: ShardIndex, source: ShardSource) -> JobPlan:
     """Return a plan without jobs, for a folder that is finished."""
     return JobPlan(
-        shards=str(folder.absolute()),
-        image_folder=str(images.absolute()),
+        shards=write_place(folder),
+        image_folder=write_place(images),
         fingerprint=index.fingerprint,
         recipe=index.recipe,
         categories=list(index.categories),

@@ -320,7 +320,9 @@ def _guard_disk() -> Iterator[None]:
     try:
         yield
     except RefusedError as error:
-        raise ServerLostError(str(error)) from error
+        lost = ServerLostError(str(error))
+        lost.reason = error.reason
+        raise lost from error
     except OSError as error:
         if error.errno not in _TAKES_NO_MORE:
             raise
