@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from errno import ECONNABORTED, EIO, ENODEV, ENOTCONN, ESTALE, ETIMEDOUT
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any, TypeVar
 
 import psutil
@@ -18,6 +19,8 @@ from colab_utils.os_errors import SHORTAGES, explain_os_error
 
 # Seconds before each repetition. A burst of errors lasts seconds, and a remount about a minute.
 RETRY_WAITS_S = (1.0, 4.0, 16.0, 60.0)
+# Before a wait of so many seconds, a warning says how long the same is tried again.
+_LONG_WAIT_S = 10.0
 # Error numbers that only a dead mount gives.
 _GONE = (ENOTCONN, ECONNABORTED)
 # Error numbers that a broken disk gives as well.
@@ -32,6 +35,8 @@ class DriveLostError(UnavailableError):
 
     place = "Drive"
     """What failed, as named in messages."""
+    may_pass = True
+    """Whether the same call may succeed after a while."""
 
 
 class ShortReadError(DriveLostError):
@@ -214,13 +219,16 @@ class Retries:
     def __init__(self, stop: Any = None) -> None:
         self.count = 0
         self._place = ""
+        # Until this time no other warning is given.
+        self._announce_s = 0.0
         self.on_failure: Callable[[], object] | None = None
         self.stop = stop or threading.Event()
         # Whether a file was still missing after the last wait of `find_again`.
         self._trusts_absence = False
 
     def run(self, call: Callable[[], _Result]) -> _Result:
-        """Return the result of ``call``, which is repeated while it raises a `DriveLostError`.
+        """Return the result of ``call``, which is repeated while it raises a `DriveLostError` that
+        may pass. Before the long waits, a warning says how long it is tried.
 
         Raises:
             DriveLostError: Every attempt failed. Other errors are raised at once.
@@ -229,14 +237,27 @@ class Retries:
             try:
                 return call()
             except DriveLostError as error:
-                if self.stop.is_set():
+                if self.stop.is_set() or not error.may_pass:
                     raise
                 self.count += 1
                 self._place = error.place
+                if wait_s >= _LONG_WAIT_S:
+                    self._announce(sum(left for left in RETRY_WAITS_S if left >= wait_s))
                 if self.on_failure is not None:
                     self.on_failure()
                 self.stop.wait(wait_s)
         return call()
+
+    def _announce(self, seconds: float) -> None:
+        """Warn that a call waits for so long. Threads that wait together give one warning."""
+        now_s = monotonic()
+        if now_s >= self._announce_s:
+            self._announce_s = now_s + seconds
+            warnings.warn(
+                f"{self._place} fails, and is tried again for {seconds:.0f} seconds",
+                ColabUtilsWarning,
+                stacklevel=4,
+            )
 
     def write(self, folder: object, call: Callable[..., _Result], *arguments: Any) -> _Result:
         """Return the result of ``call(*arguments)``, which writes into ``folder``; see `run`.

@@ -203,7 +203,8 @@ def open_stream(path: str | Place, *, most_bytes: float = MOST_BYTES) -> Iterato
 def _find_size(path: str | Place, file: BinaryIO) -> int:
     if isinstance(path, UrlPath):
         return path.stat().st_size
-    return os.fstat(file.fileno()).st_size
+    with guard_drive(path):
+        return os.fstat(file.fileno()).st_size
 
 
 def _explain_short(path: str | Place, count: int, size: int) -> ShortReadError:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import warnings
 from types import SimpleNamespace
 
 import pytest
 
 from colab_utils import drive
+from colab_utils.data.coco import read_coco
 from colab_utils.drive import RETRY_WAITS_S, DriveLostError, Retries, is_on_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import DriveFile, read_file
@@ -60,6 +62,27 @@ def test_a_broken_disk_is_not_a_lost_drive(photo, monkeypatch):
     with pytest.raises(OSError, match="Input/output error"):
         read_file(photo, retries)
     assert retries.count == 0
+
+
+@pytest.mark.parametrize("name", ["open", "fstat"])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_every_call_of_the_system_is_tried_again(tiny_dataset, monkeypatch, name, number):
+    """Each of them may fail, and each time that it is called."""
+    monkeypatch.setattr(drive, "is_on_drive", lambda path: True)
+    real = getattr(os, name)
+    calls = []
+
+    def fail_once(*arguments):
+        calls.append(arguments)
+        if len(calls) == number:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(*arguments)
+
+    monkeypatch.setattr(os, name, fail_once)
+    retries = Retries()
+    retries.run(lambda: read_coco(tiny_dataset.annotations))
+    monkeypatch.undo()
+    assert retries.count == (number <= len(calls))
 
 
 class TestIsOnDrive:
@@ -160,8 +183,17 @@ class TestRetries:
         def fail():
             raise DriveLostError("gone")
 
-        with pytest.raises(DriveLostError):
-            retries.run(fail)
+        # One line breaks the silence, also where several threads wait.
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                with pytest.raises(DriveLostError):
+                    retries.run(fail)
+        texts = [str(warning.message) for warning in warned]
+        assert texts == ["Drive fails, and is tried again for 76 seconds"]
+        assert retries.count == len(waited) == 8
+        del waited[4:]
+        retries.count = 4
         assert waited == list(RETRY_WAITS_S) == [1, 4, 16, 60]
         assert retries.count == 4
         assert str(retries) == "Drive failed 4 times and was tried again"
@@ -178,6 +210,18 @@ class TestRetries:
 
         assert retries.run(call) == "read"
         assert retries.count == 4
+
+    def test_what_does_not_pass_is_not_waited_for(self):
+        class FullError(DriveLostError):
+            may_pass = False
+
+        def fail():
+            raise FullError("full")
+
+        retries = Retries()
+        with pytest.raises(FullError):
+            retries.run(fail)
+        assert retries.count == 0
 
     def test_other_errors_come_through_at_once(self):
         retries = Retries()

@@ -329,7 +329,13 @@ class ShardDataset(CocoSamples):
         self._bits: list[Any] = [0] * len(index.shards)
         if columns is None:
             columns = open_columns(index.images, index.annotations)
-            self._bits = join_shards(columns, shards)
+            try:
+                self._bits = join_shards(columns, shards)
+            except ValueError:
+                raise ColabUtilsError(
+                    f"The shards in {self.folder} hold more objects than their index says. Run "
+                    "preprocess again, into another folder."
+                ) from None
         self._use_columns(columns)
         self.left_out = index.annotations - self.objects
 

@@ -142,7 +142,7 @@ def read_index(folder: str | Place, retries: Retries | None = None) -> ShardInde
     except OSError as error:
         reason = explain_os_error(error, "Make the file readable.")
         raise ColabUtilsError(f"{path} cannot be read: {reason}") from None
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ColabUtilsError(
             f"The index in {path} was changed since it was written: {error!s:.100}. Copy the "
             "folder again, or delete index.json and run preprocess again: finished shards stay."
@@ -186,6 +186,11 @@ def _parse_index(raw: Any, folder: Place) -> ShardIndex:
         arrays_name = shard.name.replace(".tar", ".arrays")
         if not _TAR_NAME.fullmatch(shard.name) or shard.arrays_name != arrays_name:
             raise ValueError(f"files {shard.name!r} and {shard.arrays_name!r}")
+    # Values of another kind raise their error here, before they are used.
+    names = sorted((category["id"], category["name"]) for category in index.categories)
+    totals = (index.images, index.bytes, index.annotations in range(index.bytes + 1))
+    if totals != (raw["images"], raw["bytes"], True) or "storage" not in index.recipe:
+        raise ValueError(f"other totals or settings, with {len(names)} categories")
     return index
 
 

@@ -160,8 +160,9 @@ def load_content(path: Place, content: bytes) -> State:
             f"{path} cannot be loaded, though the file is complete ({first_line}). Free memory and "
             f"start again. Or: {_CURE}"
         ) from error
-    if f"{state['step']:08d}" != Path(path.name).stem.rpartition("-")[2]:
-        raise _refuse(path)
+    with explain_state({"path": path}):
+        if f"{state['step']:08d}" != Path(path.name).stem.rpartition("-")[2]:
+            raise _refuse(path)
     return state
 
 

@@ -25,7 +25,6 @@ from colab_utils.places import (
     Place,
     PlaceLike,
     RefusedError,
-    ServerLostError,
     UrlPath,
     find_reason,
     open_place,
@@ -51,10 +50,12 @@ _IDENTITY_NAME = "run-id"
 _TAKES_NO_MORE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
-class FullDiskError(DriveLostError):
-    """The disk of a run takes no more files. Checkpoints wait on this machine, as for a lost
-    Drive.
+class NotTakenError(DriveLostError):
+    """The disk of a run is full, or its server refuses. Checkpoints wait on this machine, as for a
+    lost Drive, and nothing is tried again.
     """
+
+    may_pass = False
 
 
 class CheckpointFolder:
@@ -165,9 +166,13 @@ class CheckpointFolder:
             waiting = self.waiting / path.name
             try:
                 self._write(waiting, which, *parts)
-            except FullDiskError as full:
+            except NotTakenError as full:
                 raise self._refuse_write(path, full.__cause__) from full
-            outlook = "Another try is made now" if is_last else "It is sent later; training goes on"
+            outlook = (
+                "Another try is made at the end"
+                if is_last
+                else "It is sent later; training goes on"
+            )
             text = (
                 f"{self._name_trouble(error)}: checkpoint {path.name} waits in {waiting.parent}. "
                 f"{outlook}"
@@ -177,9 +182,7 @@ class CheckpointFolder:
         return path
 
     def _name_trouble(self, error: DriveLostError) -> str:
-        if isinstance(error, FullDiskError):
-            return f"{self.run} takes no more files ({error})"
-        if isinstance(self.run, UrlPath):
+        if isinstance(error, NotTakenError) or isinstance(self.run, UrlPath):
             return f"{self.run} takes no checkpoint now ({find_reason(error)})"
         return "Drive does not answer"
 
@@ -206,10 +209,10 @@ class CheckpointFolder:
         except DriveLostError as error:
             mount = find_mount(self.run) or COLAB_ROOT / "drive"
             cure = f"Remount Drive with drive.mount('{mount}', force_remount=True)"
-            if isinstance(error, FullDiskError):
-                cure = "Free space there"
-            elif isinstance(self.run, UrlPath):
+            if isinstance(self.run, UrlPath):
                 cure = "Look at the server and your credentials"
+            elif isinstance(error, NotTakenError):
+                cure = "Free space there"
             raise DriveLostError(
                 f"{self._name_trouble(error)}: checkpoint {path.name} is not in {self.run}. It "
                 f"lies only in {waiting.parent} of this machine. {cure}, then run the same command "
@@ -314,19 +317,17 @@ class CheckpointFolder:
 
 @contextmanager
 def _guard_disk() -> Iterator[None]:
-    """Raise `FullDiskError` if the block finds no room to write, and `ServerLostError` if a server
-    refuses a write. With renewed credentials, the server may accept the next try.
+    """Raise `NotTakenError` if the block finds no room to write, or if a server refuses. With free
+    space or renewed credentials, a later checkpoint may be taken.
     """
     try:
         yield
-    except RefusedError as error:
-        lost = ServerLostError(str(error))
-        lost.reason = error.reason
-        raise lost from error
-    except OSError as error:
-        if error.errno not in _TAKES_NO_MORE:
+    except (RefusedError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in _TAKES_NO_MORE:
             raise
-        raise FullDiskError(error.strerror) from error
+        lost = NotTakenError(str(error))
+        lost.reason = getattr(error, "strerror", "") or find_reason(error)
+        raise lost from error
 
 
 def _find_own_folder() -> Path:

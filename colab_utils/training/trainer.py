@@ -127,7 +127,9 @@ class Trainer:
                 if epoch_ended and self.done < self.plan.steps:
                     self.clock.stop()
                     self._evaluate()
-            self._save_last()
+            # What does not reach Drive is sent after the evaluation.
+            self.save(is_last=True)
+            self.writer.finish()
             self._stop_if_asked()
             self._evaluate()
             self.writer.finish()

@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import shutil
 import tarfile
 from dataclasses import replace
 
@@ -13,7 +14,14 @@ from colab_utils.drive import DriveLostError, Retries, explain_write
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import hash_bytes, hash_file, write_file
 from colab_utils.loading.dataset import ShardDataset
-from colab_utils.shards.index import ShardIndex, ShardInfo, SkippedImage, read_index, write_index
+from colab_utils.shards.index import (
+    ShardIndex,
+    ShardInfo,
+    SkippedImage,
+    _to_text,
+    read_index,
+    write_index,
+)
 from colab_utils.shards.lock import hold_folder
 from colab_utils.shards.records import split_member
 from colab_utils.shards.verify import verify_shards
@@ -136,6 +144,40 @@ def test_an_edited_index_is_refused(tmp_path, edit):
     edit(raw)
     (tmp_path / "index.json").write_text(json.dumps(raw))
     is_refused(tmp_path, CHANGED)
+
+
+def list_values(value, path=()):
+    """Yield the path of each value in a JSON."""
+    if path:
+        yield path
+    if isinstance(value, dict | list):
+        for key in value if isinstance(value, dict) else range(len(value)):
+            yield from list_values(value[key], (*path, key))
+
+
+@pytest.mark.filterwarnings("ignore:The arrays in .* are made again")
+def test_an_index_that_is_forged_with_its_checksum_is_refused_or_used(tiny_shards, tmp_path):
+    """Another version may have written it, too. No value of it ends in a traceback."""
+    folder = tmp_path / "shards"
+    shutil.copytree(tiny_shards, folder)
+    text = (folder / "index.json").read_text()
+    refused = 0
+    for path in list_values(json.loads(text)):
+        for value in (None, "x", -1, [], {}, 1.5, 10**13):
+            raw = json.loads(text)
+            del raw["xxh3_64"]
+            holder = raw
+            for key in path[:-1]:
+                holder = holder[key] if key in holder or isinstance(holder, list) else {}
+            holder[path[-1]] = value
+            raw["xxh3_64"] = hash_bytes(_to_text(raw))
+            (folder / "index.json").write_text(json.dumps(raw))
+            try:
+                ShardDataset(folder)
+                verify_shards(folder)
+            except ColabUtilsError:
+                refused += 1
+    assert refused > 100
 
 
 def test_another_layout_of_the_same_index_is_the_same(tmp_path):

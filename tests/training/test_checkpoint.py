@@ -21,7 +21,7 @@ import torch
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.training import checkpoint_folder
-from colab_utils.training.checkpoint import explain_state
+from colab_utils.training.checkpoint import explain_state, pack_state
 from colab_utils.training.checkpoint_folder import CheckpointFolder
 from tests.bad_reads import BadReads, alter, cut
 from tests.drive_mount import mount_or_skip
@@ -222,7 +222,7 @@ def test_the_next_checkpoint_that_drive_takes_replaces_those_that_wait(mount, mo
     monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.01,))
     folder = CheckpointFolder(mount.folder / "run")
     mount.fail(lost=True)
-    with pytest.warns(ColabUtilsWarning, match="Another try is made now$"):
+    with pytest.warns(ColabUtilsWarning, match="Another try is made at the end$"):
         folder.save(make_state(), step=20, is_last=True)
     mount.fail()
     assert folder.save(make_state(), step=30) == folder.newest
@@ -319,12 +319,13 @@ def test_a_folder_of_somebody_else_is_no_place_to_wait(tmp_path: Path, monkeypat
 
 
 def test_what_a_full_disk_does_not_take_waits_here_and_is_sent_later(mount, monkeypatch):
-    monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.01,))
+    # A full disk does not pass, so nothing is waited for.
+    monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (10_000.0,))
     folder = CheckpointFolder(mount.folder / "run")
     folder.prepare(anew=False)
     folder.save(make_state(), step=10)
     mount.fail(full=True)
-    words = r"run takes no more files \(No space left on device\): .*20\.pt waits in .*goes on$"
+    words = r"run takes no checkpoint now \(No space left on device\): .*20\.pt waits in .*goes on$"
     with pytest.warns(ColabUtilsWarning, match=words):
         assert folder.save(make_state(), step=20).parent == folder.waiting
     with pytest.raises(
@@ -645,6 +646,16 @@ def test_any_bytes_of_a_checkpoint_are_read_as_they_were_or_told(tmp_path: Path,
             state["step"] == 10 and torch.equal(state["weight"], torch.arange(6.0))
         )
         assert state is not None or caught
+
+
+@pytest.mark.parametrize("step", [None, "x", 1.5, [], ...])
+def test_a_checkpoint_with_another_kind_of_step_is_refused(tmp_path: Path, step):
+    """Somebody wrote it with a right checksum, or another version did."""
+    path = tmp_path / "checkpoint-00000010.pt"
+    state = {"losses": []} if step is ... else {"step": step}
+    path.write_bytes(b"".join(pack_state(state)))
+    with pytest.raises(ColabUtilsError, match="no checkpoint of this version"):
+        CheckpointFolder(tmp_path).read()
 
 
 def test_a_renamed_checkpoint_is_refused(tmp_path: Path):

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from colab_utils import drive
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import ShardDataset
@@ -411,6 +412,7 @@ class Refusal:
 
     def __init__(self) -> None:
         self.times: dict[str, int | None] = {}
+        self.refused: list[str] = []
         self._write = checkpoint_folder.write_file
 
     def write(self, path, *parts):
@@ -420,6 +422,7 @@ class Refusal:
             return self._write(path, *parts)
         if left is not None:
             self.times[path.name] = left - 1
+        self.refused.append(path.name)
         raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
 
 
@@ -481,6 +484,8 @@ def test_a_run_whose_last_file_lies_here_alone_is_no_success(
             **TINY,
         )
     assert folder.waiting.name in str(caught.value)
+    # It was tried as it was written, and patiently once.
+    assert refusal.refused == [name] * (2 + len(drive.RETRY_WAITS_S))
     assert list_names(folder.waiting) == [name]
     assert name not in list_names(folder.run)
     refusal.times.clear()
@@ -511,7 +516,7 @@ def test_training_goes_on_where_that_is_said(tiny_shards, tmp_path, refusal):
     goes_on = [text for text in texts if "training goes on" in text]
     assert goes_on
     assert not any(name in text for text in goes_on for name in (NEWEST, BEST))
-    tried = [text for text in texts if text.endswith("Another try is made now")]
+    tried = [text for text in texts if text.endswith("Another try is made at the end")]
     assert len(tried) == 2
     assert len(texts) == len(goes_on) + len(tried)
 
@@ -542,7 +547,7 @@ def test_training_goes_on_where_the_disk_of_the_run_is_full(
             if step in (2, 5):
                 mount.fail(full=step == 2)
 
-        with pytest.warns(ColabUtilsWarning, match="takes no more files .*training goes on"):
+        with pytest.warns(ColabUtilsWarning, match="takes no checkpoint now .*training goes on"):
             report = train(tiny_shards, mount.folder / "run", log=note, **settings)
         assert report.losses == undisturbed.losses
         assert list_names(tmp_path / "backing" / "run")[-1] == "checkpoint-00000005.pt"
@@ -551,7 +556,7 @@ def test_training_goes_on_where_the_disk_of_the_run_is_full(
             mount.fail(full=True)
 
         with (
-            pytest.warns(ColabUtilsWarning, match="takes no more files"),
+            pytest.warns(ColabUtilsWarning, match="takes no checkpoint now"),
             pytest.raises(DriveLostError, match=r"00005\.pt is not in .* Free space there, then"),
         ):
             train(tiny_shards, mount.folder / "run", resume="never", log=fill, **settings)
