@@ -9,11 +9,13 @@ import json
 import math
 import os
 import re
+import signal
 import sys
 import warnings
-from collections.abc import Sequence
-from contextlib import closing, redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, redirect_stdout
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Literal, NoReturn
 
 import colab_utils
@@ -82,7 +84,8 @@ def _finish(report: Any, command: str, target: str) -> int:
         _print(text)
     else:
         if target:
-            write_file(Path(target), text.encode())
+            with _end_after_cleaning():
+                write_file(Path(target), text.encode())
         _print("".join(f"{escape(line)}\n" for line in str(report).split("\n")))
     change = getattr(report, "change", None)
     if change is not None and change.fails:
@@ -109,6 +112,16 @@ def _finish(report: Any, command: str, target: str) -> int:
     return 0
 
 
+@contextmanager
+def _end_after_cleaning() -> Iterator[None]:
+    """Let SIGTERM raise SystemExit in the block, so that the block can remove its files."""
+    previous = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
 def _check_json(target: str) -> None:
     """Refuse a file name where the JSON cannot be written, or would replace another file."""
     if target in ("", "-"):
@@ -120,11 +133,11 @@ def _check_json(target: str) -> None:
             "or name another one."
         )
     path = require_new(Path(target), _JSON_START)
-    # Write a first file now: a name that is too long, or a full disk, must not end hours of work.
-    with explain_write(folder):
-        temporary = name_temporary(path)
-        temporary.write_bytes(_JSON_START)
-        temporary.unlink()
+    # A name that is too long, or a full disk, must not end hours of work. The first bytes go to a
+    # file without a name, of which nothing stays if this process is killed.
+    with explain_write(folder), TemporaryFile(dir=folder) as file:
+        name_temporary(path).unlink(missing_ok=True)
+        file.write(_JSON_START)
 
 
 def _to_json(content: dict[str, Any]) -> str:
@@ -376,9 +389,9 @@ def _add_preprocess_options(command: _Parser) -> None:
     _add_number(command, "--shard-mb", "approximate size of a shard, MB (128)")
     command.add_argument(
         "--max-bad",
-        metavar="SHARE",
-        type=float,
-        help="share of bad images or objects to allow (0.01)",
+        metavar="X",
+        type=share_or_count,
+        help="bad images or objects to allow: a share such as 0.05, or a number such as 5 (0.01)",
     )
 
 
@@ -528,6 +541,11 @@ def positive_number(text: str) -> float:
 def number_or_auto(text: str) -> int | str:
     """Return a whole number or "auto". The name appears in argparse's message, too."""
     return text if text == "auto" else int(text)
+
+
+def share_or_count(text: str) -> float:
+    """Return a whole number as an ``int``, and any other number as a ``float``."""
+    return int(text) if text.isdecimal() else float(text)
 
 
 def part_of_all(text: str) -> tuple[int, int]:

@@ -80,6 +80,21 @@ def require_number(
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
+def require_max_bad(value: Any) -> float:
+    """Return how much may be bad: an ``int`` is a number, and a ``float`` from 0 to 1 is a share.
+
+    Raises:
+        ColabUtilsError: The value is neither.
+
+    Example:
+        >>> require_max_bad(5), require_max_bad(0.05)
+        (5, 0.05)
+    """
+    if isinstance(value, numbers.Integral):
+        return require_count("max_bad", value, minimum=0)
+    return require_number("max_bad", value, minimum=0, maximum=1)
+
+
 def require_path(name: str, value: Any) -> None:
     """Refuse a value that is not a path, such as a dataset that is passed instead of its folder.
 

@@ -326,6 +326,25 @@ def test_bad_input_is_one_line_and_leaves_everything_as_it_was(
         assert out == ""
 
 
+@pytest.mark.parametrize("name", ["_check_json", "_finish"])
+def test_nothing_stays_beside_the_json_after_sigterm(world, tmp_path, name):
+    """The signal comes while the first bytes are written, or while the result is."""
+    code = (
+        "import os, signal, sys\n"
+        "from colab_utils import __main__ as main, files\n"
+        "def end(*arguments): os.kill(os.getpid(), signal.SIGTERM)\n"
+        f"if {name!r} == '_finish': files.os.fsync = end\n"
+        "else: main.name_temporary = lambda path: end() or path\n"
+        "sys.exit(main.main(sys.argv[1:]))"
+    )
+    words = [word.replace("{}", str(world)) for word in ("check", *COCO)]
+    (tmp_path / "results").mkdir()
+    command = [sys.executable, "-c", code, *words, "--json", tmp_path / "results" / "out.json"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == (143 if name == "_finish" else -signal.SIGTERM), result.stderr
+    assert os.listdir(tmp_path / "results") == []
+
+
 def test_a_json_that_cannot_be_written_is_told_before_the_work(run, world):
     words = ["preprocess", *COCO, "--shards", "{}/unwritten", "--json", "{}/" + 250 * "n"]
     status, _, err = run(*(word.replace("{}", str(world)) for word in words))
@@ -586,9 +605,9 @@ def test_defects_are_listed_in_the_json_too(run, world):
 
 @pytest.mark.parametrize(
     ("share", "status"),
-    [(0, 2), (0.05, 2), (0.1, 0), (1, 0)],
+    [("0", 2), ("0.05", 2), ("0.1", 0), ("1", 0), ("1.0", 0), ("5", 0)],
 )
-def test_max_bad_is_a_share(run, world, share, status):
+def test_max_bad_is_a_share_or_a_number(run, world, share, status):
     # This loses 1 of 12 images.
     (world / "images" / sorted(os.listdir(world / "images"))[0]).unlink()
     options = ("--workers", 1, "--max-bad", share, "--json", "-")

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.require import require_choice, require_count, require_number, require_path
+from colab_utils.require import (
+    require_choice,
+    require_count,
+    require_max_bad,
+    require_number,
+    require_path,
+)
 
 
 def test_a_choice_passes_and_all_else_is_named_with_the_choices():
@@ -92,6 +98,20 @@ def test_a_number_outside_its_bounds_is_refused(bounds, good, bad, words):
     for value in bad:
         with pytest.raises(ColabUtilsError, match=f"expected x {words} found {value}"):
             require_number("x", value, **bounds)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [(0, int), (5, int), (np.int64(5), int), (0.0, float), (1.0, float), (np.float32(0.5), float)],
+)
+def test_max_bad_is_a_number_or_a_share(value, kind):
+    assert (require_max_bad(value), type(require_max_bad(value))) == (value, kind)
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, -0.1, True, "0.1", None, float("nan")])
+def test_max_bad_is_nothing_else(value):
+    with pytest.raises(ColabUtilsError, match="expected max_bad"):
+        require_max_bad(value)
 
 
 def test_a_folder_is_a_path(tmp_path):

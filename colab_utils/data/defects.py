@@ -86,14 +86,16 @@ def describe_faults(faults: Mapping[str, int]) -> str:
     return "; ".join(f"{count:,} x {kind}: {EFFECTS[kind]}" for kind, count in faults.items())
 
 
-def count_allowed(total: int, share: float) -> int:
-    """Return this share of the total, rounded down to a whole number."""
+def count_allowed(total: int, max_bad: float) -> int:
+    """Return how many of all may be bad. A share is rounded down; see `require_max_bad`."""
+    if isinstance(max_bad, int):
+        return max_bad
     # In floating point, 0.29 x 100 is a little less than 29.
-    return int(share * total + 1e-6)
+    return int(max_bad * total + 1e-6)
 
 
 def require_sound_objects(counts: Mapping[str, int], total: int, max_bad: float) -> None:
-    """Raise ColabUtilsError if more than the share ``max_bad`` of all objects is bad.
+    """Raise ColabUtilsError if more objects are bad than ``max_bad`` allows.
 
     Objects with serious defects are bad.
     """
@@ -103,7 +105,7 @@ def require_sound_objects(counts: Mapping[str, int], total: int, max_bad: float)
         raise ColabUtilsError(
             f"Bad objects so far: {faults.total():,}, and at most {allowed:,} of {total:,} may "
             f"be bad ({describe_faults(faults)}). Repair the annotations with "
-            "`check --repair OUT.json`, or allow more with max_bad (preprocess: --max-bad SHARE)."
+            "`check --repair OUT.json`, or allow more with max_bad (preprocess: --max-bad)."
         )
 
 

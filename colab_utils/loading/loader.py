@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
+from colab_utils.data.defects import count_allowed
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import hash_bytes
 from colab_utils.loading.arrival import Arrival
@@ -29,7 +30,7 @@ from colab_utils.loading.sampler import BatchSampler, LoaderState
 from colab_utils.loading.targets import Target, Transforms, apply_transforms, check_transformed
 from colab_utils.loading.tune import tune_workers
 from colab_utils.machine import count_cores, require_linux
-from colab_utils.require import require_choice, require_count, require_number
+from colab_utils.require import require_choice, require_count, require_max_bad, require_number
 from colab_utils.streams import StreamTrial, require_streams
 
 # An epoch with fewer batches would end before the trials do.
@@ -76,7 +77,7 @@ def make_loader(
     seed: int = 0,
     prefetch: int = PREFETCH,
     transforms: Transforms | None = None,
-    max_bad: int = 0,
+    max_bad: float = 0,
     max_wait_s: float | None = None,
 ) -> "Loader":
     """Make a loader whose batches arrive ready on the device.
@@ -143,8 +144,9 @@ def make_loader(
             ``(image, target)`` of a dense batch as tv_tensors. The transforms of your dataset run
             on the worker, and must leave images uint8. On the CPU, a single
             ``v2.RandomHorizontalFlip`` is applied by the worker. Default: None.
-        max_bad: Number of images that may fail to load, in all epochs together. Each is left out,
-            with a warning when it first fails. If more images fail, an error is raised. Default: 0.
+        max_bad: Number of images that may fail to load, in all epochs together (``int``), or their
+            share of the dataset, from 0 to 1 (``float``). Each is left out, with a warning when it
+            first fails. If more images fail, an error is raised. Default: 0.
         max_wait_s: Seconds to wait for a batch. A late batch moves to the end of the epoch, and the
             next one is delivered. The late batch is requested again from a new process, and
             ``late`` lists its samples. At the end of the epoch the loader waits this long once
@@ -185,7 +187,7 @@ def make_loader(
     batch_size = require_count("batch_size", batch_size)
     prefetch = require_count("prefetch", prefetch)
     seed = require_count("seed", seed, minimum=0)
-    max_bad = require_count("max_bad", max_bad, minimum=0)
+    max_bad = require_max_bad(max_bad)
     if workers == "auto":
         count = min(4, count_cores())
     else:
@@ -239,7 +241,7 @@ def make_loader(
         seed=seed,
         groups=groups,
         transforms=transforms,
-        max_bad=max(max_bad, fetcher.max_bad),
+        max_bad=max(count_allowed(len(fetcher), max_bad), fetcher.max_bad),
         max_wait_s=max_wait_s,
     )
     loader.rates = rates

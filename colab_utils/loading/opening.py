@@ -22,7 +22,7 @@ from colab_utils.loading.writing import (
     warn_of_unsent,
 )
 from colab_utils.places import Place, is_same_place, open_place, require_local_path
-from colab_utils.require import require_count, require_number
+from colab_utils.require import require_count, require_max_bad
 from colab_utils.shards.index import INDEX_NAME, read_index
 from colab_utils.shards.jobs import has_files
 from colab_utils.shards.lock import WRITER_NAME, hold_folder
@@ -76,8 +76,8 @@ def open_dataset(
             with one of 4 MB.
         streams: files that each process reads at the same time; "auto" finds the number by
             measuring.
-        max_bad: largest share of bad images, and of bad objects, 0 to 1. A loader leaves bad images
-            out, with a warning.
+        max_bad: largest share of bad images, and of bad objects, from 0 to 1 (``float``), or their
+            largest number (``int``). A loader leaves bad images out, with a warning.
         seed: seed of the order in which shards are written or copied.
         contiguous_labels: map category ids to 1 to K.
 
@@ -103,7 +103,7 @@ def open_dataset(
     if drive is not None and is_same_place(drive, ssd):
         raise ColabUtilsError(f"The folders drive and ssd are both {ssd}. Name two folders.")
     default = make_recipe("shrink", min_size=800, max_size=1333, shard_mb=shard_mb)
-    require_number("max_bad", max_bad, minimum=0, maximum=1)
+    max_bad = require_max_bad(max_bad)
     require_streams(streams)
     require_count("seed", seed, minimum=0)
     ssd_has_shards = False

@@ -9,7 +9,7 @@ from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.places import Place, open_place, write_place
 from colab_utils.processes import ThreadPool
-from colab_utils.require import require_number
+from colab_utils.require import require_max_bad
 from colab_utils.shards.copy import COPY_STREAMS
 from colab_utils.shards.index import ShardIndex, read_index
 from colab_utils.shards.job_plan import JobPlan, make_plan, read_plan, save_plan
@@ -136,8 +136,9 @@ def write_part(
         workers: number of processes; "auto" is one for each core.
         streams: number of files that each process reads at the same time; "auto" measures how many
             Drive can serve.
-        max_bad: a share, 0 to 1. The number of bad images in this part may be at most this share of
-            all images of the dataset. The same holds for the objects.
+        max_bad: a share of all images of the dataset, from 0 to 1 (``float``), or a number
+            (``int``). This part may have so many bad images at most. The same holds for the
+            objects.
         **settings: the other arguments of `plan_jobs`.
 
     Raises:
@@ -145,7 +146,7 @@ def write_part(
     """
     started_s = perf_counter()
     processes = count_processes(workers)
-    require_number("max_bad", max_bad, minimum=0, maximum=1)
+    max_bad = require_max_bad(max_bad)
     require_streams(streams)
     plan = plan_jobs(images, annotations, **settings)
     if not plan.count:
@@ -163,7 +164,7 @@ def finish(shards: str | Place, *, max_bad: float = 0.01) -> ShardReport:
 
     Args:
         shards: the folder of the shards.
-        max_bad: the share of bad images, and of bad objects, that is allowed.
+        max_bad: the share or the number of bad images, and of bad objects, that is allowed.
 
     Raises:
         ColabUtilsError: if shards are missing (the message lists them), too many images or objects
@@ -174,7 +175,7 @@ def finish(shards: str | Place, *, max_bad: float = 0.01) -> ShardReport:
     """
     started_s = perf_counter()
     folder = open_place(shards)
-    require_number("max_bad", max_bad, minimum=0, maximum=1)
+    max_bad = require_max_bad(max_bad)
     patience = Retries()
     plan = patience.write(folder, read_plan, folder)
     if plan is None:

@@ -24,7 +24,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.machine import require_space
 from colab_utils.places import Place, UrlPath, open_place
 from colab_utils.progress import show_progress
-from colab_utils.require import require_count, require_number
+from colab_utils.require import require_count, require_max_bad
 from colab_utils.shards.columns import keep_columns
 from colab_utils.shards.index import INDEX_NAME, ShardIndex, SkippedImage, read_index, write_index
 from colab_utils.shards.job_plan import (
@@ -150,9 +150,9 @@ def write_shards(
             the shards in place of processes on this machine. They must see the folders at the same
             paths.
         retries: how often a shard is handed to the executor again after its worker was lost.
-        max_bad: a share, 0 to 1. The run stops if a larger share of the images is bad, or a larger
-            share of the objects. A bad object would be trained wrongly or not at all. An example is
-            a polygon that has numbers from 0 to 1 in place of pixels.
+        max_bad: a share from 0 to 1 (``float``), or a number (``int``). The run stops if more of
+            the images are bad, or more of the objects. A bad object would be trained wrongly or not
+            at all. An example is a polygon that has numbers from 0 to 1 in place of pixels.
 
     Raises:
         ColabUtilsError: if the input is missing or not COCO, too many images or objects are bad,
@@ -174,7 +174,7 @@ def write_shards(
     folder = open_place(shards)
     processes = count_processes(workers)
     recipe = make_recipe(storage, min_size=min_size, max_size=max_size, shard_mb=shard_mb)
-    require_number("max_bad", max_bad, minimum=0, maximum=1)
+    max_bad = require_max_bad(max_bad)
     require_count("retries", retries, minimum=0)
     require_streams(streams)
     if executor is not None and not isinstance(executor, Executor):
@@ -432,7 +432,7 @@ def write_all(plan: JobPlan, run: Callable[[], Runs], max_bad: float) -> list[Sh
         plan: the plan of all shards.
         run: starts the jobs that write the shards. It is called a second time if Drive did not show
             some images at first.
-        max_bad: the share of bad images, and of bad objects, that is allowed.
+        max_bad: the share or the number of bad images, and of bad objects, that is allowed.
 
     Raises:
         ColabUtilsError: if too many images or objects are bad, a shard cannot be written, or the
@@ -512,7 +512,7 @@ def check_bad(
     Args:
         plan: the plan of all shards.
         done: the indexes of the finished shards.
-        max_bad: the share of all images, and of all objects, that may be bad.
+        max_bad: the share or the number of images, and of objects, that may be bad.
         is_patient: whether to leave out missing images, because Drive may show them later.
 
     Raises:
@@ -527,7 +527,7 @@ def check_bad(
         raise ColabUtilsError(
             f"Bad images so far: {len(skipped):,}, and at most {allowed:,} of {plan.images:,} may "
             f"be bad ({examples}). Repair them, or their annotations with `check --repair "
-            "OUT.json`, or allow more with max_bad (preprocess: --max-bad SHARE)."
+            "OUT.json`, or allow more with max_bad (preprocess: --max-bad)."
         )
     objects = plan.source.annotations - plan.source.crowds
     require_sound_objects(_sum_faults(done), objects, max_bad)

@@ -113,6 +113,17 @@ class CheckpointFolder:
             return next(reversed(self._list()), None)
         return next(reversed(_list_files(self.waiting, "newest")), None)
 
+    def warn_if_begun(self) -> None:
+        """Warn that a run without a checkpoint was begun before: Drive may not show its files."""
+        if self._identify():
+            warnings.warn(
+                f"The run in {self.run} has begun before, and no checkpoint shows: it starts again "
+                "at step 0. If it had checkpoints, stop it now, and start it again when Drive "
+                "shows them",
+                ColabUtilsWarning,
+                stacklevel=3,
+            )
+
     def prepare(self, *, anew: bool) -> None:
         """Make the folder and give it an identity. With ``anew``, move older checkpoints to a new
         folder in it: ``previous-1``, or ``previous-2`` if that exists already, and so on.

@@ -199,6 +199,8 @@ def train(
                 stack.enter_context(hold_folder(folder.run))
             if resume == "auto" and ranks.is_first:
                 state = folder.read(repair=True)
+                if state is None:
+                    folder.warn_if_begun()
         if ranks.count > 1:
             require_same(
                 ranks,

@@ -937,12 +937,13 @@ def test_samples_are_read_at_once_where_the_dataset_can(make, workers, deliver, 
     assert seen == 11
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_bad_row_of_a_table_is_left_out_alone(make, workers):
+# A share of 0.1 is one of eleven.
+@pytest.mark.parametrize(("workers", "max_bad"), [(0, 1), (2, 1), (0, 0.1)])
+def test_a_bad_row_of_a_table_is_left_out_alone(make, workers, max_bad):
     options = {"batch_size": 4, "workers": workers, "deliver": "packed"}
     with pytest.raises(OSError, match=r"rows \[5\]"):
         list(make(Table(11, [5]), **options))
-    loader = make(Table(11, [5]), max_bad=1, **options)
+    loader = make(Table(11, [5]), max_bad=max_bad, **options)
     with pytest.warns(ColabUtilsWarning, match="left out"):
         ids = flatten(list_ids(loader))
     assert sorted(ids) == [number for number in range(11) if number != 5]

@@ -491,7 +491,7 @@ def test_a_bad_image_is_told_and_left_out(own_dataset, places):
 def test_a_shard_without_a_usable_image_is_passed_over(own_dataset, places):
     images, annotations = own_dataset
     coco = read_coco(annotations)
-    dataset = open_dataset(images, annotations, **places, shard_mb=SHARD_MB, max_bad=1)
+    dataset = open_dataset(images, annotations, **places, shard_mb=SHARD_MB, max_bad=1.0)
     dataset.wait()
     bad_ids = dataset.image_ids[dataset.shard_of == 1]
     rows = np.flatnonzero(np.isin(coco.image_ids, bad_ids))
@@ -499,7 +499,7 @@ def test_a_shard_without_a_usable_image_is_passed_over(own_dataset, places):
         (images / coco.file_name(row)).unlink()
     for folder in places.values():
         shutil.rmtree(folder)
-    dataset = open_dataset(images, annotations, **places, shard_mb=SHARD_MB, max_bad=1)
+    dataset = open_dataset(images, annotations, **places, shard_mb=SHARD_MB, max_bad=1.0)
     with pytest.warns(ColabUtilsWarning, match="no image of its shard can be used"):
         ids = list_ids(make_loader(dataset, batch_size=2, workers=0))
     assert sorted(ids) == sorted(np.delete(coco.image_ids, rows).tolist())
@@ -815,7 +815,7 @@ def test_a_damaged_shard_of_an_earlier_session_is_written_anew(tiny_dataset, ref
     [
         ({"ssd": Path("same"), "drive": Path("same")}, "are both same"),
         ({"shard_mb": 0}, "expected shard_mb between"),
-        ({"max_bad": 2}, "expected max_bad between"),
+        ({"max_bad": 1.5}, "expected max_bad between"),
         ({"seed": -1}, "expected seed"),
         ({"streams": "many"}, "expected streams"),
         ({"annotations": Path("none.json")}, "The annotations none.json cannot be read"),

@@ -200,14 +200,14 @@ def test_a_shard_without_a_usable_image_is_not_missing(dataset, folder, tmp_path
     whole = {name: (dataset[0] / name).read_bytes() for name in bad}
     for name in bad:
         (dataset[0] / name).write_bytes(b"")
-    expected = write_alone(dataset, tmp_path / "alone", max_bad=1)
+    expected = write_alone(dataset, tmp_path / "alone", max_bad=1.0)
     planned = plan(dataset, folder)
     for job in [*planned.jobs, *planned.jobs]:
         write_shard(job)
     assert "shard-000001.tar" not in snapshot(folder)
     with pytest.raises(ColabUtilsError, match=f"Bad images so far: {per_shard},"):
         finish(folder)
-    report = finish(folder, max_bad=1)
+    report = finish(folder, max_bad=1.0)
     assert [image.file_name for image in report.skipped] == bad
     assert snapshot(folder) == expected
     # Repaired, they are taken in.

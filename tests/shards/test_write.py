@@ -505,7 +505,7 @@ def test_a_lost_drive_stops_and_is_no_bad_image(dataset, folder, monkeypatch, wo
     with monkeypatch.context() as patch:
         patch.setattr(image_module, "read_file", lose)
         with pytest.raises(DriveLostError, match="disconnected"):
-            run(dataset, folder, workers=workers, max_bad=1)
+            run(dataset, folder, workers=workers, max_bad=1.0)
     assert not (folder / "index.json").exists()
     assert run(dataset, folder, workers=workers).skipped == ()
 
@@ -533,7 +533,10 @@ def hundred(tmp_path_factory):
         (29, 0.29, False, 1),
         (30, 0.29, True, 1),
         (1, 0, True, 1),
-        (40, 1, False, 2),
+        (40, 1.0, False, 2),
+        # A whole number is a number of images.
+        (2, 2, False, 1),
+        (3, 2, True, 1),
     ],
 )
 def test_more_than_max_bad_stops(hundred, folder, tmp_path, bad, max_bad, stops, workers):
@@ -545,8 +548,9 @@ def test_more_than_max_bad_stops(hundred, folder, tmp_path, bad, max_bad, stops,
     if not stops:
         assert len(run(data, folder, max_bad=max_bad, workers=workers).skipped) == bad
         return
+    allowed = max_bad if isinstance(max_bad, int) else int(max_bad * 101)
     with pytest.raises(
-        ColabUtilsError, match=rf"Bad images so far: \d+, and at most {int(max_bad * 101)} of"
+        ColabUtilsError, match=rf"Bad images so far: \d+, and at most {allowed} of"
     ) as error:
         run(data, folder, max_bad=max_bad, workers=workers)
     assert ".png: not an image" in str(error.value)
@@ -578,18 +582,18 @@ def test_a_shard_of_bad_images_only_has_no_files(dataset, folder):
     whole = {name: (dataset[0] / name).read_bytes() for name in bad}
     for name in bad:
         (dataset[0] / name).write_bytes(b"")
-    _write(dataset, folder, max_bad=1, workers=2)
+    _write(dataset, folder, max_bad=1.0, workers=2)
     assert "shard-000001.tar" not in snapshot(folder)
     listed = {name for name, _, _ in read_index(folder).files()}
     assert set(snapshot(folder)) == listed | {"index.json"}
     assert verify_shards(folder).bad == ()
     before = snapshot(folder)
     (folder / "shard-000002.tar").unlink()
-    _write(dataset, folder, max_bad=1)
+    _write(dataset, folder, max_bad=1.0)
     assert snapshot(folder) == before
     for name in bad:
         (dataset[0] / name).write_bytes(whole[name])
-    _write(dataset, folder, max_bad=1)
+    _write(dataset, folder, max_bad=1.0)
     assert read_index(folder).images == 12
     assert verify_shards(folder).bad == ()
 
@@ -599,7 +603,7 @@ def _write(dataset, folder, **options):
     return folder
 
 
-@pytest.mark.parametrize("max_bad", [0.01, 1])
+@pytest.mark.parametrize("max_bad", [0.01, 1.0])
 def test_the_wrong_image_folder_leaves_nothing(
     tiny_dataset, undisturbed, folder, tmp_path, max_bad
 ):
@@ -1230,5 +1234,5 @@ def test_the_command_names_bad_objects(tiny_dataset, folder, tmp_path, capsys):
     words = [*map(str, words), "--workers", "1"]
     assert main(words) == 2
     assert "Bad objects so far: 2, and at most 0 of" in capsys.readouterr().err
-    assert main([*words, "--max-bad", "1"]) == 0
+    assert main([*words, "--max-bad", "1.0"]) == 0
     assert "2 x normalised polygon: object is trained without a pixel" in capsys.readouterr().out

@@ -521,6 +521,15 @@ def test_training_goes_on_where_that_is_said(tiny_shards, tmp_path, refusal):
     assert len(texts) == len(goes_on) + len(tried)
 
 
+def test_a_run_whose_checkpoints_do_not_show_says_so(tiny_shards, tmp_path, monkeypatch):
+    """The list that Drive gives of a folder may be out of date."""
+    train(tiny_shards, tmp_path / "run", steps=1, **TINY)
+    monkeypatch.setattr(checkpoint_folder, "_list_files", lambda folder, which: [])
+    with pytest.warns(ColabUtilsWarning, match=r"begun before, and no checkpoint shows: .*stop it"):
+        report = train(tiny_shards, tmp_path / "run", steps=1, **TINY)
+    assert report.plan.first_step == 0
+
+
 @pytest.mark.filterwarnings("ignore:Drive does not answer")
 def test_a_run_that_was_deleted_does_not_come_back(tiny_shards, tmp_path, refusal):
     refusal.times = {BEST: None, NEWEST: None}
