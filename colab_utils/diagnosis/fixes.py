@@ -359,6 +359,17 @@ def is_gain(rate: float, loop: BatchTimes, error: float = 0.0) -> bool:
     return rate > (_GAIN + 2 * hypot(loop.error, error)) * loop.images_per_second
 
 
+def _describe_gain(rate: float, loop: BatchTimes, error: float) -> str:
+    """Describe what a fix wins. That it wins nothing is said only if it is known: if a gain that
+    counts is more than two standard errors away.
+    """
+    if is_gain(rate, loop, error):
+        return f"about {describe_rate(rate, error)}"
+    if rate < (_GAIN - 2 * hypot(loop.error, error)) * loop.images_per_second:
+        return "wins nothing"
+    return "not known yet, because the times of batches differ too much. Raise seconds"
+
+
 def rank_fixes(fixes: Sequence[Fix]) -> list[Fix]:
     """Sort fixes, the best first. Of those that are as good as the best, the one with the least
     effort for you comes first.
@@ -397,9 +408,7 @@ def _try_out(now: Situation, fix: Fix, prepare: _Prepare) -> Fix:
             # another form or place was not read before, so its rate is not corrected.
             if is_gain(rate, now.loop, error) and "dataset" not in options:
                 rate, error = now.discount(rate, error)
-            gain = "wins nothing beyond the noise"
-            if is_gain(rate, now.loop, error):
-                gain = f"about {describe_rate(rate, error)}"
+            gain = _describe_gain(rate, now.loop, error)
             measured_rate = None
             if now.verify:
                 measured = _time(now, options, now.step, _VERIFY_SHARE)

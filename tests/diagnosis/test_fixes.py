@@ -324,7 +324,7 @@ def test_the_best_fix_is_the_best_beyond_the_noise(rates, first):
     [
         (0.03, ": about 14.0 images/s."),
         (0.10, ": about 14.0 images/s (give or take 10%)."),
-        (0.30, ": wins nothing beyond the noise."),
+        (0.30, ": not known yet, because the times of batches differ too much. Raise seconds."),
     ],
 )
 @pytest.mark.parametrize("verify", [False, True])
@@ -343,6 +343,30 @@ def test_a_fix_says_how_sure_its_rate_is(monkeypatch, error, text, verify):
     assert fix.sentence.endswith(text)
     assert fix.error == pytest.approx(0.2 if verify else error)
     assert ("Measured: 14.0 images/s (give or take 20%)." in str(fix)) == verify
+
+
+@pytest.mark.parametrize(
+    ("rate", "error", "text"),
+    [
+        # Twice the error is smaller than the gain that counts, then larger.
+        (10.0, 0.02, "wins nothing"),
+        (10.0, 0.03, "not known yet"),
+        # A rate that is far lower than yours is no gain, though it is not sure.
+        (4.0, 0.2, "wins nothing"),
+        (10.45, 0.01, "not known yet"),
+        (11.0, 0.01, "about 11.0 images/s"),
+    ],
+)
+def test_that_a_fix_wins_nothing_is_said_only_if_it_is_known(monkeypatch, rate, error, text):
+    loop = _make_times(10)
+    loader = DataLoader(_Sleepy(), batch_size=2)
+    now = Situation(loader, None, loop, loop, [], 1.0, False, perf_counter())
+    monkeypatch.setattr(
+        fixes,
+        "_time",
+        lambda now, options, *_: _make_times(rate, error=error) if options else loop,
+    )
+    assert f": {text}" in find_fixes(now)[0].sentence
 
 
 def test_a_gain_of_the_loader_itself_adds_its_noise(monkeypatch):
@@ -373,9 +397,9 @@ def test_a_loader_that_is_as_fast_as_before_but_for_noise_takes_nothing_from_a_f
     ("again", "gains"),
     [
         # The loader itself is as fast as the trial: the files are in the page cache by now.
-        (30.0, "wins nothing beyond the noise"),
+        (30.0, "wins nothing"),
         # Its rate changes as much as the trial says, so that is noise.
-        (3.5, "wins nothing beyond the noise"),
+        (3.5, "wins nothing"),
         (10.0, "about 29.0 images/s"),
         (12.5, "about 23.2 images/s"),
     ],
