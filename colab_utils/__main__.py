@@ -12,7 +12,7 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -559,27 +559,25 @@ def part_of_all(text: str) -> tuple[int, int]:
 
 
 def local_path(text: str) -> str:
-    """Return the path of a folder or a file with its "~" expanded, and refuse a URL.
-
-    Argparse calls this function, so that a URL is refused before any work begins.
-    """
-    try:
-        require_local_path(text)
-    except ColabUtilsError as error:
-        raise argparse.ArgumentTypeError(str(error).removesuffix(".")) from None
-    return os.path.expanduser(text)
+    """Return the path of a folder or a file with its "~" expanded, and refuse a URL."""
+    return _accept(text, require_local_path)
 
 
 def place(text: str) -> str:
-    """Return the path or the URL of a folder or a file unchanged.
+    """Return the path or the URL of a folder or a file.
 
-    A URL whose protocol cannot be read on this machine is refused before any work begins.
+    A URL whose protocol cannot be read on this machine is refused.
     """
+    return _accept(text, open_place)
+
+
+def _accept(text: str, check: Callable[[str], object]) -> str:
+    """Check a text before any work begins. Argparse prints the error in its own form."""
     try:
-        open_place(text)
+        check(text)
     except ColabUtilsError as error:
         raise argparse.ArgumentTypeError(str(error).removesuffix(".")) from None
-    return text
+    return os.path.expanduser(text)
 
 
 def _add_path(command: _Parser, option: str, metavar: str, meaning: str, **settings: Any) -> None:

@@ -250,9 +250,8 @@ class Retries:
 
     def _announce(self, seconds: float) -> None:
         """Warn that a call waits for so long. Threads that wait together give one warning."""
-        now_s = monotonic()
-        if now_s >= self._announce_s:
-            self._announce_s = now_s + seconds
+        if monotonic() >= self._announce_s:
+            self._announce_s = monotonic() + seconds
             warnings.warn(
                 f"{self._place} fails, and is tried again for {seconds:.0f} seconds",
                 ColabUtilsWarning,

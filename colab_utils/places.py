@@ -455,7 +455,7 @@ def open_place(path: "str | os.PathLike[str] | UrlPath") -> Place:
         return path
     if not isinstance(path, str | os.PathLike) or not str(path).strip():
         raise ColabUtilsError(
-            f"{path!r} is not the path of a folder or file. Pass its path, or its URL."
+            f"{path!r:.100} is not the path of a folder or file. Pass its path, or its URL."
         )
     text = os.fspath(path)
     # A space around a URL comes with copying and pasting.

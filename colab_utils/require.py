@@ -2,7 +2,7 @@
 
 import math
 import numbers
-import os
+import operator
 from collections.abc import Collection
 from typing import Any
 
@@ -38,17 +38,13 @@ def require_count(name: str, value: Any, *, minimum: int = 1, maximum: int | Non
         4
         >>> require_count("workers", 1.5, minimum=0)
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected workers of 0 or more (a whole number), ...
+        colab_utils.errors.ColabUtilsError: expected workers as a whole number, found 1.5. Pass ...
     """
-    is_count = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not is_count or value < minimum or (maximum is not None and value > maximum):
-        wanted = (
-            f"of {minimum:,} or more" if maximum is None else f"between {minimum:,} and {maximum:,}"
-        )
+    if not isinstance(value, numbers.Integral):
         raise ColabUtilsError(
-            f"expected {name} {wanted} (a whole number), found {value!r}. Pass another number."
+            f"expected {name} as a whole number, found {value!r}. Pass another number."
         )
-    return int(value)
+    return int(require_number(name, value, minimum=minimum, maximum=maximum))
 
 
 def require_number(
@@ -72,10 +68,19 @@ def require_number(
         128
         >>> require_number("max_bad", 2, minimum=0, maximum=1)
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected max_bad between 0 and 1, found 2. Pass ...
+        colab_utils.errors.ColabUtilsError: expected max_bad of 0 or more and of 1 or less, ...
     """
-    if not _is_number(value) or not _is_within(value, above, minimum, maximum, below):
-        wanted = _describe_range(above, minimum, maximum, below)
+    limits = (
+        ("over {:,}", above, operator.gt),
+        ("of {:,} or more", minimum, operator.ge),
+        ("of {:,} or less", maximum, operator.le),
+        ("finite" if below == math.inf else "below {:,}", below, operator.lt),
+    )
+    given = [(words, limit, holds) for words, limit, holds in limits if limit is not None]
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    is_within = is_number and all(holds(value, limit) for _, limit, holds in given)
+    if not is_within or math.isnan(value):
+        wanted = " and ".join(words.format(limit) for words, limit, _ in given) or "as a number"
         raise ColabUtilsError(f"expected {name} {wanted}, found {value!r}. Pass another number.")
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
@@ -95,64 +100,6 @@ def require_max_bad(value: Any) -> float:
     return require_number("max_bad", value, minimum=0, maximum=1)
 
 
-def require_path(name: str, value: Any) -> None:
-    """Refuse a value that is not a path, such as a dataset that is passed instead of its folder.
-
-    Raises:
-        ColabUtilsError: The value is neither text nor a path.
-
-    Example:
-        >>> require_path("shards", "drive/shards")
-    """
-    if not isinstance(value, str | os.PathLike):
-        raise ColabUtilsError(
-            f"{name} is {_describe(value)}, which is not a path. Pass the path of a folder, "
-            "such as dataset.folder."
-        )
-
-
 def _describe(value: Any) -> str:
     """Return the first line of a value's text, because the text of a model has many lines."""
     return repr(value).splitlines()[0]
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        return False
-    return not math.isnan(value)
-
-
-def _is_within(
-    value: float,
-    above: float | None,
-    minimum: float | None,
-    maximum: float | None,
-    below: float | None,
-) -> bool:
-    if above is not None and value <= above:
-        return False
-    if minimum is not None and value < minimum:
-        return False
-    if maximum is not None and value > maximum:
-        return False
-    return below is None or value < below
-
-
-def _describe_range(
-    above: float | None, minimum: float | None, maximum: float | None, below: float | None
-) -> str:
-    """Return a range in words, which follow the argument's name in a message."""
-    if minimum is not None and maximum is not None:
-        return f"between {minimum:,} and {maximum:,}"
-    words = []
-    if above is not None:
-        words.append(f"over {above:,}")
-    if minimum is not None:
-        words.append(f"of {minimum:,} or more")
-    if maximum is not None:
-        words.append(f"of {maximum:,} or less")
-    if below == math.inf:
-        words.append("finite")
-    elif below is not None:
-        words.append(f"below {below:,}")
-    return " and ".join(words) if words else "as a number"

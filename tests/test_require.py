@@ -11,7 +11,6 @@ from colab_utils.require import (
     require_count,
     require_max_bad,
     require_number,
-    require_path,
 )
 
 
@@ -52,7 +51,7 @@ def test_whole_numbers_become_pythons_own(value):
 def test_what_is_no_count_is_refused(value):
     with pytest.raises(
         ColabUtilsError,
-        match=r"expected n of 1 or more \(a whole number\), found .*\. Pass another",
+        match=r"expected n (of 1 or more|as a whole number), found .*\. Pass another",
     ):
         require_count("n", value)
 
@@ -61,7 +60,7 @@ def test_the_bounds_of_a_count_belong_to_it():
     assert [require_count("n", value, minimum=0, maximum=2000) for value in (0, 2000)] == [0, 2000]
     for value in (-1, 2001):
         with pytest.raises(
-            ColabUtilsError, match=rf"n between 0 and 2,000 \(a whole number\), found {value}\."
+            ColabUtilsError, match=rf"n of 0 or more and of 2,000 or less, found {value}\."
         ):
             require_count("n", value, minimum=0, maximum=2000)
 
@@ -88,7 +87,7 @@ def test_what_is_no_number_is_refused(value, bounds):
         ({"minimum": 0}, [0, math.inf], [-0.1], "of 0 or more,"),
         ({"maximum": 1}, [1, -math.inf], [1.1], "of 1 or less,"),
         ({"below": 1}, [0.9], [1], "below 1,"),
-        ({"minimum": 0, "maximum": 1}, [0, 1], [-0.1, 1.1], "between 0 and 1,"),
+        ({"minimum": 0, "maximum": 1}, [0, 1], [-0.1, 1.1], "of 0 or more and of 1 or less,"),
         ({"above": 0, "maximum": 1}, [0.1, 1], [0, 1.1], "over 0 and of 1 or less,"),
         ({"above": 0, "below": math.inf}, [1e300], [0, math.inf], "over 0 and finite,"),
     ],
@@ -112,10 +111,3 @@ def test_max_bad_is_a_number_or_a_share(value, kind):
 def test_max_bad_is_nothing_else(value):
     with pytest.raises(ColabUtilsError, match="expected max_bad"):
         require_max_bad(value)
-
-
-def test_a_folder_is_a_path(tmp_path):
-    assert require_path("shards", tmp_path) is None
-    assert require_path("shards", str(tmp_path)) is None
-    with pytest.raises(ColabUtilsError, match=r"^shards is 5, which is not a path\. Pass"):
-        require_path("shards", 5)

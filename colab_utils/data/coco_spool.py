@@ -12,7 +12,6 @@ import weakref
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +32,7 @@ from colab_utils.data.coco import (
 )
 from colab_utils.data.coco_json import Columns, read_columns
 from colab_utils.data.image_paths import require_folder
-from colab_utils.drive import Retries, ShortReadError, explain_write
+from colab_utils.drive import explain_write
 from colab_utils.files import FileStamp, stamp_file
 from colab_utils.machine import require_space
 from colab_utils.places import Place, PlaceLike, open_place
@@ -182,10 +181,7 @@ def spool_coco(images: PlaceLike, annotations: PlaceLike) -> SpooledCoco:
         # The annotations are written twice: in the order of the JSON, then in the order of shards.
         cure = "or name a folder of another disk in the variable TMPDIR"
         require_space(Path(tempfile.gettempdir()), 2 * stamp.bytes, cure)
-    try:
-        dataset = _spool(path, stamp)
-    except ShortReadError:
-        dataset = Retries().run(partial(_spool, path, stamp))
+    dataset = _spool(path, stamp)
     repeated = find_repeated_names(dataset.images)
     if repeated.size:
         warn_of_divided(annotations, dataset.select(repeated))

@@ -328,13 +328,14 @@ class ShardDataset(CocoSamples):
         # are read from the file.
         self._bits: list[Any] = [0] * len(index.shards)
         if columns is None:
-            columns = open_columns(index.images, index.annotations)
             try:
+                columns = open_columns(index.images, index.annotations)
                 self._bits = join_shards(columns, shards)
-            except ValueError:
+            except (IndexError, TypeError, ValueError) as error:
+                # The checksums are right, so nothing is damaged.
                 raise ColabUtilsError(
-                    f"The shards in {self.folder} hold more objects than their index says. Run "
-                    "preprocess again, into another folder."
+                    f"The shards in {self.folder} are not of this version of colab_utils "
+                    f"({error!s:.100}). Run preprocess again, into another folder."
                 ) from None
         self._use_columns(columns)
         self.left_out = index.annotations - self.objects

@@ -227,20 +227,7 @@ def load_arrays(path: Place, shard: ShardInfo) -> ShardArrays:
         bits_start = file.tell()
         if path.stat().st_size - bits_start != head["bits_bytes"]:
             raise ValueError("cut short")
-        arrays = ShardArrays(**_split_tables(tables), bits=bits_start)
-        _require_shapes(arrays, shard.images)
-        return arrays
-
-
-def _require_shapes(arrays: ShardArrays, images: int) -> None:
-    """Raise a ValueError if a table has not the shape and the dtype that it is written with."""
-    objects = len(arrays.labels)
-    rows = dict.fromkeys(IMAGE_TABLES, images) | dict.fromkeys(OBJECT_TABLES, objects)
-    tables = {**IMAGE_TABLES, **OBJECT_TABLES, "mask_ends": IMAGE_TABLES["counts"]}
-    for name, (kind, row) in tables.items():
-        table = getattr(arrays, name)
-        if (table.dtype, table.shape) != (kind, (rows.get(name, objects + 1), *row)):
-            raise ValueError(f"the table {name} is not of this version")
+        return ShardArrays(**_split_tables(tables), bits=bits_start)
 
 
 def _split_tables(data: bytes) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import find_device, make_loader
 from colab_utils.loading.targets import Transforms
 from colab_utils.places import PlaceLike, open_place, require_local_path
-from colab_utils.require import require_choice, require_count, require_path
+from colab_utils.require import require_choice, require_count
 from colab_utils.shards.lock import hold_folder
 from colab_utils.training.agreement import require_same, share_errors
 from colab_utils.training.checkpoint import State, explain_state
@@ -304,11 +304,8 @@ def _check_length(steps: int | None, epochs: int | None, checkpoint_steps: int |
 def _check_paths(source: DataSource, val_shards: Any, *others: PlaceLike | None) -> None:
     """Refuse values that are no paths, URLs that cannot be read, and data named twice."""
     source.check()
-    named = {"shards": source.shards, "val_shards": val_shards, "images": source.images}
-    for name, value in named.items():
-        if value is not None:
-            require_path(name, value)
-    for place in (*named.values(), source.annotations, source.drive, *others):
+    places = (source.shards, source.images, source.annotations, source.drive, val_shards, *others)
+    for place in places:
         if place is not None:
             open_place(place)
     if source.ssd is not None:

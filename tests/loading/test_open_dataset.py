@@ -814,8 +814,8 @@ def test_a_damaged_shard_of_an_earlier_session_is_written_anew(tiny_dataset, ref
     ("change", "message"),
     [
         ({"ssd": Path("same"), "drive": Path("same")}, "are both same"),
-        ({"shard_mb": 0}, "expected shard_mb between"),
-        ({"max_bad": 1.5}, "expected max_bad between"),
+        ({"shard_mb": 0}, "expected shard_mb of"),
+        ({"max_bad": 1.5}, "expected max_bad of 0"),
         ({"seed": -1}, "expected seed"),
         ({"streams": "many"}, "expected streams"),
         ({"annotations": Path("none.json")}, "The annotations none.json cannot be read"),

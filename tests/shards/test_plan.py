@@ -133,8 +133,8 @@ def test_a_lost_drive_and_an_ended_process(run, monkeypatch):
     ("options", "message"),
     [
         ({"storage": "zip"}, "storage must be one of"),
-        ({"min_size": 0}, "expected min_size between"),
-        ({"workers": 0}, "expected workers between"),
+        ({"min_size": 0}, "expected min_size of 1 or more"),
+        ({"workers": 0}, "expected workers of 1 or more"),
     ],
 )
 def test_mistakes_are_named(run, options, message):

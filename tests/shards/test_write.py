@@ -813,7 +813,7 @@ def test_missing_input_and_unwritable_output(dataset, folder, tmp_path):
     ],
 )
 def test_numbers_out_of_range_are_refused(tiny_dataset, folder, options):
-    with pytest.raises(ColabUtilsError, match=f"expected {next(iter(options))} between"):
+    with pytest.raises(ColabUtilsError, match=f"expected {next(iter(options))} (between|of)"):
         run((tiny_dataset.images, tiny_dataset.annotations), folder, **options)
     assert not folder.exists()
 

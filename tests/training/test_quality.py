@@ -400,7 +400,7 @@ def test_transforms_of_ones_own_run_on_the_device_and_resume(shards, tmp_path):
             r"augment must be one of \('none', 'flip'\), or transforms of your own; it is 'mosaic'",
         ),
         ({"learning_rate": -0.1}, "learning_rate over 0"),
-        ({"min_size": 0}, "min_size between 1 and 10,000"),
+        ({"min_size": 0}, "min_size of 1 or more and of 10,000"),
     ],
 )
 def test_unknown_settings_are_refused_in_one_line(options, message, tmp_path):
