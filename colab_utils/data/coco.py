@@ -7,11 +7,9 @@ of JSON) therefore needs little more memory than its text, and worker processes 
 
 import json
 import warnings
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,26 +18,29 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from colab_utils.data.coco_json import UNREADABLE, Columns, read_columns
+from colab_utils.data.coco_json import (
+    UNREADABLE,
+    Columns,
+    decode_json,
+    read_columns,
+    read_content,
+)
 from colab_utils.data.fields import FAULTS, read_annotation
 from colab_utils.data.image_paths import find_file, list_meanings, require_folder
 from colab_utils.data.masks import number_within
 from colab_utils.data.segmentations import Entry
-from colab_utils.drive import Retries, ShortReadError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.files import write_file
-from colab_utils.machine import find_free_memory
+from colab_utils.files import FileStamp, write_file
 from colab_utils.places import Place, PlaceLike, open_place
 from colab_utils.units import format_count
 
-# The numbers that `Columns` holds for each image.
-_IMAGE = np.dtype([(name, np.int64) for name in ("id", "height", "width", "name_end")])
-ROW = np.dtype(
-    [(name, np.int64) for name in ("id", "image_id", "category_id", "is_crowd", "text_end")]
+# The numbers that `Columns` holds for each annotation.
+_ROW = np.dtype(
+    [
+        (name, np.int64)
+        for name in ("id", "image_id", "category_id", "is_crowd", "text_start", "text_end")
+    ]
 )
-"""The numbers that `Columns` holds for each annotation."""
-# Bytes of memory that reading takes for each byte of the file.
-_MEMORY_OF_JSON = 1.5
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,16 +54,16 @@ class CocoDataset:
 
     fingerprint: str
     """XXH3-128 of the JSON file, in hexadecimal."""
+    stamp: FileStamp
+    """The size and time of the JSON file when it was read."""
     categories: tuple[Entry, ...]
     """Each category's ``id`` and ``name``, in order of id."""
     image_ids: NDArray[np.int64]
     """int64 [I]: image ids, in the order of the file."""
     sizes: NDArray[np.int32]
     """int32 [I, 2]: height and width in pixels; 0 if the file gives none."""
-    names: bytes
-    """All values of ``file_name``, one after another, in UTF-8."""
-    name_ends: NDArray[np.int64]
-    """int64 [I + 1]: where each file name starts in ``names``, and where the last one ends."""
+    names: tuple[str, ...]
+    """``file_name`` of each image: see :meth:`file_name`."""
     first: NDArray[np.int64]
     """int64 [I + 1]: image i has the annotations ``first[i]`` to ``first[i + 1] - 1``."""
     ids: NDArray[np.int64]
@@ -71,10 +72,12 @@ class CocoDataset:
     """
     is_crowd: NDArray[np.bool_]
     """bool [A]: whether each annotation is a crowd. Crowds are left out of training."""
-    texts: bytes | bytearray
-    """The JSON text of the annotations, in UTF-8, in any order."""
-    text_spans: NDArray[np.int64]
-    """int64 [A, 2]: where the text of each annotation starts in ``texts``, and where it ends."""
+    texts: bytes
+    """The JSON text of the annotations, image after image, in UTF-8."""
+    text_ends: NDArray[np.int64]
+    """int64 [I + 1]: where the text of each image's annotations starts in ``texts``, and where the
+    last one ends.
+    """
     shared_names: frozenset[str]
     """Base names that images in several folders have. Such a name alone does not say which image
     is meant.
@@ -104,7 +107,7 @@ class CocoDataset:
 
         It may lead out of the folder. Use :meth:`find_image` to get a file that is safe to open.
         """
-        return self.names[self.name_ends[index] : self.name_ends[index + 1]].decode()
+        return self.names[index]
 
     def image(self, index: int) -> Entry:
         """Return the image's ``id``, ``file_name``, ``width`` and ``height``."""
@@ -188,8 +191,7 @@ class CocoDataset:
 
     def take_text(self, index: int) -> bytes:
         """Return the JSON text of the image's annotations, separated by commas."""
-        spans = self.text_spans[self.first[index] : self.first[index + 1]].tolist()
-        return b", ".join([self.texts[start:end] for start, end in spans])
+        return self.texts[self.text_ends[index] : self.text_ends[index + 1]]
 
     def subset(self, start: int, stop: int) -> "CocoDataset":
         """Return a dataset of images ``start`` to ``stop - 1``; see :meth:`select`."""
@@ -204,37 +206,23 @@ class CocoDataset:
         # dataset.
         counts = self.first[indices + 1] - self.first[indices]
         objects = np.repeat(self.first[indices], counts) + number_within(counts)
-        name_spans = np.stack([self.name_ends[indices], self.name_ends[indices + 1]], axis=1)
-        names, name_ends = join_parts(self.names, name_spans)
-        texts, text_ends = join_parts(self.texts, self.text_spans[objects])
+        names = tuple(self.names[index] for index in indices.tolist())
+        texts, text_ends = _join_texts(map(self.take_text, indices.tolist()))
         return replace(
             self,
             image_ids=self.image_ids[indices],
             sizes=self.sizes[indices],
             names=names,
-            name_ends=name_ends,
             first=np.append(0, np.cumsum(counts)),
             ids=self.ids[objects],
             is_crowd=self.is_crowd[objects],
             texts=texts,
-            text_spans=np.stack([text_ends[:-1], text_ends[1:]], axis=1),
+            text_ends=text_ends,
             shared_names=self.shared_names.intersection(
-                base for i in indices.tolist() for base in list_meanings(self.file_name(i))
+                base for name in names for base in list_meanings(name)
             ),
             text_ids=(),
         )
-
-
-def join_parts(
-    content: bytes | bytearray, spans: NDArray[np.int64]
-) -> tuple[bytes, NDArray[np.int64]]:
-    """Join some parts of a text; return the joined text, and where its parts start and end.
-
-    Element i of the array says where part i starts, and element i + 1 says where it ends.
-    """
-    parts = [content[start:end] for start, end in spans.tolist()]
-    lengths = spans[:, 1] - spans[:, 0]
-    return b"".join(parts), np.append(0, np.cumsum(lengths))
 
 
 def read_coco(annotations: PlaceLike | CocoDataset) -> CocoDataset:
@@ -270,21 +258,90 @@ def read_coco(annotations: PlaceLike | CocoDataset) -> CocoDataset:
     if isinstance(annotations, CocoDataset):
         return annotations
     path = open_place(annotations)
+    stamp, content = read_content(path)
+    fingerprint = xxhash.xxh3_128_hexdigest(content)
     try:
-        return _read(path)
-    except ShortReadError:
-        return Retries().run(partial(_read, path))
+        text = decode_json(content)
+        # The text takes the place of the bytes in memory.
+        del content
+        columns = read_columns(text)
+    except ColabUtilsError as error:
+        raise ColabUtilsError(f"{path} does not hold COCO instances: {error}") from None
+    return _group_annotations(columns, text, fingerprint, stamp)
 
 
-def _read(path: Place) -> CocoDataset:
-    columns = Columns()
-    most_bytes = find_free_memory() / _MEMORY_OF_JSON
-    fingerprint = read_columns(path, columns, most_bytes=most_bytes)
-    images = make_images(columns, fingerprint)
-    rows = np.frombuffer(columns.rows, ROW)
-    strangers = Strangers(images)
-    image_of = strangers.find_images(rows)
-    return group_annotations(strangers.add_to(images), rows, image_of, columns.texts)
+def _group_annotations(
+    columns: Columns, text: str, fingerprint: str, stamp: FileStamp
+) -> CocoDataset:
+    """Return the dataset that was read into ``columns`` from ``text``, sorted by image."""
+    images = np.array(columns.images, np.int64).reshape(-1, 3)
+    image_ids = images[:, 0].copy()
+    rows = np.frombuffer(columns.rows, _ROW)
+    image_of = _find_images(image_ids, rows["image_id"])
+    is_known = image_of >= 0
+    # A category id that cannot be read is reported later, as a fault of its annotation.
+    has_category = np.isin(rows["category_id"], [UNREADABLE, *columns.category_names])
+    # Annotations of unknown images have index -1, so they are sorted to the front.
+    order = np.argsort(image_of, kind="stable")[np.count_nonzero(~is_known) :]
+    counts = np.bincount(image_of[order], minlength=len(image_ids))
+    first = np.append(0, np.cumsum(counts))
+    texts, text_ends = _join_texts(_cut_texts(text, rows[order], first))
+    _, places = np.unique(image_ids, return_index=True)
+    return CocoDataset(
+        fingerprint=fingerprint,
+        stamp=stamp,
+        categories=tuple(
+            {"id": number, "name": name} for number, name in sorted(columns.category_names.items())
+        ),
+        image_ids=image_ids,
+        sizes=images[:, 1:].astype(np.int32),
+        names=tuple(columns.names),
+        first=first,
+        ids=rows["id"][order],
+        is_crowd=rows["is_crowd"][order].astype(np.bool_),
+        texts=texts,
+        text_ends=text_ends,
+        shared_names=_find_shared_names(columns.names),
+        repeated_ids=np.delete(image_ids, places),
+        unknown_images=rows["id"][~is_known],
+        unknown_categories=rows["id"][is_known & ~has_category],
+        text_ids=tuple(columns.text_ids),
+    )
+
+
+def _find_images(image_ids: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the index of the first image with each wanted id, or -1 if there is none."""
+    index_of = {number: i for i, number in reversed([*enumerate(image_ids.tolist())])}
+    return np.array([index_of.get(number, -1) for number in wanted.tolist()], np.int64)
+
+
+def _cut_texts(text: str, rows: NDArray[Any], first: NDArray[np.int64]) -> Iterator[bytes]:
+    """Yield the JSON text of each image's annotations, separated by commas."""
+    spans = np.stack([rows["text_start"], rows["text_end"]], axis=1)
+    for start, end in pairwise(first.tolist()):
+        parts = [text[a:b] for a, b in spans[start:end].tolist()]
+        yield ", ".join(parts).encode()
+
+
+def _join_texts(texts: Iterable[bytes]) -> tuple[bytes, NDArray[np.int64]]:
+    """Join texts; return the joined text, and where its parts start and end.
+
+    Element i of the array says where part i starts, and element i + 1 says where it ends.
+    """
+    parts = list(texts)
+    ends = np.cumsum([0, *map(len, parts)])
+    return b"".join(parts), ends
+
+
+def _find_shared_names(names: Iterable[str]) -> frozenset[str]:
+    """Return the base names that several file names have."""
+    bases: dict[str, str] = {}
+    shared = set[str]()
+    for name in names:
+        for base in list_meanings(name):
+            if bases.setdefault(base, name) != name:
+                shared.add(base)
+    return frozenset(shared)
 
 
 def open_coco(images: PlaceLike, annotations: PlaceLike) -> CocoDataset:
@@ -299,19 +356,14 @@ def open_coco(images: PlaceLike, annotations: PlaceLike) -> CocoDataset:
     """
     require_folder(images)
     dataset = read_coco(annotations)
-    refuse_strangers(annotations, dataset)
-    warn_of_divided(annotations, dataset.select(find_repeated_names(dataset)))
-    warn_of_place(images, dataset)
+    _refuse_strangers(annotations, dataset)
+    _warn_of_divided(annotations, dataset)
+    _warn_of_place(images, dataset)
     return dataset
 
 
-def refuse_strangers(annotations: PlaceLike, dataset: CocoDataset) -> None:
-    """Refuse a dataset that has annotations whose image or category is unclear.
-
-    Raises:
-        ColabUtilsError: if several images have the same id, or if an annotation's image or category
-            is unknown.
-    """
+def _refuse_strangers(annotations: PlaceLike, dataset: CocoDataset) -> None:
+    """Refuse a dataset that has annotations whose image or category is unclear."""
     strangers = {
         ("image", "with the id of another image"): dataset.repeated_ids,
         ("annotation", "of an unknown image"): dataset.unknown_images,
@@ -325,11 +377,8 @@ def refuse_strangers(annotations: PlaceLike, dataset: CocoDataset) -> None:
             )
 
 
-def warn_of_divided(annotations: PlaceLike, dataset: CocoDataset) -> None:
-    """Warn if an image has several entries with different objects.
-
-    ``dataset`` holds only the images that `find_repeated_names` found.
-    """
+def _warn_of_divided(annotations: PlaceLike, dataset: CocoDataset) -> None:
+    """Warn if an image has several entries with different objects."""
     divided = [name for name, is_same in list_repeated_names(dataset) if not is_same]
     if divided:
         warnings.warn(
@@ -341,16 +390,7 @@ def warn_of_divided(annotations: PlaceLike, dataset: CocoDataset) -> None:
         )
 
 
-def find_repeated_names(dataset: CocoDataset) -> NDArray[np.int64]:
-    """Return the indices of the images that share their file name with another image."""
-    names = (dataset.file_name(index) for index in range(len(dataset)))
-    hashes = (xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass")) for name in names)
-    keys = np.fromiter(hashes, np.uint64, len(dataset))
-    _, inverse, counts = np.unique(keys, return_inverse=True, return_counts=True)
-    return np.flatnonzero(counts[inverse] > 1)
-
-
-def warn_of_place(images: PlaceLike, dataset: CocoDataset) -> None:
+def _warn_of_place(images: PlaceLike, dataset: CocoDataset) -> None:
     """Warn if the first image does not lie where the annotations say."""
     # The first image stands for all of them. If it is missing, the code that reads it says so.
     with suppress(ColabUtilsError, IndexError):
@@ -391,7 +431,10 @@ def write_subset(dataset: CocoDataset, indices: Iterable[int], path: Path) -> Pa
 
 
 def write_coco(
-    path: Path, images: Sequence[Any], annotations: Iterable[bytes], categories: Sequence[Any]
+    path: Path,
+    images: Sequence[Any],
+    annotations: Iterable[bytes],
+    categories: Sequence[Any],
 ) -> Path:
     """Write a COCO JSON; return ``path``.
 
@@ -404,117 +447,3 @@ def write_coco(
     )
     write_file(path, b'{"images": %b, "annotations": [%b], "categories": %b}' % parts)
     return path
-
-
-def make_images(columns: Columns, fingerprint: str) -> CocoDataset:
-    """Return a dataset of the images and categories in ``columns``, without annotations."""
-    images = np.frombuffer(columns.images, np.int64).view(_IMAGE)
-    ids = images["id"].copy()
-    name_ends = np.append(0, images["name_end"])
-    names = bytes(columns.names)
-    categories = sorted(columns.category_names.items())
-    _, places = np.unique(ids, return_index=True)
-    nothing = np.zeros(0, np.int64)
-    return CocoDataset(
-        fingerprint=fingerprint,
-        categories=tuple({"id": number, "name": name} for number, name in categories),
-        shared_names=_find_shared_names(names, name_ends, columns.base_hashes),
-        image_ids=ids,
-        sizes=np.stack([images["height"], images["width"]], axis=1).astype(np.int32),
-        names=names,
-        name_ends=name_ends,
-        first=np.zeros(len(ids) + 1, np.int64),
-        ids=nothing,
-        is_crowd=np.zeros(0, np.bool_),
-        texts=b"",
-        text_spans=np.zeros((0, 2), np.int64),
-        repeated_ids=np.delete(ids, places),
-        unknown_images=nothing,
-        unknown_categories=nothing,
-        text_ids=tuple(columns.text_ids),
-    )
-
-
-def _find_shared_names(
-    names: bytes, name_ends: NDArray[np.int64], base_hashes: "array[int]"
-) -> frozenset[str]:
-    """Return the base names that several file names have."""
-    # A dict of all names takes much memory. It is needed only if two base names may be equal.
-    hashes = np.sort(np.frombuffer(base_hashes, np.int64))
-    if not (hashes[1:] == hashes[:-1]).any():
-        return frozenset()
-    bases = dict[str, str]()
-    shared = set[str]()
-    for start, end in pairwise(name_ends.tolist()):
-        name = names[start:end].decode()
-        for base in list_meanings(name):
-            if bases.setdefault(base, name) != name:
-                shared.add(base)
-    return frozenset(shared)
-
-
-class Strangers:
-    """Find the image of each annotation; collect annotations whose image or category is unknown.
-
-    Attributes:
-        unknown_images: Ids of annotations whose image is unknown.
-        unknown_categories: Ids of annotations whose image is known, but whose category is unknown.
-    """
-
-    def __init__(self, dataset: CocoDataset) -> None:
-        self._ids, self._places = np.unique(dataset.image_ids, return_index=True)
-        if not len(dataset):
-            self._ids = np.array([UNREADABLE])
-            self._places = np.array([-1])
-        # A category id that cannot be read is reported later, as a fault of its annotation.
-        self._categories = [UNREADABLE, *(category["id"] for category in dataset.categories)]
-        self.unknown_images: list[int] = []
-        self.unknown_categories: list[int] = []
-
-    def find_images(self, rows: NDArray[Any]) -> NDArray[np.int64]:
-        """Return the index of each row's image, or -1 if the image is unknown.
-
-        If several images have the same id, the row belongs to the first one.
-        """
-        order = np.searchsorted(self._ids, rows["image_id"])
-        order = np.minimum(order, len(self._ids) - 1)
-        image_of = np.where(self._ids[order] == rows["image_id"], self._places[order], -1)
-        is_known = image_of >= 0
-        is_strange = is_known & ~np.isin(rows["category_id"], self._categories)
-        self.unknown_images += rows["id"][~is_known].tolist()
-        self.unknown_categories += rows["id"][is_strange].tolist()
-        return image_of
-
-    def add_to(self, dataset: CocoDataset) -> CocoDataset:
-        """Return the dataset with the ids of the annotations that were collected."""
-        return replace(
-            dataset,
-            unknown_images=np.array(self.unknown_images, np.int64),
-            unknown_categories=np.array(self.unknown_categories, np.int64),
-        )
-
-
-def group_annotations(
-    images: CocoDataset, rows: NDArray[Any], image_of: NDArray[Any], texts: bytes | bytearray
-) -> CocoDataset:
-    """Return a dataset of these images with their annotations, sorted by image.
-
-    Args:
-        images: I images without annotations.
-        rows: the numbers of annotations, as in `ROW`, in the order of their texts.
-        image_of: the index of each row's image. Rows with -1 are left out.
-        texts: the texts of all annotations, without gaps.
-    """
-    # Annotations of unknown images have index -1, so they are sorted to the front.
-    order = np.argsort(image_of, kind="stable")[np.count_nonzero(image_of < 0) :]
-    counts = np.bincount(image_of[order], minlength=len(images))
-    text_ends = rows["text_end"]
-    text_starts = np.append(0, text_ends)[:-1]
-    return replace(
-        images,
-        first=np.append(0, np.cumsum(counts)),
-        ids=rows["id"][order],
-        is_crowd=rows["is_crowd"][order].astype(np.bool_),
-        texts=texts,
-        text_spans=np.stack([text_starts[order], text_ends[order]], axis=1),
-    )

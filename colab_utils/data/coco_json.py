@@ -1,30 +1,29 @@
-"""Read a COCO JSON entry by entry into flat arrays."""
+"""Read the text of a COCO JSON entry by entry.
+
+Only one entry at a time becomes Python objects. If all entries of COCO train2017 did, they would
+take 3 GB.
+"""
 
 import json
-import math
+import re
 from array import array
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
-
-import xxhash
 
 from colab_utils.data.decoding import name_kind
 from colab_utils.data.fields import FAULTS, to_integer
-from colab_utils.data.image_paths import list_meanings, take_base_name
-from colab_utils.data.json_window import JsonWindow, Readable
+from colab_utils.data.image_paths import take_base_name
 from colab_utils.data.segmentations import Entry
 from colab_utils.errors import ColabUtilsError, escape
-from colab_utils.files import FileStream, open_stream
+from colab_utils.files import FileStamp, read_file, stamp_file
+from colab_utils.machine import find_free_memory
 from colab_utils.os_errors import explain_os_error
 from colab_utils.places import Place
 
 _SECTIONS = ("images", "annotations", "categories")
-# Bytes that are read at once from a file that is only hashed.
-_PIECE_BYTES = 1 << 20
-# A block of annotations ends when its texts have more bytes than this.
-_BLOCK_BYTES = 1 << 24
+# Bytes of memory that reading takes for each byte of the file.
+_MEMORY_OF_JSON = 2.5
 # Characters of the longest file_name. No path of Linux is longer.
 _LONGEST_NAME = 4096
 UNREADABLE = -(2**63)
@@ -33,187 +32,46 @@ _NAME_INSTANCES = (
     "Name the instances file (such as instances_train2017.json), or export the "
     "dataset as COCO instances: see docs/FORMATS.md."
 )
-
-
-def read_columns(path: Place, columns: "Columns", *, most_bytes: float = math.inf) -> str:
-    """Add the entries of a COCO JSON to ``columns``; return the file's XXH3-128 in hexadecimal.
-
-    Raises:
-        ColabUtilsError: if there is no such file, if it is not COCO instance JSON, or if it is
-            larger than ``most_bytes``.
-        ShortReadError: if fewer bytes were read than the file holds.
-    """
-    with _open(path, most_bytes) as file:
-        return _read_open(file, path, columns)
-
-
-def read_fingerprint(path: Place) -> str:
-    """Return the XXH3-128 of a COCO JSON in hexadecimal, without parsing its entries.
-
-    Raises:
-        ColabUtilsError: if there is no such file.
-        ShortReadError: if fewer bytes were read than the file holds.
-    """
-    with _open(path, math.inf) as file:
-        digest = xxhash.xxh3_128()
-        for piece in iter(partial(file.read, _PIECE_BYTES), b""):
-            digest.update(piece)
-        return digest.hexdigest()
-
-
-@contextmanager
-def _open(path: Place, most_bytes: float) -> Iterator[FileStream]:
-    try:
-        with open_stream(path, most_bytes=most_bytes) as file:
-            yield file
-    except OSError as error:
-        cure = "Check its name."
-        if isinstance(error, IsADirectoryError):
-            cure = "Name the JSON in it. If each image has its own file, see docs/FORMATS.md."
-        reason = explain_os_error(error, cure)
-        raise ColabUtilsError(f"The annotations {path} cannot be read: {reason}") from None
-
-
-def _read_open(file: Readable, path: Place, columns: "Columns") -> str:
-    """Read the JSON of an open file, as `read_columns` does. Errors name it by ``path``."""
-    try:
-        window = JsonWindow(file)
-        kind = name_kind(window.head)
-        if kind:
-            raise _expect(path, kind, "Then name the JSON.")
-        sections = _read_all(window, path, columns)
-    except UnicodeDecodeError:
-        raise _expect(
-            path, "bytes that are not UTF-8 text, perhaps Latin-1", "Save the JSON as UTF-8."
-        ) from None
-    missing = [key for key in _SECTIONS if key not in sections]
-    if missing:
-        raise _expect(path, f"no list of {' and '.join(missing)}", _NAME_INSTANCES)
-    if columns.annotations and not columns.has_shapes:
-        raise _expect(
-            path,
-            f"{columns.annotations:,} annotations without bbox and segmentation (captions, "
-            "or panoptic?)",
-            _NAME_INSTANCES,
-        )
-    return window.fingerprint
-
-
-def _expect(path: Place, problem: str, cure: str) -> ColabUtilsError:
-    return ColabUtilsError(f"{path} does not hold COCO instances: {problem}. {cure}")
-
-
-def _read_all(window: JsonWindow, path: Place, columns: "Columns") -> set[str]:
-    """Add each entry of the three lists; return the names of those lists that the JSON has."""
-    try:
-        return _read_sections(window, path, columns)
-    except ColabUtilsError:
-        # If a later part of the file is not text, this is the real fault, and `read_rest` raises an
-        # error for it.
-        window.read_rest()
-        raise
-    except RecursionError:
-        raise _expect(path, "JSON that is nested too deeply", "Export or copy it again.") from None
-    except UnicodeDecodeError:
-        raise
-    except (ValueError, IndexError) as error:
-        window.read_rest()
-        where = error.pos if isinstance(error, json.JSONDecodeError) else window.length
-        raise _expect(
-            path,
-            f"text that is not JSON at character {where:,} of {window.length:,}",
-            "The file may be incomplete, or not JSON at all: export or copy it again.",
-        ) from None
-
-
-def _read_sections(window: JsonWindow, path: Place, columns: "Columns") -> set[str]:
-    sections = set[str]()
-    mark = window.read_mark("{[")
-    if mark == "[":
-        cure = "Name the instances file: a list holds results, or one part of a dataset."
-        raise _expect(path, "it is a list", cure)
-    if window.peek() == "}":
-        mark = window.read_mark("}")
-    while mark != "}":
-        if window.peek() != '"':
-            raise json.JSONDecodeError("expected a name", "", window.position)
-        key, _ = window.read_value()
-        window.read_mark(":")
-        # If a name occurs twice, other readers of JSON silently keep only its last value.
-        if key in sections:
-            raise _expect(path, f"it has {key} twice", "Make one list of both.")
-        if key in _SECTIONS:
-            sections.add(key)
-            _read_list(window, key, path, columns)
-        elif window.peek() == "[":
-            _read_list(window, "", path, columns)
-        else:
-            window.read_value()
-        mark = window.read_mark(",}")
-    if not window.is_at_end():
-        raise json.JSONDecodeError("expected nothing more", "", 0)
-    return sections
-
-
-def _read_list(window: JsonWindow, section: str, path: Place, columns: "Columns") -> None:
-    """Add each entry of the list at which the window stands. Without a section, entries are only
-    read.
-    """
-    if window.peek() != "[":
-        raise _expect(path, f"no list of {section}", _NAME_INSTANCES)
-    mark = window.read_mark("[")
-    if window.peek() == "]":
-        mark = window.read_mark("]")
-    while mark != "]":
-        entry, text = window.read_value()
-        if section:
-            _add(columns, section, entry, text, path)
-        mark = window.read_mark(",]")
-
-
-def _add(columns: "Columns", section: str, entry: Any, text: str, path: Place) -> None:
-    try:
-        columns.add(section, entry, text)
-    except FAULTS as error:
-        name = entry.get("id") if isinstance(entry, dict) else entry
-        known = repr(name) if isinstance(name, int | float | str) else "?"
-        raise _expect(
-            path,
-            f"an entry of '{section}' (id {known:.40}) with {error}",
-            "Export the dataset again as COCO instances.",
-        ) from None
+# JSON formats other than COCO. Each pattern matches the path of a key: "annotations/result" is the
+# key "result" of the first annotation.
+_FORMATS = {
+    "_via_img_metadata|.*/regions": "VIA's JSON",
+    "imagePath": "LabelMe's JSON",
+    "data_row|DataRow ID|Labeled Data": "Labelbox's JSON",
+    "features": "GeoJSON",
+    "size/height|objects/classTitle": "Supervisely's JSON",
+    "imgHeight": "Cityscapes' JSON",
+    "item/(name|slots)": "V7 Darwin's JSON",
+    "(annotations/)?predicted_iou": "the JSON of Segment Anything",
+    "annotations/(completed_by|result)|.*/(polygonlabels|brushlabels)": "Label Studio's own JSON",
+    "annotations/coordinates/(x|width)": "CreateML's JSON",
+}
+_MARK = re.compile(r"[ \t\n\r]*([][{},:])[ \t\n\r]*")
+# JSON Lines: an object on one line, and another object on the next line.
+_NEXT_LINE = re.compile(r"[ \t\r]*\n\s*\{")
+_decode = json.JSONDecoder().raw_decode
 
 
 class Columns:
-    """Collect the entries of a COCO JSON in flat arrays. A faulty entry raises one of `FAULTS`.
+    """Collect the entries of a COCO JSON in flat arrays. A faulty entry raises one of `FAULTS`."""
 
-    Args:
-        keep: called with the rows and texts of each full block of annotations, so that memory holds
-            only one block. By default, all annotations stay in these arrays.
-    """
-
-    def __init__(self, keep: "Callable[[array[int], bytearray], None] | None" = None) -> None:
-        self._keep = keep
+    def __init__(self) -> None:
         self.images = array("q")
-        """Four numbers for each image: id, height, width, and where its name ends in `names`."""
-        self.names = bytearray()
-        self.base_hashes = array("q")
-        """Hashes of the base names of all files that the images' names may mean."""
+        """Three numbers for each image: id, height, width."""
+        self.names: list[str] = []
         self.rows = array("q")
-        self.texts = bytearray()
-        """JSON text of the annotations in this block. `rows` has five numbers for each of them: its
-        id, image id and category id, whether it is a crowd, and where its text ends in `texts`.
+        """Six numbers for each annotation: its id, image id and category id, whether it is a crowd,
+        and where its text starts and ends in the text of the JSON.
         """
         self.annotations = 0
-        """Number of annotations that were added so far, in all blocks."""
-        self.category_names = dict[int, str]()
+        self.category_names: dict[int, str] = {}
         self.has_shapes = False
-        self.text_ids = list[str]()
+        self.text_ids: list[str] = []
 
-    def add(self, section: str, entry: Any, text: str) -> None:
-        """Add an entry of a section, and its text."""
+    def add(self, section: str, entry: Any, span: tuple[int, int]) -> None:
+        """Add an entry of a section; ``span`` says where its text starts and ends."""
         if section == "annotations":
-            self._add_annotation(entry if isinstance(entry, dict) else {}, text)
+            self._add_annotation(entry if isinstance(entry, dict) else {}, span)
         elif not isinstance(entry, dict):
             raise TypeError(f"{type(entry).__name__} where COCO has an object")
         elif section == "images":
@@ -242,18 +100,19 @@ class Columns:
             raise TypeError(
                 f"a file_name that is not text, or longer than a path may be: {name!r:.60}"
             )
+        # A name with half a character raises an error.
+        name.encode()
         sizes = [
             to_integer(image.get(side) or 0, side, limit=2**31) for side in ("height", "width")
         ]
         number = to_integer(image.get("id"), "image_id")
         if isinstance(image["id"], str) and image["id"] != str(number):
             self.text_ids.append(image["id"])
-        self.names += name.encode()
-        self.base_hashes.extend(map(hash, list_meanings(name)))
-        self.images.extend((number, *sizes, len(self.names)))
+        self.names.append(name)
+        self.images.extend((number, *sizes))
 
-    def _add_annotation(self, entry: Entry, text: str) -> None:
-        """Add an annotation's ids and ``iscrowd``, and keep the rest as text.
+    def _add_annotation(self, entry: Entry, span: tuple[int, int]) -> None:
+        """Add an annotation's ids and ``iscrowd``, and the place of its text.
 
         Faults in the rest are found later, and then only the annotation's image is skipped. If the
         id is no number (such as a UUID), the annotation's place among all annotations, from 1, is
@@ -264,11 +123,194 @@ class Columns:
         for name in ids:
             with suppress(*FAULTS):
                 ids[name] = to_integer(entry.get(name), name)
-        self.texts += text.encode()
         # JSON's true is accepted, too, because True equals 1.
-        self.rows.extend((*ids.values(), entry.get("iscrowd") in (1, "1"), len(self.texts)))
+        self.rows.extend((*ids.values(), entry.get("iscrowd") in (1, "1"), *span))
         self.has_shapes = self.has_shapes or "bbox" in entry or "segmentation" in entry
-        if self._keep is not None and len(self.texts) > _BLOCK_BYTES:
-            self._keep(self.rows, self.texts)
-            self.rows = array("q")
-            self.texts = bytearray()
+
+
+class _Reader:
+    """Read JSON value by value from its text. ``position`` is the place of the next character."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self.position = 0
+
+    def read_mark(self, expected: str) -> str:
+        """Read a mark (one of ``[]{},:``) and the white space around it; return the mark.
+
+        Raises:
+            json.JSONDecodeError: none of the expected marks is there.
+        """
+        match = _MARK.match(self._text, self.position)
+        if match is None or match[1] not in expected:
+            raise json.JSONDecodeError(f"expected {expected}", "", self.position)
+        self.position = match.end()
+        return match[1]
+
+    def read_value(self) -> Any:
+        """Read a value.
+
+        Raises:
+            json.JSONDecodeError: the text is no JSON.
+            ValueError: a number has too many digits.
+            RecursionError: the value is nested too deeply.
+        """
+        value, self.position = _decode(self._text, self.position)
+        return value
+
+    def is_next(self, character: str) -> bool:
+        """Return whether this character is the next one."""
+        return self._text.startswith(character, self.position)
+
+    def read_entries(self, closing: str) -> Iterator[None]:
+        """Read a list or an object behind its opening mark, up to its closing mark.
+
+        The caller reads an entry each time that this yields.
+        """
+        mark = self.read_mark(closing) if self.is_next(closing) else ","
+        while mark != closing:
+            yield
+            mark = self.read_mark("," + closing)
+
+    def require_end(self) -> None:
+        """Check that the text ends here.
+
+        Raises:
+            json.JSONDecodeError: something follows.
+        """
+        if self.position < len(self._text):
+            raise json.JSONDecodeError("expected nothing more", "", self.position)
+
+
+class _OtherFormatError(ColabUtilsError):
+    """The text is no JSON, or lacks a list of COCO. It may be another tool's format."""
+
+
+def read_content(path: Place) -> tuple[FileStamp, bytes]:
+    """Return the stamp of a COCO JSON before it was read, and its bytes.
+
+    Raises:
+        ColabUtilsError: if there is no such file, or if it is too large for this machine's memory.
+        DriveLostError: if Drive went away.
+    """
+    try:
+        return stamp_file(path), read_file(path, most_bytes=find_free_memory() / _MEMORY_OF_JSON)
+    except OSError as error:
+        cure = "Check the name; on Colab, mount Drive first."
+        if isinstance(error, IsADirectoryError):
+            cure = "Name the JSON in it. If each image has its own file, see docs/FORMATS.md."
+        reason = explain_os_error(error, cure)
+        raise ColabUtilsError(f"The annotations {path} cannot be read: {reason}") from None
+
+
+def decode_json(content: bytes) -> str:
+    """Return the text of a JSON: UTF-8, UTF-16 or UTF-32, as its first bytes show.
+
+    Raises:
+        ColabUtilsError: if it is another kind of file.
+    """
+    kind = name_kind(content)
+    if kind:
+        raise ColabUtilsError(f"{kind}. Then name the JSON.")
+    try:
+        return content.decode(json.detect_encoding(content[:4]))
+    except UnicodeDecodeError:
+        raise ColabUtilsError(
+            "bytes that are not UTF-8 text, perhaps Latin-1. Save the JSON as UTF-8."
+        ) from None
+
+
+def read_columns(text: str) -> Columns:
+    """Read the entries of a COCO JSON.
+
+    Raises:
+        ColabUtilsError: if it is not COCO instance JSON.
+    """
+    reader = _Reader(text)
+    columns = Columns()
+    try:
+        _read_sections(reader, columns)
+    except RecursionError:
+        raise ColabUtilsError("JSON that is nested too deeply. Export or copy it again.") from None
+    except _OtherFormatError as error:
+        raise ColabUtilsError(_name_format(text) or str(error)) from None
+    except ValueError as error:
+        place = getattr(error, "pos", reader.position)
+        raise ColabUtilsError(
+            _name_format(text)
+            or f"text that is not JSON at character {place:,} of {len(text):,}. "
+            "The file may be incomplete, or not JSON at all: export or copy it again."
+        ) from None
+    if columns.annotations and not columns.has_shapes:
+        raise ColabUtilsError(
+            f"{columns.annotations:,} annotations without bbox and segmentation (captions, or "
+            f"panoptic?). {_NAME_INSTANCES}"
+        )
+    return columns
+
+
+def _read_sections(reader: _Reader, columns: Columns) -> None:
+    """Add each entry of the three lists."""
+    if reader.read_mark("{[") == "[":
+        raise _OtherFormatError(
+            "it is a list. Name the instances file: a list holds results, or one part of a dataset."
+        )
+    keys = set[str]()
+    for _ in reader.read_entries("}"):
+        if not reader.is_next('"'):
+            raise json.JSONDecodeError("expected a name", "", reader.position)
+        key = reader.read_value()
+        reader.read_mark(":")
+        # If a name occurs twice, other readers of JSON silently keep only its last value.
+        if key in keys:
+            raise ColabUtilsError(f"it has {key} twice. Make one list of both.")
+        keys.add(key)
+        if key in _SECTIONS:
+            _read_list(reader, key, columns)
+        else:
+            reader.read_value()
+    reader.require_end()
+    missing = [key for key in _SECTIONS if key not in keys]
+    if missing:
+        raise _OtherFormatError(f"no list of {' and '.join(missing)}. {_NAME_INSTANCES}")
+
+
+def _read_list(reader: _Reader, section: str, columns: Columns) -> None:
+    if not reader.is_next("["):
+        raise _OtherFormatError(f"no list of {section}. {_NAME_INSTANCES}")
+    reader.read_mark("[")
+    for _ in reader.read_entries("]"):
+        start = reader.position
+        entry = reader.read_value()
+        try:
+            columns.add(section, entry, (start, reader.position))
+        except FAULTS as error:
+            name = entry.get("id") if isinstance(entry, dict) else entry
+            known = repr(name) if isinstance(name, int | float | str) else "?"
+            raise ColabUtilsError(
+                f"an entry of '{section}' (id {known:.40}) with {error}. "
+                "Export the dataset again as COCO instances."
+            ) from None
+
+
+def _name_format(text: str) -> str:
+    """Name the format of JSON that is not COCO, by the keys of its first object."""
+    with suppress(ValueError, RecursionError):
+        first, end = _decode(text, text.index("{"))
+        paths = [*_list_paths(first)]
+        names = [name for key, name in _FORMATS.items() if any(re.fullmatch(key, p) for p in paths)]
+        if not names and paths and _NEXT_LINE.match(text, end):
+            names = ["JSON Lines"]
+        if names:
+            return f"{names[0]}: see docs/FORMATS.md. Then name the JSON."
+    return ""
+
+
+def _list_paths(value: Any, head: str = "", depth: int = 3) -> Iterator[str]:
+    """Yield the paths of the keys of an object, or of the first object of a list."""
+    if isinstance(value, list) and value:
+        value = value[0]
+    if isinstance(value, dict) and depth:
+        for key, entry in value.items():
+            yield head + key
+            yield from _list_paths(entry, f"{head}{key}/", depth - 1)

@@ -62,21 +62,6 @@ _KINDS = {
     b"\\s*(<\\?xml.*)?<annotations?>": "CVAT's or VOC's XML: see docs/FORMATS.md",
     b"\\s*\\d+([ \\t]+[\\d.]+){4}": "YOLO's text: see docs/FORMATS.md",
 }
-# JSON formats other than COCO. The patterns match a key near the start of the file.
-_FOREIGN = {
-    b'(_via_|__VIA_|filename".*"regions")': "VIA's JSON",
-    b'(shapes|imagePath)"': "LabelMe's JSON",
-    b'(data_row|DataRow ID|Labeled Data)"': "Labelbox's JSON",
-    b'(Feature|FeatureCollection)"': "GeoJSON",
-    b'(classTitle"|tags".*"size")': "Supervisely's JSON",
-    b'(imgHeight|gtCoarse)"': "Cityscapes' JSON",
-    b'(slots|item)".*"': "V7 Darwin's JSON",
-    b'(crop_box|predicted_iou)"': "the JSON of Segment Anything",
-    b'(completed_by|from_name|polygonlabels|brushlabels)"': "Label Studio's own JSON",
-    b'coordinates"': "CreateML's JSON",
-}
-# JSON Lines: an object on one line, and another object on the next line.
-_JSON_LINES = re.compile(rb"\s*\{[^\n]*\}\s*\n\s*\{")
 # The EXIF tag of the orientation.
 _ORIENTATION = 0x0112
 # The TIFF tag that is 0 where the pixel value 0 means white.
@@ -523,10 +508,7 @@ def name_kind(data: Encoded) -> str:
     for kind, name in _KINDS.items():
         if re.match(kind, head, re.IGNORECASE | re.DOTALL):
             return name
-    for key, name in _FOREIGN.items():
-        if re.match(b'\\s*[{\\[](?!.*"images").*"' + key, head, re.DOTALL):
-            return f"{name}: see docs/FORMATS.md"
-    return "JSON Lines: see docs/FORMATS.md" if _JSON_LINES.match(head) else ""
+    return ""
 
 
 def _name_tiff(file: IO[bytes]) -> str:

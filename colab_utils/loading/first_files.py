@@ -4,7 +4,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from colab_utils.data.coco_spool import SpooledCoco
+from colab_utils.data.coco import CocoDataset
 from colab_utils.errors import ColabUtilsError
 from colab_utils.places import Place
 from colab_utils.reader import AHEAD_BYTES, Reader
@@ -34,12 +34,12 @@ class FirstFiles:
     """
 
     def __init__(
-        self, images: Place, dataset: SpooledCoco, recipe: dict[str, Any], streams: int | str
+        self, images: Place, dataset: CocoDataset, recipe: dict[str, Any], streams: int | str
     ) -> None:
         self._count = len(dataset)
         self._streams = _STREAMS if streams == "auto" else streams
         self._reader = Reader(
-            partial(read_image, images, dataset.images), place=images, streams=self._streams
+            partial(read_image, images, dataset), place=images, streams=self._streams
         )
         rows = split_images(complete_recipe(recipe, _GUESSED_BYTES), self._count)[0]
         self._reader.prefetch(rows.tolist())

@@ -6,7 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, cast
 
-from colab_utils.data.coco_json import read_fingerprint
+import xxhash
+
+from colab_utils.data.coco_json import read_content
 from colab_utils.data.defects import count_allowed
 from colab_utils.drive import Retries, is_on_drive
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableError
@@ -195,7 +197,8 @@ def _has_shards(folder: Place, annotations: Place) -> bool:
     if source is not None and source.json == stamp_annotations(annotations):
         fingerprint = source.fingerprint
     else:
-        fingerprint = retries.run(partial(read_fingerprint, annotations))
+        _, content = retries.run(partial(read_content, annotations))
+        fingerprint = xxhash.xxh3_128_hexdigest(content)
     if index.fingerprint != fingerprint:
         raise ColabUtilsError(
             f"The shards in {folder} are of other annotations. Name another folder, or delete "

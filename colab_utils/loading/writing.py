@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colab_utils.data.coco import CocoDataset
-from colab_utils.data.coco_spool import SpooledCoco
 from colab_utils.data.defects import count_allowed
 from colab_utils.data.sizes import plan_size
 from colab_utils.drive import DriveLostError, Retries, explain_write, is_on_drive
@@ -87,7 +86,7 @@ class Writing(Arrival):
         ssd: Path,
         drive: Place | None,
         images: Place,
-        dataset: SpooledCoco,
+        dataset: CocoDataset,
         recipe: dict[str, Any],
         *,
         lock: ExitStack,
@@ -234,7 +233,7 @@ class FollowedWriting(FollowedArrival):
         jobs: the jobs of that process, one for each shard.
     """
 
-    def __init__(self, ssd: Path, images: Place, dataset: SpooledCoco, *, seed: int) -> None:
+    def __init__(self, ssd: Path, images: Place, dataset: CocoDataset, *, seed: int) -> None:
         self.key = name_writing(dataset)
         self._arrived = ArrivedShards(ssd, self.key)
         # If the other process has ended meanwhile, the recipe is read from its shards.
@@ -262,9 +261,9 @@ def warn_of_unsent(error: ColabUtilsError) -> None:
     )
 
 
-def name_writing(dataset: SpooledCoco) -> str:
+def name_writing(dataset: CocoDataset) -> str:
     """Return a key that identifies the writing of this dataset."""
-    return hash_bytes(f"writing {dataset.images.fingerprint}".encode())
+    return hash_bytes(f"writing {dataset.fingerprint}".encode())
 
 
 def _run_timed(job: ShardPart, priority: int) -> tuple[ShardIndex, float]:
@@ -292,7 +291,7 @@ class WritingShards(ArrivingShards):
     def __init__(
         self,
         writing: Writing | FollowedWriting,
-        dataset: SpooledCoco,
+        dataset: CocoDataset,
         *,
         max_bad: float,
         contiguous_labels: bool = False,
@@ -304,9 +303,9 @@ class WritingShards(ArrivingShards):
         self._files = ShardFiles(writing.target)
         self.transforms = None
         self.folder = writing.target
-        self.fingerprint = dataset.images.fingerprint
+        self.fingerprint = dataset.fingerprint
         self.is_decoded = recipe["storage"] == "pixels"
-        categories = dataset.images.categories
+        categories = dataset.categories
         self._set_labels(categories, contiguous=contiguous_labels)
         self.max_bad = count_allowed(len(dataset), max_bad)
         shards = tuple(_foresee_shard(job) for job in writing.jobs)

@@ -23,9 +23,8 @@ import numpy as np
 
 import colab_utils
 from colab_utils.data.coco import CocoDataset
-from colab_utils.data.coco_spool import SpooledCoco
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import hash_bytes, parse_file, read_file, write_file
+from colab_utils.files import FileStamp, hash_bytes, parse_file, read_file, write_file
 from colab_utils.places import Place, UrlPath, open_place, write_place
 from colab_utils.shards.plan import split_images
 from colab_utils.shards.source import ShardSource, parse_source
@@ -136,15 +135,15 @@ class RunStop(Event):
 
 
 def make_plan(
-    folder: Place, images: Place, dataset: SpooledCoco, recipe: dict[str, Any]
+    folder: Place, images: Place, dataset: CocoDataset, recipe: dict[str, Any]
 ) -> JobPlan:
     """Return the plan of a dataset's shards. Nothing is written."""
     return JobPlan(
         shards=write_place(folder),
         image_folder=write_place(images),
-        fingerprint=dataset.images.fingerprint,
+        fingerprint=dataset.fingerprint,
         recipe=recipe,
-        categories=list(dataset.images.categories),
+        categories=list(dataset.categories),
         images=len(dataset),
         version=colab_utils.__version__,
         source=describe_source(dataset),
@@ -152,10 +151,10 @@ def make_plan(
     )
 
 
-def describe_source(dataset: SpooledCoco) -> ShardSource:
+def describe_source(dataset: CocoDataset) -> ShardSource:
     """Return facts about the JSON that was read. By these facts it is recognised later."""
-    fingerprint = dataset.images.fingerprint
-    return ShardSource(fingerprint, dataset.stamp, dataset.annotations, dataset.crowds)
+    fingerprint = dataset.fingerprint
+    return ShardSource(fingerprint, dataset.stamp, len(dataset.ids), dataset.crowds)
 
 
 def read_plan(folder: Place) -> JobPlan | None:
@@ -170,7 +169,7 @@ def read_plan(folder: Place) -> JobPlan | None:
     return None
 
 
-def save_plan(plan: JobPlan, dataset: SpooledCoco) -> JobPlan:
+def save_plan(plan: JobPlan, dataset: CocoDataset) -> JobPlan:
     """Write a plan and the annotations of each shard; return the plan with the number of shards.
 
     Several machines may do this at the same time, because they all write the same annotations.
@@ -178,7 +177,7 @@ def save_plan(plan: JobPlan, dataset: SpooledCoco) -> JobPlan:
     parts = split_images(plan.recipe, plan.images)
     plan = replace(plan, count=len(parts))
     plan.files.mkdir(parents=True, exist_ok=True)
-    for number, part in enumerate(dataset.cut(parts)):
+    for number, part in enumerate(map(dataset.select, parts)):
         write_file(_name_part(plan, number), _dump_part(part))
     content = {
         "key": plan.key,
@@ -260,8 +259,8 @@ def _dump_part(part: CocoDataset) -> memoryview:
     tables: dict[str, Any] = {
         name: value for name, value in vars(part).items() if isinstance(value, np.ndarray)
     }
-    head = [part.fingerprint, part.categories, sorted(part.shared_names)]
-    texts = {"head": json.dumps(head).encode(), "names": part.names, "texts": part.texts}
+    head = [part.fingerprint, part.stamp, part.categories, part.names, sorted(part.shared_names)]
+    texts = {"head": json.dumps(head).encode(), "texts": part.texts}
     for name, text in texts.items():
         tables[name] = np.frombuffer(text, np.uint8)
     file = io.BytesIO()
@@ -272,11 +271,13 @@ def _dump_part(part: CocoDataset) -> memoryview:
 def _parse_part(content: bytes) -> CocoDataset:
     with np.load(io.BytesIO(content), allow_pickle=False) as file:
         tables = dict(file)
-    texts = {name: tables.pop(name).tobytes() for name in ("head", "names", "texts")}
-    fingerprint, categories, shared_names = json.loads(texts.pop("head"))
+    texts = {name: tables.pop(name).tobytes() for name in ("head", "texts")}
+    fingerprint, stamp, categories, names, shared_names = json.loads(texts.pop("head"))
     return CocoDataset(
         fingerprint=fingerprint,
+        stamp=FileStamp(*stamp),
         categories=tuple(categories),
+        names=tuple(names),
         shared_names=frozenset(shared_names),
         **texts,
         **tables,

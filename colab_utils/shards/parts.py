@@ -106,7 +106,7 @@ def plan_jobs(
         return _plan_nothing(folder, images, *known)
     dataset = open_annotations(images, annotations)
     # The JSON has another time here than on the machine that planned, and the same content.
-    if plan is not None and plan.fingerprint == dataset.images.fingerprint:
+    if plan is not None and plan.fingerprint == dataset.fingerprint:
         return plan
     index = patience.write(folder, find_finished, folder, images, dataset, recipe)
     if index is not None:

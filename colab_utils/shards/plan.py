@@ -10,8 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from colab_utils.data.coco import CocoDataset
-from colab_utils.data.coco_spool import SpooledCoco, spool_coco
+from colab_utils.data.coco import CocoDataset, open_coco
 from colab_utils.drive import DriveLostError, Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import FileStamp, stamp_file
@@ -35,7 +34,7 @@ _TRIED_IMAGES = 16
 _MOST_WORKERS = 2**16
 _RANGES = {"min_size": (1, 2**16), "max_size": (1, 2**16), "shard_mb": (1e-9, 1024)}
 
-Annotations = str | Place | SpooledCoco
+Annotations = str | Place | CocoDataset
 """A COCO JSON, or the result of `open_annotations`. With the result, the JSON is not read again."""
 
 
@@ -118,7 +117,7 @@ def order_shards(recipe: dict[str, Any], shards: int, seed: int) -> list[int]:
     return [*range(ramp), *others.tolist()]
 
 
-def open_annotations(images: str | Place, annotations: Annotations) -> SpooledCoco:
+def open_annotations(images: str | Place, annotations: Annotations) -> CocoDataset:
     """Open the annotations, and refuse faults that cannot be cured by leaving images out.
 
     Annotations that are open already are returned as they are. If Drive fails, they are read again.
@@ -127,9 +126,9 @@ def open_annotations(images: str | Place, annotations: Annotations) -> SpooledCo
         ColabUtilsError: if there is no image folder, or the annotations are not COCO, list no
             image, or refer to an image or a category that they do not list.
     """
-    if isinstance(annotations, SpooledCoco):
+    if isinstance(annotations, CocoDataset):
         return annotations
-    dataset = Retries().run(partial(spool_coco, images, annotations))
+    dataset = Retries().run(partial(open_coco, images, annotations))
     if not len(dataset):
         raise ColabUtilsError(f"The list of images in {annotations} is empty. Name another file.")
     return dataset
@@ -137,7 +136,7 @@ def open_annotations(images: str | Place, annotations: Annotations) -> SpooledCo
 
 def stamp_annotations(annotations: Annotations) -> FileStamp:
     """Return the name, size and time of the JSON. If they differ later, the file was changed."""
-    if isinstance(annotations, SpooledCoco):
+    if isinstance(annotations, CocoDataset):
         return annotations.stamp
     return stamp_file(open_place(annotations))
 
@@ -203,7 +202,7 @@ def plan_shards(
     dataset = open_annotations(images, annotations)
     reason = "you asked for it"
     if storage == "auto":
-        recipe["storage"], reason = _pick_storage(dataset.images, min_size, max_size)
+        recipe["storage"], reason = _pick_storage(dataset, min_size, max_size)
     images = open_place(images)
     sample = select_sample(dataset)
     # The first image loads the libraries, which must not be timed.
@@ -246,7 +245,7 @@ class ImageCost(NamedTuple):
     write_s: float
 
 
-def select_sample(dataset: SpooledCoco) -> CocoDataset:
+def select_sample(dataset: CocoDataset) -> CocoDataset:
     """Return a few images that are spread over the dataset."""
     count = min(_TRIED_IMAGES, len(dataset))
     return dataset.select(np.linspace(0, len(dataset) - 1, count).astype(np.int64))

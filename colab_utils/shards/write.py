@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from colab_utils.data.coco_spool import SpooledCoco
+from colab_utils.data.coco import CocoDataset
 from colab_utils.data.defects import count_allowed, describe_faults, require_sound_objects
 from colab_utils.data.image_paths import require_folder
 from colab_utils.drive import Retries, explain_write, is_on_drive
@@ -281,13 +281,13 @@ def _find_run(folder: Place) -> ShardIndex | None:
     return None
 
 
-def _find_own_run(folder: Place, dataset: SpooledCoco, recipe: dict[str, Any]) -> ShardIndex | None:
+def _find_own_run(folder: Place, dataset: CocoDataset, recipe: dict[str, Any]) -> ShardIndex | None:
     """Return the same as `_find_run`, but refuse shards of other data or settings."""
     index = _find_run(folder)
     if index is None:
         return None
     difference = ""
-    if index.fingerprint != dataset.images.fingerprint:
+    if index.fingerprint != dataset.fingerprint:
         difference = "of another dataset"
     elif not index.recipe.items() >= recipe.items():
         difference = "made with other settings"
@@ -299,7 +299,7 @@ def _find_own_run(folder: Place, dataset: SpooledCoco, recipe: dict[str, Any]) -
     return index
 
 
-def find_common_recipe(folders: Iterable[Place], dataset: SpooledCoco) -> dict[str, Any]:
+def find_common_recipe(folders: Iterable[Place], dataset: CocoDataset) -> dict[str, Any]:
     """Return the recipe that the shards of a dataset have in all these folders; {} if there are no
     shards.
 
@@ -341,7 +341,7 @@ def find_known(
 
 
 def find_finished(
-    folder: Place, images: Place, dataset: SpooledCoco, recipe: dict[str, Any]
+    folder: Place, images: Place, dataset: CocoDataset, recipe: dict[str, Any]
 ) -> ShardIndex | None:
     """Return the index of a folder that is finished; None if something is left to do.
 
@@ -356,8 +356,7 @@ def find_finished(
         return None
     changed = list_changed(index, read_source(folder, index.fingerprint), images)
     if changed:
-        coco = dataset.images
-        places = [place for place in range(len(coco)) if coco.file_name(place) in changed]
+        places = [place for place in range(len(dataset)) if dataset.file_name(place) in changed]
         sample = dataset.select(np.array(places, np.int64))
         if not are_still_bad(index, images, sample):
             return None
@@ -366,7 +365,7 @@ def find_finished(
 
 
 def begin_folder(
-    folder: Place, images: Place, dataset: SpooledCoco, recipe: dict[str, Any]
+    folder: Place, images: Place, dataset: CocoDataset, recipe: dict[str, Any]
 ) -> dict[str, Any]:
     """Mark the folder as unfinished; return the recipe with the entries of `complete_recipe`.
 
@@ -399,7 +398,7 @@ def begin_folder(
 def cut_parts(
     folder: Place,
     images: Place,
-    dataset: SpooledCoco,
+    dataset: CocoDataset,
     recipe: dict[str, Any],
     streams: int | str,
     drive: Place | None = None,
@@ -413,7 +412,7 @@ def cut_parts(
     if drive is not None:
         finished = Retries().write(drive, _list_names, drive, "shard-*.arrays")
     parts = split_images(recipe, len(dataset))
-    for number, part in enumerate(dataset.cut(parts)):
+    for number, part in enumerate(map(dataset.select, parts)):
         path = name_shard(folder.absolute(), number)
         job = ShardPart(path, part, images.absolute(), recipe, streams)
         if path.with_suffix(".arrays").name in finished:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from colab_utils.data.coco_spool import spool_coco
+from colab_utils.data.coco import open_coco
 from colab_utils.loading.first_files import FirstFiles
 from colab_utils.places import open_place
 from colab_utils.shards.jobs import WorkerProgress, write_part
@@ -13,7 +13,7 @@ from colab_utils.shards.write import cut_parts
 def list_parts(tiny_dataset, folder, image_bytes):
     """Return the recipe before it is complete, the annotations, and the parts of all shards."""
     images = open_place(tiny_dataset.images)
-    dataset = spool_coco(images, tiny_dataset.annotations)
+    dataset = open_coco(images, tiny_dataset.annotations)
     recipe = make_recipe("shrink", min_size=800, max_size=1333, shard_mb=128)
     complete = complete_recipe(recipe, image_bytes)
     return recipe, dataset, list(cut_parts(folder, images, dataset, complete, "auto"))

@@ -21,8 +21,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from colab_utils import make_loader, open_dataset
-from colab_utils.data.coco import read_coco
-from colab_utils.data.coco_spool import spool_coco
+from colab_utils.data.coco import open_coco, read_coco
 from colab_utils.data.decoding import load_jpeg_decoder
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading import arrival, writing
@@ -215,7 +214,7 @@ def test_the_first_shard_is_written_alone_unless_files_are_waited_for(own_datase
 @pytest.mark.parametrize("shard_mb", [SHARD_MB, 128])
 def test_shards_of_slow_files_are_those_of_write_shards(own_dataset, places, tmp_path, shard_mb):
     images, annotations = own_dataset
-    lost = images / spool_coco(images, annotations).images.file_name(3)
+    lost = images / open_coco(images, annotations).file_name(3)
     lost.unlink()
     slow_down(images, DriveProfile("test", open_s=0.05, bytes_per_s=1e9, source="made up"))
     dataset = open_dataset(images, annotations, **places, shard_mb=shard_mb, max_bad=0.5)
@@ -250,7 +249,7 @@ def write_old_shards(dataset, folder):
     """Write shards by a recipe of before there was a ramp, in the order of the annotations."""
     recipe = make_recipe("shrink", min_size=800, max_size=1333, shard_mb=SHARD_MB)
     recipe["images_per_shard"] = 2
-    coco = spool_coco(dataset.images, dataset.annotations)
+    coco = open_coco(dataset.images, dataset.annotations)
     folder.mkdir()
     plan = make_plan(folder, dataset.images, coco, recipe)
     parts = write.cut_parts(folder, dataset.images, coco, recipe, 1)
