@@ -5,6 +5,7 @@ of JSON) therefore needs little more memory than its text, and worker processes 
 ``make stress`` measures it.
 """
 
+import io
 import json
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,14 +34,6 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import FileStamp, write_file
 from colab_utils.places import Place, PlaceLike, open_place
 from colab_utils.units import format_count
-
-# The numbers that `Columns` holds for each annotation.
-_ROW = np.dtype(
-    [
-        (name, np.int64)
-        for name in ("id", "image_id", "category_id", "is_crowd", "text_start", "text_end")
-    ]
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,49 +268,42 @@ def _group_annotations(
 ) -> CocoDataset:
     """Return the dataset that was read into ``columns`` from ``text``, sorted by image."""
     images = np.array(columns.images, np.int64).reshape(-1, 3)
-    image_ids = images[:, 0].copy()
-    rows = np.frombuffer(columns.rows, _ROW)
-    image_of = _find_images(image_ids, rows["image_id"])
-    is_known = image_of >= 0
+    rows = np.array(columns.rows, np.int64).reshape(-1, 6)
+    # The first image with an id gets the annotations.
+    index_of = {number: i for i, number in reversed([*enumerate(images[:, 0].tolist())])}
+    image_of = np.array([index_of.get(number, -1) for number in rows[:, 1].tolist()], np.int64)
+    strangers = rows[image_of < 0, 0]
+    # Annotations of unknown images are sorted to the front, and left out.
+    order = np.argsort(image_of, kind="stable")[len(strangers) :]
+    first = np.append(0, np.cumsum(np.bincount(image_of[order], minlength=len(images))))
+    rows = rows[order]
     # A category id that cannot be read is reported later, as a fault of its annotation.
-    has_category = np.isin(rows["category_id"], [UNREADABLE, *columns.category_names])
-    # Annotations of unknown images have index -1, so they are sorted to the front.
-    order = np.argsort(image_of, kind="stable")[np.count_nonzero(~is_known) :]
-    counts = np.bincount(image_of[order], minlength=len(image_ids))
-    first = np.append(0, np.cumsum(counts))
-    texts, text_ends = _join_texts(_cut_texts(text, rows[order], first))
-    _, places = np.unique(image_ids, return_index=True)
+    has_category = np.isin(rows[:, 2], [UNREADABLE, *columns.categories])
+    texts, text_ends = _join_texts(_cut_texts(text, first, rows[:, 4:]))
     return CocoDataset(
         fingerprint=fingerprint,
         stamp=stamp,
         categories=tuple(
-            {"id": number, "name": name} for number, name in sorted(columns.category_names.items())
+            {"id": number, "name": name} for number, name in sorted(columns.categories.items())
         ),
-        image_ids=image_ids,
+        image_ids=images[:, 0].copy(),
         sizes=images[:, 1:].astype(np.int32),
         names=tuple(columns.names),
         first=first,
-        ids=rows["id"][order],
-        is_crowd=rows["is_crowd"][order].astype(np.bool_),
+        ids=rows[:, 0].copy(),
+        is_crowd=rows[:, 3].astype(np.bool_),
         texts=texts,
         text_ends=text_ends,
         shared_names=_find_shared_names(columns.names),
-        repeated_ids=np.delete(image_ids, places),
-        unknown_images=rows["id"][~is_known],
-        unknown_categories=rows["id"][is_known & ~has_category],
+        repeated_ids=np.delete(images[:, 0], [*index_of.values()]),
+        unknown_images=strangers,
+        unknown_categories=rows[~has_category, 0],
         text_ids=tuple(columns.text_ids),
     )
 
 
-def _find_images(image_ids: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the index of the first image with each wanted id, or -1 if there is none."""
-    index_of = {number: i for i, number in reversed([*enumerate(image_ids.tolist())])}
-    return np.array([index_of.get(number, -1) for number in wanted.tolist()], np.int64)
-
-
-def _cut_texts(text: str, rows: NDArray[Any], first: NDArray[np.int64]) -> Iterator[bytes]:
+def _cut_texts(text: str, first: NDArray[np.int64], spans: NDArray[np.int64]) -> Iterator[bytes]:
     """Yield the JSON text of each image's annotations, separated by commas."""
-    spans = np.stack([rows["text_start"], rows["text_end"]], axis=1)
     for start, end in pairwise(first.tolist()):
         parts = [text[a:b] for a, b in spans[start:end].tolist()]
         yield ", ".join(parts).encode()
@@ -328,9 +314,13 @@ def _join_texts(texts: Iterable[bytes]) -> tuple[bytes, NDArray[np.int64]]:
 
     Element i of the array says where part i starts, and element i + 1 says where it ends.
     """
-    parts = list(texts)
-    ends = np.cumsum([0, *map(len, parts)])
-    return b"".join(parts), ends
+    # A list of all parts would leave gaps in the memory of the process.
+    joined = io.BytesIO()
+    ends = [0]
+    for text in texts:
+        joined.write(text)
+        ends.append(joined.tell())
+    return joined.getvalue(), np.array(ends)
 
 
 def _find_shared_names(names: Iterable[str]) -> frozenset[str]:

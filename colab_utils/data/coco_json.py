@@ -64,7 +64,8 @@ class Columns:
         and where its text starts and ends in the text of the JSON.
         """
         self.annotations = 0
-        self.category_names: dict[int, str] = {}
+        self.categories: dict[int, str] = {}
+        """The name of each category, by its id."""
         self.has_shapes = False
         self.text_ids: list[str] = []
 
@@ -83,10 +84,10 @@ class Columns:
         if named is None:
             raise ValueError("no 'name'")
         name = escape(str(named))
-        if self.category_names.setdefault(number, name) != name:
+        if self.categories.setdefault(number, name) != name:
             raise ValueError(
                 f"the name {name!r}, but an earlier entry of this id has the name "
-                f"{self.category_names[number]!r}"
+                f"{self.categories[number]!r}"
             )
 
     def _add_image(self, image: Entry) -> None:

@@ -521,10 +521,76 @@ def test_another_format_is_named(path, content, name):
         read(path, content)
 
 
-def test_keys_of_another_format_beside_images_are_coco(path):
-    extra = {"shapes": [], "coordinates": 1, "data_row": 2, "type": "Feature"}
-    whole = {"info": extra, **make_coco()}
-    assert len(read(path, whole)) == len(make_coco()["images"])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"info": {"shapes": [], "coordinates": 1, "data_row": 2, "type": "Feature"}},
+        {"features": [], "imagePath": "", "item": {"slots": []}, "tags": [], "size": {"height": 1}},
+        {"tasks": [{"polygonlabels": [], "regions": []}] * 2000},
+    ],
+)
+def test_keys_of_another_format_beside_the_lists_of_coco_are_coco(path, extra):
+    fields = {"predicted_iou": 0.9, "result": 1, "coordinates": {"x": 1}}
+    annotations = [{**fields, **make_coco()["annotations"][0]}]
+    names = [{"id": number, "name": f"{number} item"} for number in range(200)]
+    coco = make_coco(annotations=annotations, categories=names)
+    for keys in (["categories", "annotations", "images"], ["annotations", "images", "categories"]):
+        assert_same(read(path, {**extra, **{key: coco[key] for key in keys}}), coco)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        # Dataloop's, a dump of CVAT's tasks, and results of a model.
+        (
+            {"annotations": [{"label": "car", "coordinates": [[{"x": 1, "y": 2}]]}]},
+            "no list of images and categories",
+        ),
+        (
+            [{"version": 0, "tags": [], "shapes": [{"points": [1, 2]}], "tracks": []}],
+            "it is a list",
+        ),
+        ([{"image_id": 1, "category_id": 1, "score": 0.5, "bbox": [1, 2, 3, 4]}], "it is a list"),
+        # A file of a tool that was cut is no JSON first of all.
+        (b'{"version": "5.0", "imagePath": "a.jpg", "shapes": [', "not JSON at character"),
+        # Outlines of a competition, one image a line.
+        (
+            b'{"id": "a", "annotations": [{"coordinates": [[[4, 4]]]}]}\n{"id": "b"}\n',
+            "JSON Lines: see docs/FORMATS.md",
+        ),
+    ],
+)
+def test_no_format_is_named_wrongly(path, content, words):
+    with pytest.raises(ColabUtilsError, match=rf"does not hold COCO instances: .*{words}"):
+        read(path, content)
+
+
+@pytest.mark.parametrize(
+    ("content", "place"),
+    [
+        (b'{"images": [x', 12),
+        ('{"info": "Größe", "images": [x'.encode(), 29),
+        (b'{"info": {"a": 1,, "b": 2}}', 17),
+        (b'{"images": [], "annotations": [{"a": "never ends', 37),
+        (WHOLE + b"}", len(WHOLE)),
+    ],
+)
+def test_a_fault_of_json_is_named_with_its_place(path, content, place):
+    length = len(content.decode())
+    with pytest.raises(ColabUtilsError, match=f"at character {place} of {length}\\."):
+        read(path, content)
+
+
+def test_images_may_be_selected_in_any_order(coco_mini):
+    dataset = read_coco(coco_mini.annotations)
+    order = np.random.default_rng(0).permutation(len(dataset))
+    for indices in (order, order[:1], order[1:1], order[5:8]):
+        part = dataset.select(indices)
+        assert len(part) == len(indices)
+        for place, index in enumerate(indices.tolist()):
+            assert part.image(place) == dataset.image(index)
+            assert part.annotations(place) == dataset.annotations(index)
+            assert part.count_objects()[place] == dataset.count_objects()[index]
 
 
 def test_image_ids_may_be_names(path):

@@ -1,10 +1,10 @@
 """Make a JSON of COCO train2017's size and read it: seconds, peak memory, memory kept. Takes
-minutes and 2 GB.
+minutes and 3 GB.
 
     python tests/stress/read_large_coco.py [--digits 2] [--folder /tmp]
 
-``--digits 17`` writes coordinates in full precision. Exits 1 beyond 60 s, beyond one and a half
-times the JSON at the peak, and where what is kept is 100 MB more than the JSON.
+``--digits 17`` writes coordinates in full precision. Exits 1 beyond 60 s, beyond 3.5 GB at the
+peak, and where what is kept is 100 MB more than the JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ IMAGES = 118_000
 OBJECTS = 860_000
 CATEGORIES = 90
 MAX_SECONDS = 60
-MAX_PEAK = 1.5
+# A Colab VM has 12.7 GB.
+MAX_PEAK = 3.5e9
 
 
 def make_large_coco(path: Path, *, digits: int) -> None:
@@ -99,7 +100,7 @@ def main() -> int:
         size = path.stat().st_size
     print(f"{dataset} in {size / 1e6:.0f} MB of JSON")
     print(f"{seconds:.1f} s, {peak / 1e6:.0f} MB at the peak, {left / 1e6:.0f} MB kept")
-    return 0 if seconds < MAX_SECONDS and peak < MAX_PEAK * size and left < size + 1e8 else 1
+    return 0 if seconds < MAX_SECONDS and peak < MAX_PEAK and left < size + 1e8 else 1
 
 
 if __name__ == "__main__":
