@@ -547,7 +547,7 @@ def test_keys_of_another_format_beside_the_lists_of_coco_are_coco(path, extra):
             "no list of images and categories",
         ),
         (
-            [{"version": 0, "tags": [], "shapes": [{"points": [1, 2]}], "tracks": []}],
+            [{"version": 0, "tags": [], "shapes": [{"points": [1]}], "tracks": []}],
             "it is a list",
         ),
         ([{"image_id": 1, "category_id": 1, "score": 0.5, "bbox": [1, 2, 3, 4]}], "it is a list"),
