@@ -197,7 +197,7 @@ def read_content(path: Place) -> tuple[FileStamp, bytes]:
     try:
         return stamp_file(path), read_file(path, most_bytes=find_free_memory() / _MEMORY_OF_JSON)
     except OSError as error:
-        cure = "Check the name; on Colab, mount Drive first."
+        cure = "Check its name."
         if isinstance(error, IsADirectoryError):
             cure = "Name the JSON in it. If each image has its own file, see docs/FORMATS.md."
         reason = explain_os_error(error, cure)
