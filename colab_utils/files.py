@@ -9,8 +9,8 @@ import io
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -145,66 +145,6 @@ def read_whole(path: str | Place, *, most_bytes: float = MOST_BYTES) -> bytes:
     if len(content) < size:
         raise _explain_short(path, len(content), size)
     return content
-
-
-class FileStream:
-    """Read an open file from its start to its end. In a slowed folder, reads take as long as the
-    folder's profile says.
-    """
-
-    def __init__(self, path: str | Place, file: BinaryIO) -> None:
-        self._path = path
-        self._file = file
-        self._profile = find_profile(path)
-        self._size = _find_size(path, file)
-        self._count = 0
-
-    def read(self, size: int) -> bytes:
-        """Return the next ``size`` bytes, or fewer at the end of the file.
-
-        Raises:
-            ShortReadError: the file ended before its size was reached.
-            DriveLostError: Drive got disconnected, or its storage failed.
-        """
-        started = perf_counter()
-        with guard_drive(self._path):
-            content = self._file.read(size)
-        # Only the first read waits until Drive has opened the file.
-        place = None if self._count else 0
-        if not isinstance(self._path, UrlPath):
-            wait_as_drive(self._profile, self._path, place, len(content), started)
-        self._count += len(content)
-        if not content and self._count < self._size:
-            raise _explain_short(self._path, self._count, self._size)
-        return content
-
-
-@contextmanager
-def open_stream(path: str | Place, *, most_bytes: float = MOST_BYTES) -> Iterator[FileStream]:
-    """Open a file to read it from its start to its end, in pieces of any size.
-
-    Raises:
-        ColabUtilsError: the path is not a file, or the file is too large: see `open_file`.
-        DriveLostError: Drive got disconnected, or its storage failed.
-        UnavailableError: this machine has too little memory, or too many open files.
-        OSError: any other error, as Python raised it.
-
-    Example:
-        >>> with open_stream(__file__) as file:
-        ...     file.read(3) == read_whole(__file__)[:3]
-        True
-    """
-    with guard_drive(path):
-        file = open_file(path, most_bytes=most_bytes)
-    with file:
-        yield FileStream(path, file)
-
-
-def _find_size(path: str | Place, file: BinaryIO) -> int:
-    if isinstance(path, UrlPath):
-        return path.stat().st_size
-    with guard_drive(path):
-        return os.fstat(file.fileno()).st_size
 
 
 def _explain_short(path: str | Place, count: int, size: int) -> ShortReadError:
