@@ -4,6 +4,7 @@ Samples come in a seeded order. Worker processes pack them into shared buffers, 
 """
 
 import math
+import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence, Sized
@@ -57,6 +58,10 @@ _FIXED = frozenset(
         "collate_fn",
     }
 )
+
+_TWO_PASSES = "Two passes over one loader run at the same time. Make a loader for each."
+# Held while a thread begins a pass, so that a second one sees that the loader is in use.
+_BEGINS = threading.Lock()
 
 Delivery = Literal["dense", "packed"]
 
@@ -344,6 +349,8 @@ class Loader:
         self._moved: list[int] = []
         self._resumed = False
         self._passes = 0
+        # The thread whose pass is under way; 0 between two passes.
+        self._thread = 0
         self._prefetcher: Prefetcher | None = None
         # The fetcher as it was when the workers started.
         self._forked: Fetcher | None = None
@@ -384,14 +391,29 @@ class Loader:
     __repr__ = __str__
 
     def __iter__(self) -> Iterator[Any]:
+        with _BEGINS:
+            own = threading.get_ident()
+            # A thread that has ended, or this one, has abandoned the pass before.
+            others = {thread.ident for thread in threading.enumerate()} - {own}
+            if self._thread in others:
+                raise ColabUtilsError(_TWO_PASSES)
+            self._thread = own
+            self._passes += 1
+            this_pass = self._passes
+        try:
+            yield from self._deliver_epoch(this_pass)
+        finally:
+            # Another pass of the same thread may have begun meanwhile.
+            if this_pass == self._passes:
+                self._thread = 0
+
+    def _deliver_epoch(self, this_pass: int) -> Iterator[Any]:
         # The last pass was interrupted, so this pass is the next epoch.
         if self._delivered and not self._resumed:
             self._end_epoch()
         self._look_again()
         self._resumed = False
         self._totals.clear()
-        self._passes += 1
-        this_pass = self._passes
         for number, batch, bad in self._run():
             self._count_bad(bad)
             self._delivered += 1
@@ -406,9 +428,7 @@ class Loader:
                 # Another pass that has begun takes the results of this one. Without this check,
                 # this pass would wait for them for ever.
                 if this_pass != self._passes:
-                    raise ColabUtilsError(
-                        "Two passes over one loader run at the same time. Make a loader for each."
-                    )
+                    raise ColabUtilsError(_TWO_PASSES)
 
     def _look_again(self) -> None:
         """Adapt the order to changes of the dataset and of the processes that train together."""
@@ -590,7 +610,7 @@ class Loader:
             warnings.warn(
                 f"An image is left out (number {count} so far): {reason}",
                 ColabUtilsWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def _deliver(self, batch: PackedBatch) -> PackedBatch | tuple[list[Tensor], list[Target]]:
@@ -611,7 +631,7 @@ class Loader:
             warning = check_transformed(images, targets)
             if warning:
                 self._unchecked = 0
-                warnings.warn(warning, ColabUtilsWarning, stacklevel=3)
+                warnings.warn(warning, ColabUtilsWarning, stacklevel=4)
         return images, targets
 
     def state_dict(self) -> dict[str, Any]:

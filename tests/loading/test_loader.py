@@ -13,9 +13,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from itertools import chain, islice, repeat
 from pathlib import Path
 
@@ -400,6 +402,75 @@ def test_two_passes_at_once_are_refused(make, seen):
         next(first)
     # The second pass goes on.
     assert len([*got, *second]) == 7
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_pass_of_another_thread_is_refused_and_changes_nothing(make, workers):
+    options = {"batch_size": 3, "workers": workers, "deliver": "packed"}
+    epochs = [list_ids(loader) for loader in [make(Numbers(20), **options)] for _ in range(2)]
+    loader = make(Numbers(20), **options)
+    first = iter(loader)
+    ids = [next(first).image_ids.tolist() for _ in range(2)]
+    with ThreadPoolExecutor(1) as threads:
+        state = loader.state_dict()
+        with pytest.raises(ColabUtilsError, match="Two passes over one loader"):
+            threads.submit(list, loader).result()
+        assert loader.state_dict() == state
+        ids += [batch.image_ids.tolist() for batch in first]
+        assert ids == epochs[0]
+        # The first pass is over.
+        assert threads.submit(list_ids, loader).result() == epochs[1]
+
+
+def test_of_many_threads_that_begin_at_once_none_loses_a_batch(make):
+    loader = make(Numbers(20), batch_size=1, workers=0, deliver="packed")
+    barrier = threading.Barrier(4)
+
+    def load():
+        barrier.wait()
+        with suppress(ColabUtilsError):
+            return flatten(list_ids(loader))
+        return []
+
+    for _ in range(5):
+        with ThreadPoolExecutor(4) as threads:
+            futures = [threads.submit(load) for _ in range(4)]
+        passes = [sorted(ids) for ids in (future.result() for future in futures) if ids]
+        assert passes
+        assert passes == [[*range(20)]] * len(passes)
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        lambda loader: next(iter(loader)),
+        lambda loader: [next(iterator) for iterator in [iter(loader)]],
+        lambda loader: next(enumerate(loader)),
+    ],
+)
+def test_a_pass_that_is_abandoned_frees_the_loader_for_other_threads(make, leave):
+    loader = make(Numbers(20), batch_size=3, workers=1)
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(leave, loader).result()
+        gc.collect()
+        assert len(list(loader)) == 7
+    kept = []
+    # This thread ends, and its pass is never gone on with.
+    thread = threading.Thread(target=lambda: kept.append(iter(loader)) or next(kept[0]))
+    thread.start()
+    thread.join()
+    assert len(list(loader)) == 7
+
+
+def test_two_loaders_in_two_threads_and_one_within_another_do_not_meet(make):
+    options = {"batch_size": 3, "workers": 1, "deliver": "packed"}
+    loaders = [make(Numbers(20), **options) for _ in range(3)]
+    with ThreadPoolExecutor(2) as threads:
+        orders = [*threads.map(list_ids, loaders[:2])]
+    assert orders[0] == orders[1]
+    for batch, ids in zip(loaders[2], orders[0], strict=True):
+        assert batch.image_ids.tolist() == ids
+        assert len(list_ids(loaders[0])) == 7
 
 
 @pytest.mark.parametrize(
