@@ -183,6 +183,7 @@ def _check(
     val_annotations: str = "",
     report: str = "",
     deep: bool = False,
+    exif: Any = "auto",
 ) -> Any:
     """Look over a COCO dataset: every defect by name."""
     from colab_utils.data.coco import CocoDataset, read_coco
@@ -195,13 +196,12 @@ def _check(
         )
     validation = (val_images or images, val_annotations) if val_annotations else None
     source: str | CocoDataset = annotations
+    settings: Any = {"deep": deep, "validation": validation, "exif": exif}
     if repair:
-        checked = repair_annotations(
-            images, annotations, output=repair, crowds=crowds, deep=deep, validation=validation
-        )
+        checked = repair_annotations(images, annotations, output=repair, crowds=crowds, **settings)
     else:
         source = read_coco(annotations)
-        checked = colab_utils.check_dataset(images, source, deep=deep, validation=validation)
+        checked = colab_utils.check_dataset(images, source, **settings)
     if report:
         page = write_check(checked, images, source, report, repaired=repair)
         print(f"report: {page}", file=sys.stderr)
@@ -225,6 +225,7 @@ def _add_check_options(command: _Parser) -> None:
         choices=("leave", "objects"),
         help="with --repair: make objects of crowds, such as CVAT's masks (leave)",
     )
+    _add_exif(command)
     _add_place(
         command, "--val-images", "DIR", "image folder of the validation set (that of --images)"
     )
@@ -386,6 +387,7 @@ def _add_preprocess_options(command: _Parser) -> None:
         help="shrink: make images smaller that are larger than training needs; keep: keep every "
         "file's bytes; pixels: shrink, and store raw pixels (auto: shrink if any image is larger)",
     )
+    _add_exif(command)
     _add_number(command, "--shard-mb", "approximate size of a shard, MB (128)")
     command.add_argument(
         "--max-bad",
@@ -594,6 +596,15 @@ def _add_place(command: _Parser, option: str, metavar: str, meaning: str, **sett
 def _add_dataset(command: _Parser, *, required: bool = False) -> None:
     _add_place(command, "--images", "DIR", "image folder", required=required)
     _add_place(command, "--annotations", "FILE", "COCO instance JSON", required=required)
+
+
+def _add_exif(command: _Parser) -> None:
+    command.add_argument(
+        "--exif",
+        choices=("auto", "turn", "keep"),
+        help="turn or keep photos that EXIF turns while their size does not tell how they were "
+        "annotated (auto: as the other photos)",
+    )
 
 
 def _add_count(command: _Parser, option: str, meaning: str, *, kind: Any = int) -> None:

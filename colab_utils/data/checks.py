@@ -9,10 +9,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from colab_utils.data.image_checks import (
     read_header,
 )
 from colab_utils.data.image_paths import require_folder
+from colab_utils.data.orientation import Exif, pick_turn
 from colab_utils.data.statistics import DatasetStatistics, measure_dataset
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError, escape
@@ -35,6 +36,7 @@ from colab_utils.places import Place, PlaceLike, open_place
 from colab_utils.processes import explain_shared_memory, fork_pool, pop_done
 from colab_utils.progress import show_progress
 from colab_utils.reader import Reader
+from colab_utils.require import require_choice
 from colab_utils.units import format_count
 
 Validation = tuple[PlaceLike, PlaceLike]
@@ -46,6 +48,8 @@ _WORST = 10
 # Number of images that a process takes at a time. The number is large, because each such part is
 # slow twice: it starts with few streams, and at its end only its slowest file is left.
 _PART_IMAGES = 4000
+# Photos that the report draws both as stored and as EXIF turns them, if nothing decides.
+_DRAWN_TURNS = 2
 # If a dataset has at least `_FEW_OBJECTS` objects, and all of them end before this share of their
 # images' widths and heights (`_CORNER`), then the outlines may have been drawn on smaller images.
 _FEW_OBJECTS = 8
@@ -53,6 +57,12 @@ _CORNER = 0.5
 # The worst images are those with the highest scores. A serious defect adds this much to the score
 # of its image, and a note adds 1.
 _SERIOUS_SCORE = 1000
+# The kind of a photo whose size does not tell how it was annotated, by what decides.
+_TURNS = {
+    "turn": "EXIF rotation, turned",
+    "keep": "EXIF rotation, kept",
+    "": "EXIF rotation, unclear",
+}
 # Kinds of annotations without masks, by a key that shows the kind.
 _PURPOSES = {
     "segments_info": "panoptic segments",
@@ -89,6 +99,12 @@ class DatasetReport:
     """
     repairs: tuple[Problem, ...] = ()
     """What was mended and what was left out; empty if the annotations were not repaired."""
+    exif: str = "keep"
+    """What becomes of photos that EXIF turns while the size does not tell how they were annotated:
+    "turn" or "keep".
+    """
+    unclear: tuple[int, ...] = ()
+    """Image ids of one or two such photos, if neither the other photos nor ``exif`` decides."""
 
     def __str__(self) -> str:
         verdict = "ok" if self.ok else "has problems"
@@ -109,6 +125,7 @@ def check_dataset(
     *,
     deep: bool = False,
     validation: Validation | None = None,
+    exif: Exif = "auto",
 ) -> DatasetReport:
     """Check every image file and every annotation of a COCO dataset, on all cores.
 
@@ -121,6 +138,8 @@ def check_dataset(
             PNG has. Preprocessing decodes each image, too.
         validation: image folder and JSON of the validation set. Images that are in both datasets
             are reported.
+        exif: what becomes of photos that EXIF turns while their size does not tell how they were
+            annotated, as in `write_shards`. With "auto", all other photos are looked at.
 
     Raises:
         ColabUtilsError: if there is no such folder, or the file is not COCO instance JSON.
@@ -133,6 +152,7 @@ def check_dataset(
         ...     check_dataset(made.images, made.annotations).ok
         True
     """
+    require_choice("exif", exif, get_args(Exif))
     folder = open_place(images)
     for place in validation or ():
         # A wrong place raises its error here, before the long work begins.
@@ -143,7 +163,8 @@ def check_dataset(
     if validation:
         headers = [finding.header for finding in findings]
         shared = find_shared(folder, dataset, headers, *validation)
-    return _sum_up(dataset, findings, shared.values())
+    turn, unclear = _settle_turns(dataset, findings, exif)
+    return replace(_sum_up(dataset, findings, shared.values()), exif=turn, unclear=unclear)
 
 
 def inspect_images(images: Place, dataset: CocoDataset, *, deep: bool = False) -> list[Findings]:
@@ -219,6 +240,25 @@ def _inspect_part(images: Place, deep: bool, part: CocoDataset) -> list[Findings
             findings.append(check_image(part, i, reading.take()))
             _count_image()
     return findings
+
+
+def _settle_turns(
+    dataset: CocoDataset, findings: Sequence[Findings], exif: str
+) -> tuple[str, tuple[int, ...]]:
+    """Add a defect to the findings of each photo whose size does not tell how it was annotated.
+
+    Returns:
+        "turn" or "keep", as such photos are used; and the ids of two of them if nothing decides.
+    """
+    turn = pick_turn(finding.turn for finding in findings) if exif == "auto" else exif
+    unclear = [i for i, finding in enumerate(findings) if finding.turn == "unclear"]
+    for i in unclear:
+        text = f"{escape(dataset.file_name(i))}: orientation {findings[i].header.orientation}"
+        findings[i].defects.append((_TURNS[turn], text))
+    if turn:
+        return turn, ()
+    unclear.sort(key=lambda i: -len(findings[i].objects))
+    return "keep", tuple(dataset.image_ids[unclear[:_DRAWN_TURNS]].tolist())
 
 
 def _sum_up(

@@ -62,8 +62,6 @@ _KINDS = {
     b"\\s*(<\\?xml.*)?<annotations?>": "CVAT's or VOC's XML: see docs/FORMATS.md",
     b"\\s*\\d+([ \\t]+[\\d.]+){4}": "YOLO's text: see docs/FORMATS.md",
 }
-# The EXIF tag of the orientation.
-_ORIENTATION = 0x0112
 # The TIFF tag that is 0 where the pixel value 0 means white.
 _PHOTOMETRIC = 262
 # Markers of the segments of a JPEG that hold the image's size.
@@ -244,7 +242,7 @@ def decode_pixels(data: Encoded) -> Pixels:
         except RuntimeError:
             # Pillow may know this kind of JPEG. If not, its error says what is wrong.
             pass
-    return decode_upright(data, 0, 0)
+    return _decode_by_pillow(data)
 
 
 def _read_raw_pixels(data: Encoded) -> Pixels:
@@ -258,16 +256,12 @@ def _read_raw_pixels(data: Encoded) -> Pixels:
 
 
 @guard_pillow()
-def decode_upright(data: Encoded, height: int, width: int) -> Pixels:
-    """Decode an image with Pillow to uint8 [H, W, 3], turned as `turn_upright` does.
-
-    ``height`` and ``width`` are the size that the annotations give; 0 if they give none.
-    """
-    return _take_pixels(to_rgb(turn_upright(open_image(data), height, width)))
+def _decode_by_pillow(data: Encoded) -> Pixels:
+    return take_pixels(to_rgb(open_image(data)))
 
 
-def _take_pixels(image: "Image.Image") -> Pixels:
-    """Return the pixels as uint8 [H, W, 3].
+def take_pixels(image: "Image.Image") -> Pixels:
+    """Return the pixels of an RGB image as uint8 [H, W, 3].
 
     Pillow makes two copies of pixels that it hands over. Bands of rows keep these copies small.
     """
@@ -361,66 +355,6 @@ def has_16_bits(image: "Image.Image") -> bool:
     return "16" in f"{image.mode} {[tile[3] for tile in getattr(image, 'tile', ())]}"
 
 
-def read_orientation(image: "Image.Image") -> int:
-    """Return the EXIF orientation of an image, 1 to 8, without decoding pixels.
-
-    The orientation is 1 if the image has no EXIF, or if its EXIF is damaged.
-
-    Example:
-        >>> from PIL import Image
-        >>> read_orientation(Image.new("RGB", (8, 8)))
-        1
-    """
-    from PIL import Image
-
-    try:
-        # The method of Pillow's PNG class decodes the pixels first. This one does not.
-        orientation = Image.Image.getexif(image).get(_ORIENTATION)
-    # Damaged EXIF raises all kinds of errors.
-    except Exception:
-        return 1
-    if isinstance(orientation, int) and 1 <= orientation <= 8:
-        return orientation
-    return 1
-
-
-def is_turn_unclear(image: "Image.Image", height: int, width: int) -> bool:
-    """Return True if EXIF turns the image, and its size does not show whether the annotations
-    belong to the image as stored or as turned.
-
-    ``height`` and ``width`` are the size that the annotations give; 0 if they give none. The size
-    does not help if the turn does not change it: half a turn, a mirror image, or a square image.
-    """
-    orientation = read_orientation(image)
-    is_same_size = orientation <= 4 or image.width == image.height
-    return orientation != 1 and (is_same_size or not height or not width)
-
-
-def turn_upright(image: "Image.Image", height: int, width: int) -> "Image.Image":
-    """Return the image, turned by its EXIF orientation only if the annotations' size requires it.
-
-    ``height`` and ``width`` are this size; 0 if the annotations give none. The image is returned as
-    it is if it has this size, or if the annotations give none. Otherwise it is turned by its EXIF
-    orientation, if that gives it this size.
-
-    Raises:
-        ColabUtilsError: if the image has another size, turned or not.
-    """
-    from PIL import Image
-
-    if not height or not width or image.size == (width, height):
-        return image
-    turn = Image.Transpose
-    turns = {5: turn.TRANSPOSE, 6: turn.ROTATE_270, 7: turn.TRANSVERSE, 8: turn.ROTATE_90}
-    orientation = read_orientation(image)
-    if orientation in turns and image.size == (height, width):
-        return image.transpose(turns[orientation])
-    raise ColabUtilsError(
-        f"the annotations say {width} x {height} pixels, the file has {image.width} x "
-        f"{image.height}"
-    )
-
-
 def to_rgb(image: "Image.Image") -> "Image.Image":
     """Convert an image to 8-bit RGB.
 
@@ -481,6 +415,13 @@ def _list_jpeg_markers(data: Encoded) -> Iterator[tuple[int, int]]:
         marker = data[place + 1]
         yield marker, place
         place += 2 + int.from_bytes(data[place + 2 : place + 4])
+
+
+def may_have_exif(data: Encoded) -> bool:
+    """Return whether an image file may have EXIF. Only JPEGs are looked into."""
+    if data[:3] == _JPEG:
+        return any(marker == _JPEG_EXIF for marker, _ in _list_jpeg_markers(data))
+    return data[:6] != _NUMPY
 
 
 def _strip_png(data: Encoded) -> bytes:
@@ -575,7 +516,7 @@ def load_jpeg_decoder() -> JpegDecoder:
     processes start, so that they share the import.
     """
     sample = _make_sample_jpeg()
-    pixels = decode_upright(sample, 0, 0)
+    pixels = _decode_by_pillow(sample)
     for load, prepare in ((_load_torchcodec, _hide_exif), (_load_torchvision, _make_writable)):
         # A package that is missing, too old or damaged raises all kinds of errors.
         with suppress(Exception):
@@ -588,16 +529,16 @@ def load_jpeg_decoder() -> JpegDecoder:
         ColabUtilsWarning,
         stacklevel=2,
     )
-    return partial(decode_upright, height=0, width=0)
+    return _decode_by_pillow
 
 
 @guard_pillow()
 def _make_sample_jpeg() -> bytes:
     """Return a small JPEG with an EXIF orientation. A decoder that turns it gives other pixels."""
-    from PIL import Image
+    from PIL import ExifTags, Image
 
     exif = Image.Exif()
-    exif[_ORIENTATION] = 6
+    exif[ExifTags.Base.Orientation] = 6
     file = io.BytesIO()
     Image.new("RGB", (24, 40), "teal").save(file, "JPEG", exif=exif)
     return file.getvalue()

@@ -55,7 +55,12 @@ EFFECTS = {
     "objects in one corner": "note: check that outlines were not drawn on smaller images",
     "image with alpha": "note: transparent pixels get the colours that the file has for them",
     "name of several categories": "note: check that they are meant to be different categories",
-    "EXIF rotation, unclear": "note: check that masks lie on their objects",
+    "EXIF rotation, unclear": (
+        "note: used as stored: the page of --report draws two photos both ways, so choose --exif "
+        "turn or --exif keep"
+    ),
+    "EXIF rotation, turned": "note: turned, as the photos were whose sizes tell, or as you chose",
+    "EXIF rotation, kept": "note: used as stored, as the photos whose sizes tell, or as you chose",
     "area 0": "note: average precision counts it as a small object",
     "repeated annotation": "note: counts twice",
     "repeated file_name": "note: counts twice",

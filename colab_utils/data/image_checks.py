@@ -14,12 +14,12 @@ from colab_utils.data.decoding import (
     has_16_bits,
     open_image,
     open_lazily,
-    read_orientation,
     to_rgb,
 )
 from colab_utils.data.defects import EFFECTS, Defect
 from colab_utils.data.image_paths import explain_missing
 from colab_utils.data.object_checks import check_object
+from colab_utils.data.orientation import compare_turn, read_orientation
 from colab_utils.data.segmentations import Entry
 from colab_utils.data.sizes import Size
 from colab_utils.drive import Retries
@@ -50,6 +50,10 @@ class Header(NamedTuple):
     bytes: int = 0
     """Size of the file in bytes."""
 
+    def compare(self, size: Size) -> str:
+        """Return what `compare_turn` says of the size in the annotations."""
+        return compare_turn(size, self.size, self.orientation)
+
 
 class Findings(NamedTuple):
     """Hold what was found in one image and its annotations."""
@@ -64,6 +68,8 @@ class Findings(NamedTuple):
     of the box, the pixels of the mask, and the right and lower end of the box as shares of the
     image's width and height.
     """
+    turn: str
+    """What `compare_turn` says of the image."""
 
 
 def read_header(
@@ -123,9 +129,6 @@ def _describe(data: bytes, notes: list[Defect], *, deep: bool) -> Header:
     # This raises an error for pixels that do not fit into 8 bits.
     to_rgb(Image.new(opened.mode, (1, 1)))
     orientation = read_orientation(opened)
-    # Pillow turns a TIFF itself, and gives its size after the turn.
-    if kind == "TIFF" and orientation > 4:
-        orientation = 1
     if opened.has_transparency_data:
         notes.append(("image with alpha", ""))
     if kind != "MPO":
@@ -138,12 +141,16 @@ def _describe(data: bytes, notes: list[Defect], *, deep: bool) -> Header:
 def check_image(dataset: CocoDataset, i: int, header: Header) -> Findings:
     """Compare an image's annotations with its file, and their boxes with their masks."""
     size: Size = tuple(dataset.sizes[i].tolist())
+    turn = header.compare(size)
     defects = [*header.defects]
-    if all(header.size):
-        defects += compare_sizes(size, header)
     if not all(size):
         size = header.size
-    elif "size mismatch" in dict(defects):
+    elif all(header.size) and turn == "misfit":
+        height, width = header.size
+        text = f"annotations say {size[1]} x {size[0]}, the file has {width} x {height}"
+        if size == (width, height):
+            text += ": sides swapped"
+        defects.append(("size mismatch", text))
         # It is not known for which of the two sizes the masks were drawn.
         size = 0, 0
     annotations, faults = dataset.read_annotations(i)
@@ -155,7 +162,7 @@ def check_image(dataset: CocoDataset, i: int, header: Header) -> Findings:
     wrong, objects = _check_objects(annotations, size)
     name = escape(dataset.file_name(i))
     named = [(kind, f"{name}: {text}".removesuffix(": ")) for kind, text in defects + wrong]
-    return Findings(named, header, size, np.array(objects, np.float64).reshape(-1, 6))
+    return Findings(named, header, size, np.array(objects, np.float64).reshape(-1, 6), turn)
 
 
 def _check_objects(
@@ -203,22 +210,3 @@ def sample_faults(dataset: CocoDataset) -> Counter[str]:
 def has_many_crowds(dataset: CocoDataset) -> bool:
     """Return whether so many annotations are crowds that the crowds are probably single objects."""
     return dataset.crowds > _MANY_CROWDS * len(dataset.ids)
-
-
-def compare_sizes(size: Size, header: Header) -> list[Defect]:
-    """Compare the size in the annotations with the image's size as stored, and as turned by EXIF.
-
-    Return a defect if the annotations have neither of these two sizes, or if it is unclear which of
-    them they mean.
-    """
-    tag = header.orientation
-    height, width = header.size
-    upright = (width, height) if tag > 4 else header.size
-    if all(size) and size not in (header.size, upright):
-        text = f"annotations say {size[1]} x {size[0]}, the file has {width} x {height}"
-        if size == (width, height):
-            text += ": sides swapped"
-        return [("size mismatch", text)]
-    if tag != 1 and (not all(size) or header.size == upright):
-        return [("EXIF rotation, unclear", f"orientation {tag}, {width} x {height}")]
-    return []

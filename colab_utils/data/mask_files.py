@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from colab_utils.data.coco import write_coco
-from colab_utils.data.decoding import guard_pillow, open_lazily, read_orientation
+from colab_utils.data.decoding import guard_pillow, open_lazily
 from colab_utils.data.masks import measure_mask
+from colab_utils.data.orientation import read_orientation
 from colab_utils.data.segmentations import Entry
 from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError

@@ -23,9 +23,10 @@ from colab_utils.data.checks import (
 )
 from colab_utils.data.coco import CocoDataset, read_coco, write_coco
 from colab_utils.data.fields import FAULTS, read_field
-from colab_utils.data.image_checks import Header, compare_sizes
+from colab_utils.data.image_checks import Header
 from colab_utils.data.masks import encode_segmentation, measure_mask
 from colab_utils.data.object_checks import NEAR, check_object, compare_outline, is_normalised
+from colab_utils.data.orientation import Exif
 from colab_utils.data.segmentations import (
     OUTLINE_NUMBERS,
     Entry,
@@ -62,6 +63,7 @@ def repair_annotations(
     crowds: Literal["leave", "objects"] = "leave",
     deep: bool = False,
     validation: Validation | None = None,
+    exif: Exif = "auto",
 ) -> DatasetReport:
     """Write a repaired copy of the annotations. The original file is not changed.
 
@@ -89,6 +91,7 @@ def repair_annotations(
             out.
         validation: image folder and JSON of the validation set. Images that are in both datasets
             are left out.
+        exif: as in :func:`check_dataset`.
 
     Returns:
         The report of :func:`check_dataset` on the new file, with its ``repairs``.
@@ -139,7 +142,7 @@ def repair_annotations(
         )
     with explain_write(output.parent):
         write_coco(output, entries, kept, dataset.categories)
-    report = check_dataset(folder, output, deep=deep, validation=validation)
+    report = check_dataset(folder, output, deep=deep, validation=validation, exif=exif)
     return replace(report, repairs=tuple(_describe_repair(kind, done[kind], gone) for kind in done))
 
 
@@ -210,7 +213,7 @@ class _MendedImage:
             # annotations belong to the image as stored or as turned. While the size is missing,
             # check warns of this. With a size, it might not.
             is_from_file = header.orientation == 1
-        elif "size mismatch" in dict(compare_sizes(size, header)):
+        elif header.compare(size) == "misfit":
             # The file's size is right only if the masks fit it and do not fit the entry's size.
             if _fit(dataset, group, size) or not _fit(dataset, group, header.size):
                 raise _LostObjectError("size mismatch")
@@ -337,7 +340,7 @@ def _find_swapped(dataset: CocoDataset, headers: Sequence[Header]) -> list[int]:
     for i, header in enumerate(headers):
         size = tuple(dataset.sizes[i].tolist())
         total += header.size != header.size[::-1]
-        if size == header.size[::-1] and compare_sizes(size, header):
+        if size == header.size[::-1] and header.compare(size) == "misfit":
             swapped.append(i)
             if _fit(dataset, [i], size) and not _fit(dataset, [i], header.size):
                 return []

@@ -7,13 +7,11 @@ A sample is ``(image, target)``. The image is uint8 [3, H, W]. The target is a d
 no area, are left out, as in torchvision's ``references/detection``.
 """
 
-import io
 import json
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -21,13 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from colab_utils.data.coco import open_coco
-from colab_utils.data.decoding import (
-    decode_pixels,
-    decode_upright,
-    guard_pillow,
-    is_turn_unclear,
-    open_lazily,
-)
+from colab_utils.data.decoding import decode_pixels
 from colab_utils.data.defects import warn_of_faults
 from colab_utils.data.image_checks import sample_faults
 from colab_utils.data.masks import (
@@ -37,8 +29,9 @@ from colab_utils.data.masks import (
     pack_masks,
     unpack_masks,
 )
+from colab_utils.data.orientation import Exif, choose_turn, decode_upright, find_turn
 from colab_utils.drive import Retries
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.errors import ColabUtilsError
 from colab_utils.files import hash_bytes, read_file
 from colab_utils.loading.arrival import Arrival
 from colab_utils.loading.groups import CopiedGroups
@@ -54,6 +47,7 @@ from colab_utils.loading.targets import (
 from colab_utils.os_errors import explain_os_error
 from colab_utils.places import Place, open_place
 from colab_utils.reader import Reader
+from colab_utils.require import require_choice
 from colab_utils.shards.arrays import ShardArrays, convert_boxes
 from colab_utils.shards.columns import (
     Columns,
@@ -67,8 +61,6 @@ from colab_utils.shards.jobs import has_files
 from colab_utils.streams import is_remote, require_streams
 from colab_utils.units import format_count
 
-# The EXIF data of a JPEG begins within this many bytes.
-_EXIF_BYTES = 2000
 # The two parts of a sample in a shard.
 _IMAGE = "image"
 _MASKS = "masks"
@@ -92,6 +84,9 @@ class CocoFolder(CocoSamples):
         contiguous_labels: Map category ids to labels 1 to K. Default: False.
         streams: Files that each process reads at the same time for a batch. "auto" measures how
             many are fastest. With 1, the files are read one after the other. Default: "auto".
+        exif: What becomes of photos that EXIF turns while their size does not tell whether the
+            annotations were drawn on the turned photo, as in ``write_shards``: "turn", "keep" or
+            "auto". Where the size tells, it decides. Default: "auto".
 
     Raises:
         ColabUtilsError: The annotations are missing or are not COCO. When a sample is read: its
@@ -111,7 +106,10 @@ class CocoFolder(CocoSamples):
         *,
         contiguous_labels: bool = False,
         streams: int | str = "auto",
+        exif: Exif = "auto",
     ) -> None:
+        require_choice("exif", exif, get_args(Exif))
+        self.exif = exif
         self.folder = open_place(images)
         self.streams = require_streams(streams)
         self.retries = Retries()
@@ -126,40 +124,43 @@ class CocoFolder(CocoSamples):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Target]:
         index = self._check(index)
-        data = self.read(index)
-        try:
-            image = self.decode(data)
-            height, width = self.sizes[index].tolist()
-            self._warn_of_turns(data, height, width)
-            if height and width and image.shape[1:] != (height, width):
-                upright = decode_upright(data, height, width)
-                image = torch.from_numpy(upright.transpose(2, 0, 1).copy())
-        except ColabUtilsError as error:
-            raise ColabUtilsError(
-                f"{self.find_path(index)}: {error}. Run check on the dataset."
-            ) from None
+        image = self.load_image(index)
         height, width = image.shape[-2:]
         annotations, boxes, masks = self._read_objects(index, height, width)
         labels = self._map_labels([a["category_id"] for a in annotations])
         area = np.array([a["area"] for a in annotations], np.float32)
         return image, self._make_target(index, boxes=boxes, labels=labels, masks=masks, area=area)
 
-    @guard_pillow()
-    def _warn_of_turns(self, data: bytes, height: int, width: int) -> None:
-        """Warn if it is unclear whether the annotations fit the photo as it is stored, or the photo
-        turned by its EXIF orientation.
+    def load_image(self, index: int) -> Tensor:
+        """Return the image, uint8 [3, H, W], turned as its annotations were drawn."""
+        index = self._check(index)
+        data = self.read(index)
+        height, width = self.sizes[index].tolist()
+        size = height, width
+        turn = find_turn(data, size)
+        if turn == "unclear":
+            turn = self._turn_of_unclear
+        try:
+            if turn != "turn":
+                image = self.decode(data)
+                if not all(size) or image.shape[1:] == size:
+                    return image
+            return torch.from_numpy(decode_upright(data, size, turn).transpose(2, 0, 1).copy())
+        except ColabUtilsError as error:
+            raise ColabUtilsError(
+                f"{self.find_path(index)}: {error}. Run check on the dataset."
+            ) from None
 
-        All photos of a folder give the same text, so Python shows the warning once.
+    @cached_property
+    def _turn_of_unclear(self) -> str:
+        """Return "turn" or "keep" for photos whose size does not tell how they were annotated.
+
+        Other photos are looked at when the first such photo is met. All processes look at the same
+        ones.
         """
-        is_photo = data.startswith(b"\xff\xd8") and b"Exif" in data[:_EXIF_BYTES]
-        if is_photo and is_turn_unclear(open_lazily(io.BytesIO(data)), height, width):
-            warnings.warn(
-                f"Photos in {self.folder} have an EXIF orientation, and it is unclear whether "
-                "their annotations belong to the turned photos. The photos are used as stored. Run "
-                "check on the dataset.",
-                ColabUtilsWarning,
-                stacklevel=3,
-            )
+        if self.exif != "auto":
+            return self.exif
+        return choose_turn(self.folder, self.coco, is_met=True)
 
     def read_packed(self, index: int) -> PackedSample:
         """Return the sample with packed masks."""
@@ -483,6 +484,10 @@ class ShardDataset(CocoSamples):
         except ColabUtilsError as error:
             raise self._explain_damage(index, str(error)) from None
         np.copyto(pixels, decoded)
+
+    def load_image(self, index: int) -> Tensor:
+        """Return the image, uint8 [3, H, W]."""
+        return self.decode(self.read(index))
 
     def read(self, index: int) -> bytearray:
         """Return the image's bytes as stored in the shard."""

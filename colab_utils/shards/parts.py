@@ -5,6 +5,7 @@ from time import perf_counter, time_ns
 from typing import Any, Literal
 
 import colab_utils
+from colab_utils.data.orientation import Exif
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.places import Place, open_place, write_place
@@ -51,6 +52,7 @@ def plan_jobs(
     min_size: int = 800,
     max_size: int = 1333,
     storage: Storage = "shrink",
+    exif: Exif = "auto",
 ) -> JobPlan:
     """Plan the shards that `write_shards` would write, so that several machines can write them.
 
@@ -68,6 +70,7 @@ def plan_jobs(
         min_size: the shorter side that training needs, in pixels.
         max_size: the longer side that training needs, in pixels.
         storage: how images are stored; see `write_shards`.
+        exif: how photos are used that EXIF turns; see `write_shards`.
 
     Returns:
         The plan. Its ``jobs`` has one job for each shard, or none if the folder is finished.
@@ -90,7 +93,7 @@ def plan_jobs(
     """
     images = open_place(images)
     folder = open_place(shards)
-    recipe = make_recipe(storage, min_size=min_size, max_size=max_size, shard_mb=shard_mb)
+    recipe = make_recipe(storage, exif, min_size=min_size, max_size=max_size, shard_mb=shard_mb)
     patience = Retries()
     plan = patience.write(folder, read_plan, folder)
     # If the plan has another image folder or is of another version, a new one is made. If shards

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colab_utils.data.coco import CocoDataset, open_coco
+from colab_utils.data.orientation import Exif
 from colab_utils.drive import DriveLostError, Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import FileStamp, stamp_file
@@ -45,14 +46,19 @@ def count_processes(workers: int | Literal["auto"]) -> int:
     return require_count("workers", workers, maximum=_MOST_WORKERS)
 
 
-def make_recipe(storage: str, **numbers: Any) -> dict[str, Any]:
+def make_recipe(storage: str, exif: str = "auto", **numbers: Any) -> dict[str, Any]:
     """Check settings; return them as a recipe, which JSON can hold.
+
+    With "auto", the recipe has no ``exif``: the data decide when shards are begun.
 
     Raises:
         ColabUtilsError: if a setting is out of range.
     """
     require_choice("storage", storage, get_args(Storage))
+    require_choice("exif", exif, get_args(Exif))
     recipe: dict[str, Any] = {"storage": storage}
+    if exif != "auto":
+        recipe["exif"] = exif
     for name, value in numbers.items():
         minimum, maximum = _RANGES[name]
         number = require_number(name, value, minimum=minimum, maximum=maximum)

@@ -152,6 +152,8 @@ def try_sample(
     """
     image = dataset.image(i)
     faults = Counter[str]()
+    # Recipes of older versions have no ``exif``.
+    exif = recipe.get("exif", "keep")
     try:
         stored = store_image(
             read(),
@@ -159,6 +161,7 @@ def try_sample(
             min_size=recipe["min_size"],
             max_size=recipe["max_size"],
             storage=recipe["storage"],
+            exif=exif,
         )
         record = make_record(image, dataset.annotations(i), stored, faults)
     except UnavailableError:
@@ -166,7 +169,7 @@ def try_sample(
     except ColabUtilsError as error:
         return SkippedImage(image["file_name"], str(error))
     if stored.is_unclear:
-        faults["EXIF rotation, unclear"] += 1
+        faults["EXIF rotation, turned" if exif == "turn" else "EXIF rotation, unclear"] += 1
     key = f"{image['id']:012d}"
     members = [
         split_member(f"{key}.{stored.extension}", stored.data),

@@ -6,13 +6,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from PIL import Image
 
-from colab_utils.data.decoding import (
-    guard_pillow,
-    is_turn_unclear,
-    open_image,
-    to_rgb,
-    turn_upright,
-)
+from colab_utils.data.decoding import guard_pillow, open_image, to_rgb
+from colab_utils.data.orientation import turn_upright
 from colab_utils.data.sizes import plan_size
 
 Storage = Literal["keep", "shrink", "pixels"]
@@ -38,14 +33,20 @@ class StoredImage(NamedTuple):
     size: tuple[int, int]
     original: tuple[int, int]
     is_unclear: bool = False
-    """True if EXIF turns the image, and its size does not tell whether the annotations were drawn
+    """Whether EXIF turns the image, and its size does not tell whether the annotations were drawn
     on the turned image or on the image as stored in the file.
     """
 
 
 @guard_pillow()
 def store_image(
-    data: bytes, size: tuple[int, int], *, min_size: int, max_size: int, storage: Storage = "shrink"
+    data: bytes,
+    size: tuple[int, int],
+    *,
+    min_size: int,
+    max_size: int,
+    storage: Storage = "shrink",
+    exif: str = "keep",
 ) -> StoredImage:
     """Decode an image to be sure that it is complete, then keep its bytes, shrink it, or store its
     pixels.
@@ -61,6 +62,7 @@ def store_image(
         max_size: longer side that training needs, in pixels.
         storage: "shrink" shrinks larger images; "keep" shrinks nothing; "pixels" shrinks, then
             stores uint8 [H, W, 3] as ``.npy``.
+        exif: "turn" or "keep": what becomes of an image that EXIF turns, if its size does not tell.
 
     Raises:
         ColabUtilsError: if the data is not a complete image, or its size is not the size in the
@@ -69,9 +71,9 @@ def store_image(
     image = open_image(data)
     kind = image.format or ""
     mode = image.mode
-    upright = turn_upright(image, *size)
+    upright, turn = turn_upright(image, size, exif)
     original = (upright.height, upright.width)
-    is_unclear = is_turn_unclear(image, *size)
+    is_unclear = turn == "unclear"
     stored = original
     if storage != "keep":
         stored = plan_size(*original, min_size=min_size, max_size=max_size)

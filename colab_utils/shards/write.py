@@ -19,6 +19,7 @@ import numpy as np
 from colab_utils.data.coco import CocoDataset
 from colab_utils.data.defects import count_allowed, describe_faults, require_sound_objects
 from colab_utils.data.image_paths import require_folder
+from colab_utils.data.orientation import Exif, choose_turn
 from colab_utils.drive import Retries, explain_write, is_on_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.machine import require_space
@@ -111,6 +112,7 @@ def write_shards(
     min_size: int = 800,
     max_size: int = 1333,
     storage: Storage = "shrink",
+    exif: Exif = "auto",
     workers: int | Literal["auto"] = "auto",
     streams: int | Literal["auto"] = "auto",
     executor: Executor | None = None,
@@ -141,6 +143,11 @@ def write_shards(
         storage: "shrink" shrinks images that are larger than training needs. "keep" shrinks
             nothing. "pixels" shrinks, too, and stores raw pixels (``KEY.npy``, uint8 [H, W, 3]).
             Raw pixels need no decoding, but many times the space.
+        exif: what becomes of photos that EXIF turns while their size does not tell whether the
+            annotations were drawn on the turned photo: half a turn, a mirror image, or a square
+            photo. "turn" turns them, "keep" uses them as stored. "auto" does as the sizes of other
+            photos show, and keeps them if none tells or if they disagree; a warning says so. The
+            choice stands in the recipe of the shards. Where the size tells, it decides.
         workers: number of processes. Each holds one shard in memory. "auto" is one for each core.
             With an executor, ``workers`` is the number of the executor's workers: four shards for
             each of them are submitted at a time. "auto" then submits 256 shards at a time.
@@ -173,7 +180,7 @@ def write_shards(
     images = open_place(images)
     folder = open_place(shards)
     processes = count_processes(workers)
-    recipe = make_recipe(storage, min_size=min_size, max_size=max_size, shard_mb=shard_mb)
+    recipe = make_recipe(storage, exif, min_size=min_size, max_size=max_size, shard_mb=shard_mb)
     max_bad = require_max_bad(max_bad)
     require_count("retries", retries, minimum=0)
     require_streams(streams)
@@ -378,6 +385,8 @@ def begin_folder(
     if "images_per_shard" in recipe:
         image_bytes = recipe["shard_mb"] * 1e6 / recipe["images_per_shard"]
     else:
+        if "exif" not in recipe:
+            recipe = {**recipe, "exif": choose_turn(images, dataset)}
         costs = try_images(images, select_sample(dataset), recipe)
         image_bytes = sum(max(cost.tar_bytes, cost.arrays_bytes) for cost in costs) / len(costs)
         recipe = complete_recipe(recipe, image_bytes)

@@ -20,8 +20,9 @@ from PIL import Image
 from pycocotools import mask as coco_mask
 
 from colab_utils.data.coco import CocoDataset
-from colab_utils.data.decoding import open_image, to_rgb, turn_upright
+from colab_utils.data.decoding import open_image, to_rgb
 from colab_utils.data.masks import crop_pixels, encode_segmentation
+from colab_utils.data.orientation import turn_upright
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import read_file
 from colab_utils.places import Place, PlaceLike, open_place
@@ -149,7 +150,7 @@ def draw_predictions(
 
 def draw_annotations(
     images: PlaceLike,
-    panels: Sequence[tuple[str, CocoDataset, int]],
+    panels: Sequence[tuple[str, CocoDataset, int, str]],
     *,
     title: str,
     columns: int = 3,
@@ -158,15 +159,15 @@ def draw_annotations(
 
     Args:
         images: Image folder.
-        panels: A heading, a dataset and an index in the dataset, for each image. A file that is
-            not an image is drawn as a grey area.
+        panels: For each image: a heading, a dataset, the index in the dataset, and "turn" or "keep"
+            (see `turn_upright`). A file that is not an image is drawn as a grey area.
         title: Title, which states the finding.
         columns: Images in a row. Default: 3.
     """
     drawn: list[_Panel] = []
     names: dict[int, str] = {}
-    for heading, dataset, i in panels:
-        drawn.append((heading, *_read_annotated(open_place(images), dataset, i)))
+    for heading, dataset, i, exif in panels:
+        drawn.append((heading, *_read_annotated(open_place(images), dataset, i, exif)))
         names.update((category["id"], category["name"]) for category in dataset.categories)
     return _draw_grid(
         title,
@@ -177,15 +178,17 @@ def draw_annotations(
     )
 
 
-def _read_annotated(images: Place, dataset: CocoDataset, i: int) -> tuple[Any, _Objects]:
+def _read_annotated(images: Place, dataset: CocoDataset, i: int, exif: str) -> tuple[Any, _Objects]:
     """Read a small copy of an image, and its annotations at the same scale."""
-    size = dataset.sizes[i]
-    height, width = np.where(size > 0, size, _UNKNOWN_SIDE).tolist()
+    height, width = dataset.sizes[i].tolist()
+    size = height, width
+    height = height or _UNKNOWN_SIDE
+    width = width or _UNKNOWN_SIDE
     picture: Image.Image | None = None
     # The page that shows the picture also names bad files in words. So errors are ignored here.
     with suppress(Exception):
         content = read_file(dataset.find_image(images, i)[0])
-        picture = to_rgb(turn_upright(open_image(content), height, width))
+        picture = to_rgb(turn_upright(open_image(content), size, exif)[0])
         width, height = picture.size
     # Only every n-th pixel of a mask is drawn, and the mean of n x n pixels of the image.
     each = -(-max(width, height) // _LONGEST_SIDE)

@@ -35,13 +35,14 @@ if TYPE_CHECKING:
     from colab_utils.comparison.compare import Comparison
     from colab_utils.diagnosis.summary import Summary
 
-# A heading, a dataset, and the index of an image in it.
-_Panel = tuple[str, CocoDataset, int]
+# What `draw_annotations` draws: a heading, a dataset, the index of an image, and "turn" or "keep".
+_Panel = tuple[str, CocoDataset, int, str]
 _TITLES = {
     "receipt": "Receipt: ways of loading, side by side",
     "summary": "Summary: where the time of a loop went",
     "check": "Check: what is in a dataset, and what is wrong with it",
 }
+_WAYS = "EXIF unclear: on which side do the outlines lie on their objects?"
 
 
 def write_receipt(
@@ -152,24 +153,13 @@ def write_check(
     pairs = _list_repaired(report, before, after)
     worst = _list_worst(report, after)
     figures = []
-    if pairs:
-        title = "Before and after the repair"
-        figures.append(
-            draw_annotations(
-                images,
-                pairs[:8],
-                title=title,
-                columns=2,
-            )
-        )
-    if worst:
-        figures.append(
-            draw_annotations(
-                images,
-                worst,
-                title="The images to look at first",
-            )
-        )
+    for title, panels, columns in (
+        (_WAYS, _list_turns(report, after), 2),
+        ("Before and after the repair", pairs[:8], 2),
+        ("The images to look at first", worst, 3),
+    ):
+        if panels:
+            figures.append(draw_annotations(images, panels, title=title, columns=columns))
     figures.append(plot_statistics(report.statistics))
     serious = [problem for problem in report.problems if not problem.effect.startswith("note")]
     serious.sort(key=lambda problem: -problem.count)
@@ -195,7 +185,16 @@ def _list_worst(report: DatasetReport, dataset: CocoDataset) -> list[_Panel]:
         if i is not None:
             name = textwrap.shorten(escape(dataset.file_name(i)), 40)
             faults = textwrap.shorten(", ".join(kinds), 40)
-            panels.append((f"{name}\n{faults}", dataset, i))
+            panels.append((f"{name}\n{faults}", dataset, i, report.exif))
+    return panels
+
+
+def _list_turns(report: DatasetReport, dataset: CocoDataset) -> list[_Panel]:
+    """Return photos that may be meant as stored or as EXIF turns them, each both ways."""
+    panels = []
+    for i in map(_index_ids(dataset).__getitem__, report.unclear):
+        name = textwrap.shorten(escape(dataset.file_name(i)), 30)
+        panels += [(f"--exif {exif}: {name}", dataset, i, exif) for exif in ("keep", "turn")]
     return panels
 
 
@@ -209,8 +208,8 @@ def _list_repaired(report: DatasetReport, before: CocoDataset, after: CocoDatase
         # An image whose id was repeated has a new id after the repair, and cannot be paired.
         if name in changed and number in places and number not in before.repeated_ids:
             heading = textwrap.shorten(name, 30)
-            panels.append((f"{heading}, before", before, i))
-            panels.append((f"{heading}, after", after, places[number]))
+            panels.append((f"{heading}, before", before, i, report.exif))
+            panels.append((f"{heading}, after", after, places[number], report.exif))
     return panels
 
 

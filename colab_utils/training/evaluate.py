@@ -226,7 +226,7 @@ def _decode_ahead(
     """Yield each batch with its images. Threads decode the next batch meanwhile."""
 
     def decode(i: int) -> Tensor:
-        image: Tensor = dataset.decode(dataset.read(i))
+        image: Tensor = dataset.load_image(i)
         return image
 
     with ThreadPool(_DECODING_THREADS) as pool:

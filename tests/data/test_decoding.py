@@ -28,13 +28,13 @@ from colab_utils.data import decoding
 from colab_utils.data.checks import check_dataset
 from colab_utils.data.decoding import (
     decode_pixels,
-    decode_upright,
     guard_pillow,
     load_jpeg_decoder,
     read_npy_header,
     to_rgb,
 )
 from colab_utils.data.mask_files import convert_masks
+from colab_utils.data.orientation import decode_upright
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import CocoFolder
 from colab_utils.sample_data import make_dataset
@@ -308,9 +308,9 @@ KINDS = [
 @pytest.mark.parametrize(("kind", "options"), KINDS, ids=str)
 def test_images_cut_short_are_refused_whatever_pillow_was_told(switches, kind, options):
     data = encode(kind, **options)
-    assert decode_pixels(data).shape == decode_upright(data, 1100, 96).shape == (1100, 96, 3)
+    assert decode_pixels(data).shape == decode_upright(data, (1100, 96)).shape == (1100, 96, 3)
     for left in (len(data) // 2, int(len(data) * 0.98)):
-        for decode in (decode_pixels, lambda part: decode_upright(part, 1100, 96)):
+        for decode in (decode_pixels, lambda part: decode_upright(part, (1100, 96))):
             with pytest.raises(ColabUtilsError, match=r"not (a complete|an) image"):
                 decode(data[:left])
 
@@ -575,7 +575,7 @@ def test_an_image_of_few_bits_stored_in_16_is_refused_everywhere(bits, channels,
     match = (
         f"brightest pixel becomes {peak} of 255, almost black: run gdal_translate -ot Byte -scale"
     )
-    readers = (decode_pixels, partial(decode_upright, height=16, width=24), store)
+    readers = (decode_pixels, partial(decode_upright, size=(16, 24)), store)
     for read in readers:
         with pytest.raises(ColabUtilsError, match=match):
             read(data)

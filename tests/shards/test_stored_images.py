@@ -19,8 +19,9 @@ from torchvision.io import ImageReadMode, decode_image
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
 from colab_utils.data.coco import read_coco
-from colab_utils.data.decoding import decode_pixels, decode_upright
+from colab_utils.data.decoding import decode_pixels
 from colab_utils.data.masks import encode_segmentation
+from colab_utils.data.orientation import decode_upright
 from colab_utils.data.sizes import plan_size
 from colab_utils.errors import ColabUtilsError
 from colab_utils.sample_data import make_dataset
@@ -366,7 +367,8 @@ def test_every_reader_refuses_and_converts_alike():
     with pytest.raises(ColabUtilsError, match="not an image: a PDF"):
         decode_pixels(b"%PDF-1.4 ...")
     assert np.array_equal(
-        decode_upright(turn(6), 64, 48), decode_pixels(store_image(turn(6), (64, 48), **SIZES).data)
+        decode_upright(turn(6), (64, 48)),
+        decode_pixels(store_image(turn(6), (64, 48), **SIZES).data),
     )
 
 

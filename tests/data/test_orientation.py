@@ -1,0 +1,342 @@
+"""How photos that EXIF turns are read: by the size in the annotations, by the other photos, or as
+the user says.
+"""
+
+import json
+import os
+import warnings
+from functools import partial
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+from colab_utils import CocoFolder, check_dataset, make_loader, write_shards
+from colab_utils.__main__ import main
+from colab_utils.data.orientation import compare_turn, decode_upright
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.loading.dataset import ShardDataset
+from colab_utils.shards import finish, plan, plan_jobs, write, write_shard
+from colab_utils.show import pictures
+from colab_utils.show.report import write_check
+
+LONG = 96
+SHORT = 64
+HALF_TURNS = (2, 3, 4)
+QUARTER_TURNS = (5, 6, 7, 8)
+# EXIF says how to come from the stored photo to the upright one. These turns undo it.
+BACK = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_90,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_270,
+}
+
+
+class Photos:
+    """A folder of photos with one bright object each, whose outline is drawn on the photo as it is
+    shown, or as it is stored.
+    """
+
+    def __init__(self, folder):
+        self.images = folder / "images"
+        self.images.mkdir()
+        self.annotations = folder / "coco.json"
+        self.coco = {
+            "images": [],
+            "annotations": [],
+            "categories": [{"id": 1, "name": "can"}],
+        }
+
+    def add(self, orientation, *, upright=True, square=False, sized=True, kind="jpg"):
+        number = len(self.coco["images"]) + 1
+        name = f"{number}.{kind}"
+        shown = np.zeros((LONG, LONG if square else SHORT, 3), np.uint8)
+        shown[56:88, 8:40] = 255
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        stored = Image.fromarray(shown)
+        if orientation in BACK:
+            stored = stored.transpose(BACK[orientation])
+        stored.save(self.images / name, exif=exif, quality=95)
+        labelled = np.asarray(Image.fromarray(shown) if upright else stored)[..., 0] > 128
+        height, width = labelled.shape
+        image = {"id": number, "file_name": name}
+        if sized:
+            image |= {"width": width, "height": height}
+        self.coco["images"].append(image)
+        rows = np.flatnonzero(labelled.any(1))
+        columns = np.flatnonzero(labelled.any(0))
+        left = int(columns[0])
+        right = int(columns[-1]) + 1
+        top = int(rows[0])
+        bottom = int(rows[-1]) + 1
+        outline = [left, top, right, top, right, bottom, left, bottom]
+        self.coco["annotations"].append(
+            {
+                "id": number,
+                "image_id": number,
+                "category_id": 1,
+                "bbox": [left, top, right - left, bottom - top],
+                "area": (right - left) * (bottom - top),
+                "iscrowd": 0,
+                "segmentation": [outline],
+            }
+        )
+        self.annotations.write_text(json.dumps(self.coco))
+
+    def open(self, **options):
+        return CocoFolder(self.images, self.annotations, **options)
+
+    def check(self, **options):
+        return check_dataset(self.images, self.annotations, **options)
+
+    def write(self, shards, **options):
+        return write_shards(self.images, self.annotations, shards=shards, workers=1, **options)
+
+
+@pytest.fixture
+def photos(tmp_path):
+    return Photos(tmp_path)
+
+
+def fits(sample):
+    """Return whether the mask lies on the object, and nowhere else."""
+    image, target = sample
+    inside = target["masks"][0].bool()
+    pixels = image.float().mean(0)
+    return bool(pixels[inside].mean() > 240 and pixels[~inside].mean() < 15)
+
+
+def list_fits(dataset):
+    order = np.argsort(dataset.image_ids).tolist()
+    return [fits(dataset[i]) for i in order]
+
+
+def read_recipe(shards):
+    return json.loads((shards / "index.json").read_text())["recipe"]
+
+
+def find_kinds(report):
+    return {problem.kind: problem.count for problem in report.problems}
+
+
+KINDS = {
+    "half turns": [{"orientation": tag} for tag in HALF_TURNS],
+    "square photos": [{"orientation": tag, "square": True} for tag in range(2, 9)],
+    "no size": [{"orientation": tag, "sized": False} for tag in range(2, 9)],
+    "PNG": [{"orientation": tag, "kind": "png"} for tag in HALF_TURNS],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("upright", [True, False])
+def test_photos_that_can_tell_decide_for_those_that_cannot(photos, tmp_path, kind, upright):
+    for tag in (1, *QUARTER_TURNS):
+        photos.add(tag, upright=upright)
+    for photo in KINDS[kind]:
+        photos.add(**photo, upright=upright)
+    used = "turned" if upright else "used as stored"
+    shards = tmp_path / "shards"
+    with pytest.warns(ColabUtilsWarning, match=f"They are {used}, as the other photos") as warned:
+        report = photos.write(shards)
+    assert len(warned) == 1
+    assert read_recipe(shards)["exif"] == ("turn" if upright else "keep")
+    assert report.images == 5 + len(KINDS[kind])
+    assert all(list_fits(ShardDataset(shards)))
+    loose = photos.open()
+    with pytest.warns(ColabUtilsWarning, match=f"They are {used}, as the other photos") as warned:
+        assert all(list_fits(loose))
+    assert len(warned) == 1
+    checked = photos.check()
+    assert checked.ok
+    assert checked.exif == ("turn" if upright else "keep")
+    assert checked.unclear == ()
+    expected = "EXIF rotation, turned" if upright else "EXIF rotation, kept"
+    assert find_kinds(checked)[expected] == len(KINDS[kind])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_worker_of_a_loader_decides_alike(photos, workers):
+    for tag in (6, 3, 8, 3, 3, 3, 2, 4):
+        photos.add(tag)
+    photos.add(3, square=True)
+    loader = make_loader(photos.open(), batch_size=3, workers=workers, shuffle=True)
+    with warnings.catch_warnings():
+        # A worker warns in its own process.
+        warnings.simplefilter("ignore", ColabUtilsWarning)
+        samples = [pair for images, targets in loader for pair in zip(images, targets, strict=True)]
+    loader.close()
+    assert len(samples) == 9
+    assert all(fits((image * 255, target)) for image, target in samples)
+
+
+DISAGREE = [(6, True), (8, False), (3, True), (3, False)]
+NONE_TELLS = [(1, True), (3, True), (3, False), (2, True)]
+
+
+@pytest.mark.parametrize("set_of", [DISAGREE, NONE_TELLS])
+def test_where_nothing_decides_photos_stay_as_stored_and_check_calls_it(
+    photos, tmp_path, monkeypatch, set_of
+):
+    for tag, upright in set_of:
+        photos.add(tag, upright=upright)
+    unclear = sum(tag in HALF_TURNS for tag, _ in set_of)
+    right = [not upright or tag not in HALF_TURNS for tag, upright in set_of]
+    shards = tmp_path / "shards"
+    with pytest.warns(ColabUtilsWarning, match=r"used as stored, because .* choose exif \(--exif"):
+        report = photos.write(shards)
+    assert report.faults == {"EXIF rotation, unclear": unclear}
+    assert read_recipe(shards)["exif"] == "keep"
+    assert list_fits(ShardDataset(shards)) == right
+    with pytest.warns(ColabUtilsWarning, match="used as stored, because"):
+        assert list_fits(photos.open()) == right
+    checked = photos.check()
+    assert checked.ok
+    assert find_kinds(checked) == {"EXIF rotation, unclear": unclear}
+    assert len(checked.unclear) == 2
+    drawn = []
+    monkeypatch.setattr(
+        pictures, "_draw_objects", lambda axis, image, *_: drawn.append(np.asarray(image))
+    )
+    page = write_check(checked, photos.images, photos.annotations, tmp_path / "check.html")
+    # The first four pictures are two photos, each as stored and turned.
+    for as_stored, turned, number in zip(drawn[0:4:2], drawn[1:4:2], checked.unclear, strict=True):
+        with Image.open(photos.images / f"{number}.jpg") as image:
+            shown = np.asarray(ImageOps.exif_transpose(image)).transpose(2, 0, 1)
+            assert np.array_equal(as_stored, np.asarray(image).transpose(2, 0, 1))
+        assert np.array_equal(turned, shown)
+        assert not np.array_equal(turned, as_stored)
+    text = page.read_text()
+    for number in checked.unclear:
+        for way in ("keep", "turn"):
+            assert f"--exif {way}: {number}.jpg" in text
+
+
+@pytest.mark.parametrize("exif", ["turn", "keep"])
+def test_an_argument_decides_for_photos_whose_size_does_not_tell_alone(photos, tmp_path, exif):
+    upright = exif == "turn"
+    # The sizes of these two decide, whatever the argument says.
+    photos.add(6, upright=not upright)
+    photos.add(7, upright=upright)
+    for tag in HALF_TURNS:
+        photos.add(tag, upright=upright)
+    photos.add(8, square=True, upright=upright)
+    shards = tmp_path / "shards"
+    photos.write(shards, exif=exif)
+    assert read_recipe(shards)["exif"] == exif
+    assert all(list_fits(ShardDataset(shards)))
+    assert all(list_fits(photos.open(exif=exif)))
+    checked = photos.check(exif=exif)
+    assert checked.ok
+    assert (checked.exif, checked.unclear) == (exif, ())
+    # A call without the argument goes on by the recipe. Another argument is refused.
+    assert photos.write(shards).images == 6
+    with pytest.raises(ColabUtilsError, match="made with other settings"):
+        photos.write(shards, exif="keep" if exif == "turn" else "turn")
+
+
+def test_jobs_of_several_machines_and_one_writer_write_the_same_bytes(photos, tmp_path):
+    for tag in (6, 3, 8, 3):
+        photos.add(tag)
+    with pytest.warns(ColabUtilsWarning, match="They are turned"):
+        photos.write(tmp_path / "one")
+    with pytest.warns(ColabUtilsWarning, match="They are turned"):
+        planned = plan_jobs(photos.images, photos.annotations, shards=tmp_path / "jobs")
+    for job in planned.jobs:
+        write_shard(job)
+    finish(tmp_path / "jobs")
+    for path in (tmp_path / "one").glob("shard-*"):
+        assert path.read_bytes() == (tmp_path / "jobs" / path.name).read_bytes()
+
+
+def test_an_older_folder_goes_on_by_its_own_recipe(photos, tmp_path, monkeypatch):
+    for tag in (6, 3, 8, 3, 3, 3):
+        photos.add(tag)
+    shards = tmp_path / "shards"
+    # Versions before this one wrote no ``exif``.
+    monkeypatch.setattr(write, "choose_turn", lambda *_: "keep")
+
+    def complete(recipe, image_bytes):
+        del recipe["exif"]
+        return plan.complete_recipe(recipe, image_bytes)
+
+    monkeypatch.setattr(write, "complete_recipe", complete)
+    photos.write(shards, shard_mb=0.001)
+    monkeypatch.undo()
+    assert "exif" not in read_recipe(shards)
+    before = {path.name: path.read_bytes() for path in shards.iterdir()}
+    tars = sorted(shards.glob("shard-*.tar"))
+    assert len(tars) > 1
+    for path in (tars[-1], tars[-1].with_suffix(".arrays"), shards / "index.json"):
+        os.unlink(path)
+    photos.write(shards, shard_mb=0.001)
+    assert {path.name: path.read_bytes() for path in shards.iterdir()} == before
+
+
+def test_photos_without_a_turn_say_nothing_and_a_wrong_word_is_refused(photos, tmp_path):
+    photos.add(1)
+    photos.add(6)
+    photos.write(tmp_path / "shards")
+    assert read_recipe(tmp_path / "shards")["exif"] == "turn"
+    assert all(list_fits(photos.open()))
+    assert photos.check().problems == ()
+    for call in (photos.open, photos.check, partial(photos.write, tmp_path / "other")):
+        with pytest.raises(ColabUtilsError, match="exif must be one of auto, turn, keep"):
+            call(exif="upright")
+
+
+def test_the_commands_take_the_argument(photos, tmp_path, capsys):
+    for tag in (3, 2, 1):
+        photos.add(tag)
+    data = ["--images", str(photos.images), "--annotations", str(photos.annotations)]
+    page = tmp_path / "check.html"
+    assert main(["check", *data, "--report", str(page), "--json", str(tmp_path / "a.json")]) == 0
+    report = json.loads((tmp_path / "a.json").read_text())
+    assert report["ok"]
+    assert (report["exif"], len(report["unclear"])) == ("keep", 2)
+    assert "--exif turn: 1.jpg" in page.read_text()
+    assert main(["check", *data, "--exif", "turn", "--report", str(page)]) == 0
+    assert "--exif turn: 1.jpg" not in page.read_text()
+    repaired = ["check", *data, "--exif", "turn", "--repair", str(tmp_path / "new.json")]
+    assert main(repaired) == 0
+    assert "EXIF rotation, turned" in capsys.readouterr().out
+    shards = tmp_path / "shards"
+    assert main(["preprocess", *data, "--shards", str(shards), "--exif", "turn"]) == 0
+    assert read_recipe(shards)["exif"] == "turn"
+    assert all(list_fits(ShardDataset(shards)))
+    parts = tmp_path / "parts"
+    command = ["preprocess", *data, "--shards", str(parts), "--exif", "turn", "--part", "1/1"]
+    assert main(command) == 0
+    assert main(["preprocess", "--shards", str(parts), "--finish"]) == 0
+    assert all(list_fits(ShardDataset(parts)))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_pixels_are_turned_as_pillow_turns_them(photos, orientation):
+    photos.add(orientation, kind="png")
+    data = (photos.images / "1.png").read_bytes()
+    with Image.open(photos.images / "1.png") as image:
+        expected = np.asarray(ImageOps.exif_transpose(image))
+    pixels = decode_upright(data, (LONG, SHORT), "turn")
+    assert np.array_equal(pixels, expected)
+
+
+def test_damaged_and_missing_photos_tell_nothing(photos, tmp_path):
+    for tag in (6, 6, 6, 3):
+        photos.add(tag)
+    (photos.images / "1.jpg").unlink()
+    (photos.images / "2.jpg").write_bytes(b"\xff\xd8\xff\xe1nothing")
+    with pytest.warns(ColabUtilsWarning, match="They are turned"):
+        report = photos.write(tmp_path / "shards", max_bad=2)
+    assert report.images == 2
+    assert all(list_fits(ShardDataset(tmp_path / "shards")))
+
+
+def test_a_size_that_fits_in_no_way_tells_nothing():
+    assert compare_turn((10, 20), (30, 40), 6) == "misfit"
+    assert compare_turn((10, 20), (30, 40), 1) == "misfit"
+    assert compare_turn((0, 0), (30, 40), 1) == ""
