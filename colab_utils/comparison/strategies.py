@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from colab_utils.comparison.loaders import (
+    SEED,
     EpochLoader,
     Items,
     PillowFolder,
@@ -37,9 +38,8 @@ from colab_utils.processes import ThreadPool
 from colab_utils.require import require_choice
 from colab_utils.units import format_bytes
 
-# Number of threads that read samples into memory.
-_THREADS = 8
-# Number of loose files on Drive that all workers together read at the same time.
+# Number of loose files on Drive that are read at the same time, by all workers together, or by the
+# threads that read samples into memory.
 _STREAMS = 32
 # All samples may take this share of the free memory.
 _MEMORY_SHARE = 0.5
@@ -127,6 +127,7 @@ def _by_streams(setting: Setting, kind: str) -> Loader:
         workers=setting.workers,
         streams=max(1, _STREAMS // max(1, setting.workers)),
         deliver="packed",
+        seed=SEED,
     )
 
 
@@ -147,7 +148,7 @@ def _in_memory(setting: Setting, kind: str) -> EpochLoader:
             f"The samples of all {total:,} images take {format_bytes(needed)}, more than half of "
             f"the free memory ({format_bytes(free)}). Leave this strategy out."
         )
-    with ThreadPool(_THREADS) as pool:
+    with ThreadPool(_STREAMS) as pool:
         samples = list(pool.map(dataset.__getitem__, range(len(dataset))))
     return EpochLoader(setting, samples, DataLoader, collate_fn=collate)
 
@@ -156,7 +157,11 @@ def _packed(setting: Setting, kind: str, dataset: ShardDataset | None = None) ->
     if dataset is None:
         dataset = _open_dataset(setting, kind)
     return make_loader(
-        dataset, batch_size=setting.batch_size, workers=setting.workers, deliver="packed"
+        dataset,
+        batch_size=setting.batch_size,
+        workers=setting.workers,
+        deliver="packed",
+        seed=SEED,
     )
 
 
