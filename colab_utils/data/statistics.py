@@ -11,6 +11,12 @@ from numpy.typing import NDArray
 from colab_utils.data.coco import CocoDataset
 from colab_utils.data.image_checks import Findings
 from colab_utils.data.sizes import MODEL_SIZES, find_scale
+from colab_utils.units import format_count
+
+USUAL_DETECTIONS = 100
+"""Detections in an image that COCO's evaluation counts for each class, and the most that
+torchvision's Mask R-CNN gives. In images with more objects, both would cut the average precision.
+"""
 
 # A class with fewer objects is too rare to be learnt.
 _RARE = 10
@@ -62,7 +68,8 @@ def measure_dataset(
     names = {category["id"]: category["name"] for category in dataset.categories}
     classes = Counter(dict.fromkeys(names.values(), 0))
     classes.update(names[number] for number in objects[:, 0].tolist())
-    advice = []
+    per_image = np.array([len(finding.objects) for finding in findings])
+    advice = [*filter(None, [describe_full_images(per_image)])]
     if len(objects):
         advice.append(_advise_size(findings, objects[:, 3]))
     rare = [f"{name} ({count:,})" for name, count in classes.items() if count < _RARE]
@@ -73,7 +80,6 @@ def measure_dataset(
         )
     if look_at:
         advice.append(f"Look at {', '.join(look_at)} first.")
-    per_image = np.array([len(finding.objects) for finding in findings])
     return DatasetStatistics(
         objects=len(objects),
         classes=dict(classes.most_common()),
@@ -81,6 +87,28 @@ def measure_dataset(
         aspect_ratios=_count_bins(objects[:, 1] / objects[:, 2], _RATIOS),
         objects_per_image=_count_bins(per_image, _COUNTS),
         advice=tuple(advice),
+    )
+
+
+def describe_full_images(per_image: NDArray[np.int64]) -> str:
+    """Say how many images have more objects than `USUAL_DETECTIONS`; empty if none has.
+
+    ``per_image`` has the number of objects of each image.
+
+    Example:
+        >>> describe_full_images(np.array([100, 120])).partition(":")[0]
+        '1 image has more than 100 objects (120 at most)'
+        >>> describe_full_images(np.array([100]))
+        ''
+    """
+    count = int((per_image > USUAL_DETECTIONS).sum())
+    if not count:
+        return ""
+    most = per_image.max()
+    return (
+        f"{format_count(count, 'image')} {'has' if count == 1 else 'have'} more than "
+        f"{USUAL_DETECTIONS} objects ({most} at most): train and evaluate allow {most} detections "
+        f"in an image, where COCO's evaluation and torchvision's models stop at {USUAL_DETECTIONS}."
     )
 
 

@@ -22,6 +22,7 @@ from torchvision.models.detection import MaskRCNN
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor
 
 from colab_utils.data.sizes import Size
+from colab_utils.data.statistics import USUAL_DETECTIONS, describe_full_images
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.samples import has_moved_names
@@ -59,12 +60,17 @@ class AveragePrecision:
     """Images that were evaluated."""
     step: int = 0
     """Steps that ``train`` had done; 0 outside of it."""
+    detections: int = USUAL_DETECTIONS
+    """The most detections of each class that counted in an image; 100 in COCO's evaluation."""
 
     def __str__(self) -> str:
         boxes = f"boxes {self.bbox:.3f} ({self.bbox_50:.3f} at IoU 0.5)"
+        full = ""
+        if self.detections > USUAL_DETECTIONS:
+            full = f", up to {self.detections} detections in each"
         return (
             f"AP of {boxes}, of masks {self.segm:.3f} ({self.segm_50:.3f} at IoU 0.5), "
-            f"{self.images} images"
+            f"{self.images} images{full}"
         )
 
 
@@ -75,7 +81,11 @@ def evaluate(
     device: str | torch.device = "cpu",
     batch_size: int = 8,
 ) -> AveragePrecision:
-    """Measure a model's average precision by ``COCOeval``, with at most 100 detections an image.
+    """Measure a model's average precision by ``COCOeval``, with at most 100 detections of each
+    class in an image.
+
+    If an image has more than 100 objects, as many detections count, and a warning says so. A Mask
+    R-CNN then also finds as many objects in an image during the evaluation.
 
     Crowds count as in ``COCOeval``: detections in them are ignored. On a GPU the model runs in half
     precision. Only images that are padded to the same shape share a batch, so the result does not
@@ -107,16 +117,20 @@ def evaluate(
             f"None of the {len(dataset)} images has objects to measure against. Evaluate on a "
             "dataset with annotations."
         )
-    with _set_up(model.to(device)):
+    detections = max(USUAL_DETECTIONS, int(dataset.counts.max()))
+    full = describe_full_images(dataset.counts)
+    if full:
+        warnings.warn(full, ColabUtilsWarning, stacklevel=2)
+    with _set_up(model.to(device), detections):
         with suppress(BrokenProcessPool):
-            return _evaluate(model, dataset, truth, device, batch_size)
+            return _evaluate(model, dataset, truth, device, batch_size, detections)
         text = (
             "the process that draws masks was killed (is memory full?): this evaluation starts "
             "once more"
         )
         warnings.warn(text, ColabUtilsWarning, stacklevel=2)
         with suppress(BrokenProcessPool):
-            return _evaluate(model, dataset, truth, device, batch_size)
+            return _evaluate(model, dataset, truth, device, batch_size, detections)
     raise EvaluationProcessError(
         "The process that draws masks was killed twice, probably because memory is full. Evaluate "
         "on fewer images."
@@ -152,14 +166,22 @@ def _check_classes(model: Any, dataset: Any) -> None:
 
 
 @contextmanager
-def _set_up(model: nn.Module) -> Iterator[None]:
-    """Set a model to evaluation mode with exact boxes. Afterwards, restore every module's mode."""
+def _set_up(model: Any, detections: int = USUAL_DETECTIONS) -> Iterator[None]:
+    """Set a model to evaluation mode with exact boxes, and let it find so many objects in an image
+    if that is more than usual. Afterwards, restore every module's mode, and the limit.
+    """
+    is_raised = isinstance(model, MaskRCNN) and detections > USUAL_DETECTIONS
+    limit = model.roi_heads.detections_per_img if is_raised else 0
+    if is_raised:
+        model.roi_heads.detections_per_img = max(limit, detections)
     modes = [(module, module.training) for module in model.modules()]
     hooks = keep_boxes_exact(model)
     model.eval()
     try:
         yield
     finally:
+        if is_raised:
+            model.roi_heads.detections_per_img = limit
         for hook in hooks:
             hook.remove()
         for module, mode in modes:
@@ -172,6 +194,7 @@ def _evaluate(
     truth: Any,
     device: str | torch.device,
     size: int,
+    detections_an_image: int,
 ) -> AveragePrecision:
     ids = dataset.category_ids
     # Fork the process before threads are started, because a fork with threads may hang.
@@ -197,7 +220,7 @@ def _evaluate(
                 bar.update(len(indices))
         for job in drawing:
             job.result()
-        return pool.submit(_score).result()
+        return pool.submit(_score, detections_an_image).result()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
@@ -261,8 +284,11 @@ def _draw(
     )
 
 
-def _score() -> AveragePrecision:
-    """Return the average precision of all results, by pycocotools."""
+def _score(detections: int) -> AveragePrecision:
+    """Return the average precision of all results, by pycocotools.
+
+    So many detections of each class count in an image.
+    """
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
@@ -273,9 +299,14 @@ def _score() -> AveragePrecision:
         predictions = truth.loadRes(_results) if _results else COCO()
         for kind in ("bbox", "segm"):
             evaluation = COCOeval(truth, predictions, kind)
+            evaluation.params.maxDets = [1, 10, detections]
             evaluation.evaluate()
             evaluation.accumulate()
-            evaluation.summarize()
-            stats.append(evaluation.stats[:2].tolist())
-    (bbox, bbox_50), (segm, segm_50) = stats
-    return AveragePrecision(bbox, segm, bbox_50, segm_50, len(truth.dataset["images"]))
+            # By threshold, recall, class, size of the objects (all come first), and limit of
+            # detections. Values of -1 belong to classes without objects. COCOeval's own summary
+            # knows no other limit than 100.
+            precision = evaluation.eval["precision"][..., 0, -1]
+            stats += [values[values > -1].mean() for values in (precision, precision[0])]
+    bbox, bbox_50, segm, segm_50 = map(float, stats)
+    images = len(truth.dataset["images"])
+    return AveragePrecision(bbox, segm, bbox_50, segm_50, images, detections=detections)

@@ -23,6 +23,7 @@ from torchvision.models.detection import (
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor
 from torchvision.models.detection.mask_rcnn import MaskRCNNPredictor
 
+from colab_utils.data.statistics import USUAL_DETECTIONS
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.places import PlaceLike
 from colab_utils.progress import is_watched
@@ -169,7 +170,8 @@ def assemble_mask_rcnn(
 def load_trained_model(run: PlaceLike, *, which: Literal["best", "newest"] = "newest") -> MaskRCNN:
     """Load the model of a run's newest checkpoint to the CPU, in evaluation mode.
 
-    No file is changed. If an earlier version of this package stored averaged weights in the
+    No file is changed. The model finds up to 100 objects in an image, or as many as an image of the
+    training data has. If an earlier version of this package stored averaged weights in the
     checkpoint, those are loaded. The model has ``class_names`` (label to name) and
     ``category_ids`` (label to COCO category id) of its training data.
 
@@ -193,6 +195,18 @@ def load_trained_model(run: PlaceLike, *, which: Literal["best", "newest"] = "ne
     return _read_model(state).eval()
 
 
+def allow_detections(model: MaskRCNN, objects: int) -> None:
+    """Let a model find this many objects in an image, and propose twice as many regions.
+
+    With up to 100 objects, the model stays as it is.
+    """
+    if objects <= USUAL_DETECTIONS:
+        return
+    model.roi_heads.detections_per_img = objects
+    for regions in (model.rpn._pre_nms_top_n, model.rpn._post_nms_top_n):
+        regions["testing"] = max(regions["testing"], 2 * objects)
+
+
 def _read_model(state: State) -> MaskRCNN:
     """Return the model of a checkpoint, in training mode."""
     with explain_state(state):
@@ -206,6 +220,8 @@ def _read_model(state: State) -> MaskRCNN:
             norms=plan["norms"],
         )
         load_weights(model, choose_weights(state), state["path"])
+        # Plans of older versions do not have the number.
+        allow_detections(model, plan.get("most_objects", 0))
         model.class_names = state["class_names"]
         model.category_ids = state["category_ids"]
     return model

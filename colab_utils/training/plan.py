@@ -59,6 +59,8 @@ class TrainingPlan:
     """Whether pretrained batch norms are "frozen" or "trained"."""
     ranks: int = 1
     """Processes that train together."""
+    most_objects: int = 0
+    """Objects of the image that has the most."""
     memory: MemoryPlan | None = None
     """How the heaviest batch fits into the GPU's memory; None on a CPU."""
 
@@ -148,5 +150,6 @@ def make_plan(
         augment=settings.augment,
         norms=settings.norms,
         ranks=step.ranks.count,
+        most_objects=int(data.dataset.counts.max()),
         memory=prepared.memory,
     )

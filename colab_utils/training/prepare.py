@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from colab_utils.data.statistics import describe_full_images
 from colab_utils.errors import ColabUtilsWarning
 from colab_utils.loading.ranks import Ranks
 from colab_utils.places import PlaceLike
@@ -13,7 +14,7 @@ from colab_utils.training.agreement import share_errors
 from colab_utils.training.checkpoint import State, explain_state
 from colab_utils.training.data import OpenData
 from colab_utils.training.memory import MemoryPlan, plan_memory
-from colab_utils.training.model import assemble_mask_rcnn, build_mask_rcnn
+from colab_utils.training.model import allow_detections, assemble_mask_rcnn, build_mask_rcnn
 from colab_utils.training.norms import fold_norms
 from colab_utils.training.schedule import choose_rate, make_optimizer
 from colab_utils.training.settings import OWN_TRANSFORMS, Settings
@@ -62,6 +63,11 @@ def prepare_step(
     """
     torch.manual_seed(seed)
     network = _build_network(settings, data, ranks, weights, state)
+    counts = data.dataset.counts
+    full = describe_full_images(counts)
+    if full and ranks.is_first:
+        warnings.warn(full, ColabUtilsWarning, stacklevel=3)
+    allow_detections(network, int(counts.max()))
     fold_norms(network)
     network.to(memory_format=torch.channels_last)
     step = TrainingStep(network, device, ranks=ranks)

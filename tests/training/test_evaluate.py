@@ -11,6 +11,7 @@ import signal
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from pycocotools import mask as coco_mask
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
@@ -19,11 +20,12 @@ from torchvision.models.detection.roi_heads import paste_masks_in_image
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.shards.write import write_shards
 from colab_utils.training import detection
 from colab_utils.training import evaluate as evaluate_module
 from colab_utils.training.detection import describe_detections, detect, encode_masks
 from colab_utils.training.evaluate import EvaluationProcessError, evaluate
-from colab_utils.training.model import build_mask_rcnn
+from colab_utils.training.model import build_mask_rcnn, load_trained_model
 from colab_utils.training.train import train
 from tests.tiny_model import TINY_MODEL
 
@@ -146,7 +148,108 @@ def test_agrees_with_pycocotools_on_the_annotation_file(dataset, tiny_dataset):
             evaluation.accumulate()
             evaluation.summarize()
         assert 0.05 < evaluation.stats[0] < 0.95
-        assert detections == pytest.approx(tuple(evaluation.stats[:2]), abs=1e-9)
+        assert detections == tuple(evaluation.stats[:2])
+    assert (ap.detections, str(ap).endswith("12 images")) == (100, True)
+
+
+def draw_squares(folder, count):
+    """Make a dataset of an image with this many squares, and one with a single square."""
+    images = []
+    annotations = []
+    for number, squares in ((1, count), (2, 1)):
+        Image.new("RGB", (300, 200)).save(folder / f"{number}.png")
+        images.append({"id": number, "file_name": f"{number}.png", "width": 300, "height": 200})
+        for k in range(squares):
+            x, y = 10 * (k % 30), 10 * (k // 30)
+            annotations.append(
+                {
+                    "id": len(annotations) + 1,
+                    "image_id": number,
+                    "category_id": 1 + k % 2,
+                    "bbox": [x, y, 8, 8],
+                    "area": 64,
+                    "iscrowd": 0,
+                    "segmentation": [[x, y, x + 8, y, x + 8, y + 8, x, y + 8]],
+                }
+            )
+    categories = [{"id": 1, "name": "cell"}, {"id": 2, "name": "seed"}]
+    coco = {"images": images, "annotations": annotations, "categories": categories}
+    (folder / "coco.json").write_text(json.dumps(coco))
+    return CocoFolder(folder, folder / "coco.json")
+
+
+def predict_targets(dataset):
+    return [
+        {
+            "boxes": target["boxes"],
+            "labels": target["labels"],
+            "scores": torch.linspace(1, 0.5, len(target["labels"])),
+            "masks": target["masks"][:, None].float(),
+        }
+        for target in (dataset[i][1] for i in range(len(dataset)))
+    ]
+
+
+@pytest.mark.parametrize("count", [100, 120, 300])
+def test_every_object_counts_however_many_an_image_has(tmp_path, count):
+    folder = draw_squares(tmp_path, count)
+    if count > 100:
+        said = pytest.warns(ColabUtilsWarning, match=rf"1 image has more than 100 .*\({count} at")
+    else:
+        said = contextlib.nullcontext()
+    with said:
+        ap = evaluate(ScriptedModel(predict_targets(folder)), folder)
+    assert (ap.bbox, ap.segm, ap.bbox_50, ap.segm_50) == pytest.approx((1, 1, 1, 1), abs=1e-6)
+    assert ap.detections == count
+    assert ("detections" in str(ap)) == (count > 100)
+
+
+def test_a_detection_after_the_hundredth_counts_only_in_fuller_images(tmp_path):
+    folder = draw_squares(tmp_path, 100)
+    predictions = predict_targets(folder)
+    for prediction in predictions:
+        # False ones before all others fill the hundred places of a class.
+        for key, first in (("boxes", torch.tensor([[290.0, 190, 300, 200]])), ("labels", None)):
+            part = prediction[key]
+            first = part[:1] if first is None else first
+            prediction[key] = torch.cat([first.expand(100, *first.shape[1:]), part])
+        prediction["scores"] = torch.linspace(1, 0.5, len(prediction["labels"]))
+        masks = prediction["masks"]
+        prediction["masks"] = torch.cat([torch.zeros(100, *masks.shape[1:]), masks])
+    # Nothing of the first class is counted, and all of the second one.
+    assert evaluate(ScriptedModel(predictions), folder).bbox == pytest.approx(0.5, abs=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:1 image has more than 100 objects")
+@pytest.mark.parametrize(("count", "found"), [(90, 100), (120, 120)])
+def test_a_model_finds_as_many_during_the_evaluation_alone(tmp_path, monkeypatch, count, found):
+    folder = draw_squares(tmp_path, count)
+    model = build(folder)
+    limits = []
+
+    def spy(model, images, **options):
+        limits.append(model.roi_heads.detections_per_img)
+        return detect(model, images, **options)
+
+    monkeypatch.setattr(evaluate_module, "detect", spy)
+    assert evaluate(model, folder).images == 2
+    assert {*limits} == {found}
+    assert model.roi_heads.detections_per_img == 100
+
+
+@pytest.mark.filterwarnings("ignore:1 image has more than 100 objects")
+def test_a_trained_model_finds_as_many_as_its_images_have(tmp_path):
+    draw_squares(tmp_path, 120)
+    shards = tmp_path / "shards"
+    write_shards(tmp_path, tmp_path / "coco.json", shards=shards, workers=1)
+    with pytest.warns(ColabUtilsWarning, match="1 image has more than 100 objects"):
+        report = train(
+            shards, tmp_path / "run", model=TINY_MODEL, weights=None, min_size=64, steps=1
+        )
+    assert report.plan.most_objects == 120
+    model = load_trained_model(tmp_path / "run")
+    assert model.roi_heads.detections_per_img == 120
+    assert min(model.rpn.post_nms_top_n(), model.rpn.pre_nms_top_n()) >= 240
 
 
 def test_images_without_objects_are_refused(dataset, monkeypatch):
