@@ -104,10 +104,10 @@ def describe_full_images(per_image: NDArray[np.int64]) -> str:
     count = int((per_image > USUAL_DETECTIONS).sum())
     if not count:
         return ""
-    most = per_image.max()
+    largest = per_image.max()
     return (
         f"{format_count(count, 'image')} {'has' if count == 1 else 'have'} more than "
-        f"{USUAL_DETECTIONS} objects ({most} at most): train and evaluate allow {most} detections "
+        f"{USUAL_DETECTIONS} objects ({largest} at most): train and evaluate allow {largest} detections "
         f"in an image, where COCO's evaluation and torchvision's models stop at {USUAL_DETECTIONS}."
     )
 

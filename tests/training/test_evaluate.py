@@ -199,10 +199,12 @@ def predict_targets(dataset):
 def test_every_object_counts_however_many_an_image_has(tmp_path, count):
     folder = draw_squares(tmp_path, count)
     if count > 100:
-        said = pytest.warns(ColabUtilsWarning, match=rf"1 image has more than 100 .*\({count} at")
+        warning = pytest.warns(
+            ColabUtilsWarning, match=rf"1 image has more than 100 .*\({count} at"
+        )
     else:
-        said = contextlib.nullcontext()
-    with said:
+        warning = contextlib.nullcontext()
+    with warning:
         ap = evaluate(ScriptedModel(predict_targets(folder)), folder)
     assert (ap.bbox, ap.segm, ap.bbox_50, ap.segm_50) == pytest.approx((1, 1, 1, 1), abs=1e-6)
     assert ap.detections == count
@@ -226,8 +228,8 @@ def test_a_detection_after_the_hundredth_counts_only_in_fuller_images(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:1 image has more than 100 objects")
-@pytest.mark.parametrize(("count", "found"), [(90, 100), (120, 120)])
-def test_a_model_finds_as_many_during_the_evaluation_alone(tmp_path, monkeypatch, count, found):
+@pytest.mark.parametrize(("count", "limit"), [(90, 100), (120, 120)])
+def test_a_model_finds_as_many_during_the_evaluation_alone(tmp_path, monkeypatch, count, limit):
     folder = draw_squares(tmp_path, count)
     model = build(folder)
     limits = []
@@ -238,7 +240,7 @@ def test_a_model_finds_as_many_during_the_evaluation_alone(tmp_path, monkeypatch
 
     monkeypatch.setattr(evaluate_module, "detect", spy)
     assert evaluate(model, folder).images == 2
-    assert {*limits} == {found}
+    assert {*limits} == {limit}
     assert model.roi_heads.detections_per_img == 100
 
 
