@@ -105,10 +105,11 @@ def describe_full_images(per_image: NDArray[np.int64]) -> str:
     if not count:
         return ""
     largest = per_image.max()
+    verb = "has" if count == 1 else "have"
     return (
-        f"{format_count(count, 'image')} {'has' if count == 1 else 'have'} more than "
-        f"{USUAL_DETECTIONS} objects ({largest} at most): train and evaluate allow {largest} detections "
-        f"in an image, where COCO's evaluation and torchvision's models stop at {USUAL_DETECTIONS}."
+        f"{format_count(count, 'image')} {verb} more than {USUAL_DETECTIONS} objects ({largest} at "
+        f"most): train and evaluate allow {largest} detections in an image, where COCO's "
+        f"evaluation and torchvision's models stop at {USUAL_DETECTIONS}."
     )
 
 
