@@ -155,15 +155,16 @@ def run_tests(paths: Sequence[str] = TESTS, *, limit_s: float) -> str:
     return "; ".join([*failed, lines[-1]])
 
 
-def make_batch(size: int, *, objects: int) -> Batch:
-    """Return images of 640 x 480 pixels with so many square objects each, at places that differ."""
+def make_batch(size: int, *, objects: int, height: int = 480, width: int = 640) -> Batch:
+    """Return images with so many square objects each, at places that differ."""
     samples = []
     chance = torch.Generator().manual_seed(0)
     for number in range(size):
-        corners = torch.randint(0, 380, (objects, 2), generator=chance)
+        corners = torch.rand((objects, 2), generator=chance)
+        corners = (corners * torch.tensor([width - 100, height - 100])).long()
         sides = torch.randint(16, 100, (objects, 1), generator=chance)
         boxes = torch.cat([corners, corners + sides], 1)
-        drawn = torch.zeros(objects, 480, 640, dtype=torch.uint8)
+        drawn = torch.zeros(objects, height, width, dtype=torch.uint8)
         for mask, (x0, y0, x1, y1) in zip(drawn, boxes.tolist(), strict=True):
             mask[y0:y1, x0:x1] = 1
         target = {
@@ -174,7 +175,7 @@ def make_batch(size: int, *, objects: int) -> Batch:
             "area": drawn.sum((1, 2)).float(),
             "iscrowd": torch.zeros(objects, dtype=torch.int64),
         }
-        image = torch.randint(0, 255, (3, 480, 640), dtype=torch.uint8, generator=chance)
+        image = torch.randint(0, 255, (3, height, width), dtype=torch.uint8, generator=chance)
         samples.append(pack_target(image, target))
     packed = collate_packed(samples)
     return Batch(packed, packed.to_images("cpu"), packed.to_targets("cpu"))

@@ -1,9 +1,8 @@
-"""What a training step holds: `python -m benchmarks.memory --images DIR ... --json FILE`.
+"""What a training step holds and takes: `python -m benchmarks.memory --json FILE`.
 
-Forward and backward pass of Mask R-CNN at full size, by torchvision's own path and from packed
-batches, then with what `train` does so that a batch fits, one after the other. On a GPU its
-allocator says what was held; without one the bytes of all tensors are counted, which leaves out
-what a GPU's libraries need for themselves.
+Forward and backward pass of Mask R-CNN at 800 x 1333 pixels, by torchvision's own path, from packed
+batches, and with each batch in two parts. On a GPU its allocator says what was held; without one
+the bytes of all tensors are counted, which leaves out what a GPU's libraries need for themselves.
 """
 
 from __future__ import annotations
@@ -11,10 +10,9 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from statistics import median
-from time import perf_counter
+from time import process_time
 from typing import Any
 
 import torch
@@ -24,14 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.command import Run, make_parser, measure_in_turns, run_to_end
-from benchmarks.data import make_data
-from benchmarks.step import Batch, make_model, prepare_batches
+from benchmarks.gpu import make_batch
+from benchmarks.step import Batch, make_model
 from colab_utils.show.table import make_table
 from colab_utils.training.step import TrainingStep
 
 __all__ = ["CountedMemory", "main", "measure_step", "tabulate_runs"]
 
-DATA = ("kept", "objects_300")
+OBJECTS = (7, 300)
 TORCHVISION = "torchvision's own path"
 PACKED = "packed batches"
 PARTS = "+ each batch in 2 parts"
@@ -91,7 +89,7 @@ class CountedMemory(TorchDispatchMode):
 
 
 def measure_step(model: nn.Module, batch: Batch, device: str, *, way: str) -> dict[str, float]:
-    """The most megabytes of a step's gradients, weights left out, and its seconds.
+    """The most megabytes of a step's gradients, weights left out, and the CPU seconds of another.
 
     Infinite where a GPU's memory runs out.
     """
@@ -107,7 +105,6 @@ def measure_step(model: nn.Module, batch: Batch, device: str, *, way: str) -> di
         else (batch.packed.to(device),)
     )
     torch.manual_seed(0)
-    began_s = perf_counter()
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -117,62 +114,51 @@ def measure_step(model: nn.Module, batch: Batch, device: str, *, way: str) -> di
         with (counted := CountedMemory()):
             step.add_gradients(*given)
         peak = counted.peak
-    return {"peak_mb": peak / 1e6, "step_s": perf_counter() - began_s, "parts": step.parts}
+    began_s = process_time()
+    step.add_gradients(*given)
+    return {"peak_mb": peak / 1e6, "cpu_s": process_time() - began_s, "parts": step.parts}
 
 
 def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
-    """What each way holds, and how much that is beside torchvision's own path."""
+    """What each way holds and takes, and how much that is beside torchvision's own path."""
+    firsts = {row["objects"]: row for row in rows if row["way"] == TORCHVISION}
     table = []
-    for name in dict.fromkeys(row["data"] for row in rows):
-        peaks: dict[str, list[float]] = {}
-        for row in rows:
-            if row["data"] == name:
-                peaks.setdefault(row["way"], []).append(row["peak_mb"])
-        medians = {way: median(values) for way, values in peaks.items()}
-        first = next(iter(medians.values()))
-        for way, peak in medians.items():
-            table.append(
-                {
-                    "data": name,
-                    "way": way,
-                    "MB": f"{peak:,.0f}",
-                    "of torchvision's": f"{peak / first:.2f}",
-                }
-            )
+    for row in rows:
+        first = firsts[row["objects"]]
+        table.append(
+            {
+                "objects an image": row["objects"],
+                "way": row["way"],
+                "MB": f"{row['peak_mb']:,.0f}",
+                "of torchvision's MB": f"{row['peak_mb'] / first['peak_mb']:.2f}",
+                "CPU seconds": f"{row['cpu_s']:.1f}",
+            }
+        )
     return str(make_table(table)) if table else "nothing was measured"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser = make_parser("memory", __doc__)
+    parser = make_parser("memory", __doc__, builtin="memory")
     parser.add_argument("--model", default="maskrcnn_resnet50_fpn")
-    parser.add_argument("--min-size", type=int, default=800)
+    parser.add_argument("--size", type=int, nargs=2, default=(800, 1333), help="height and width")
     parser.add_argument("--batch-size", type=int, default=2)
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
+    height, width = options.size
+    # A part is an image or more.
+    ways = (TORCHVISION, PACKED, PARTS) if options.batch_size > 1 else (TORCHVISION, PACKED)
 
     def measure() -> None:
         runs: list[Run] = []
-        for name in DATA:
-            data = make_data(name, options.work, options.images, options.annotations, samples=300)
-            batch = prepare_batches(data, batch_size=options.batch_size)[0]
-            classes = 1 + max(int(target["labels"].max()) for target in batch.targets)
-            model = make_model(options.model, num_classes=classes, min_size=options.min_size)
-            # A part is an image or more.
-            for way in (
-                (TORCHVISION, PACKED, PARTS) if options.batch_size > 1 else (TORCHVISION, PACKED)
-            ):
-                run: Callable[[], dict[str, float]] = partial(
-                    measure_step, model, batch, device, way=way
-                )
-                runs.append(({"data": name, "way": way}, run))
-        about = {
-            "device": device,
-            "model": options.model,
-            "min_size": options.min_size,
-            "batch_size": options.batch_size,
-        }
+        model = make_model(options.model, num_classes=2, min_size=min(options.size))
+        for objects in OBJECTS:
+            batch = make_batch(options.batch_size, objects=objects, height=height, width=width)
+            for way in ways:
+                run = partial(measure_step, model, batch, device, way=way)
+                runs.append(({"objects": f"{objects}", "way": way}, run))
+        about = {"device": device, "model": options.model, "size": options.size}
         measure_in_turns(runs, rows, repeats=1, about=about, path=options.json)
 
     return run_to_end(measure, lambda: tabulate_runs(rows))

@@ -1,25 +1,20 @@
 """The forward pass in training: the losses of torchvision's Mask R-CNN on a packed batch.
 
 The modules of the model run in the order in which torchvision calls them, so that they draw the
-same random numbers. Only the mask targets are made in another way: they are sampled from packed
-masks, so that no dense mask is made or resized.
+same random numbers. Only the mask targets are made in another way: packed masks are expanded a few
+at a time, and only those that a proposal belongs to.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torchvision.models.detection import MaskRCNN
-from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.roi_heads import RoIHeads, fastrcnn_loss
-from torchvision.models.detection.rpn import RegionProposalNetwork
-from torchvision.models.detection.transform import GeneralizedRCNNTransform
+from torchvision.ops import box_iou
 
 from colab_utils.data.sizes import Size
 from colab_utils.errors import ColabUtilsError
@@ -29,9 +24,10 @@ from colab_utils.loading.masks import flip_boxes
 from colab_utils.loading.targets import check_objects
 from colab_utils.training.torch_defaults import use_cpu
 
+_COMPARED_OBJECTS = 16
+
 Tensors = dict[str, Tensor]
 """A target of torchvision's models, or their losses, by name."""
-_COMPARED_OBJECTS = 16
 
 
 @use_cpu()
@@ -44,9 +40,10 @@ def compute_losses(
     """Return the losses of ``model(images, targets)`` in training mode, from a packed batch.
 
     With the same random state, the losses and their gradients are those of torchvision. Only mask
-    targets differ, by a rounding of 1e-6. torchvision resizes all masks of an image as floats. This
-    function calls ``sample_masks``, which makes each target of 28 x 28 pixels from the stored bits.
-    So the memory for masks grows with the number of boxes, and not with the area of the image.
+    targets are made in another way: torchvision resizes all masks of a batch as floats. This
+    function calls ``sample_masks``, which expands a few masks at a time. So the memory for masks
+    does not grow with the number of objects. For the same reason, the model keeps a function that
+    compares objects with anchors a few at a time, ``rpn.box_similarity``.
 
     As in torchvision, autocast in half precision rounds boxes, too. To prevent it, call
     `keep_boxes_exact` for the model once, as ``TrainingStep`` does.
@@ -84,52 +81,44 @@ def compute_losses(
         ['loss_box_reg', 'loss_classifier', 'loss_mask', 'loss_objectness', 'loss_rpn_box_reg']
     """
     _check_input(model, batch)
+    heads = model.roi_heads
     if flips is None:
         flips = [False] * len(batch)
-    images, targets = make_input(model.transform, batch, flips=flips)
+    images, targets = model.transform(*_make_input(batch, flips))
     # This check waits for the device. It comes after the images are queued, so that the device has
     # work meanwhile.
-    image_ids = batch.image_ids.repeat_interleave(batch.counts)
-    check_objects(batch.boxes, batch.labels, image_ids, classes=_count_classes(model.roi_heads))
+    check_objects(
+        batch.boxes,
+        batch.labels,
+        batch.image_ids.repeat_interleave(batch.counts),
+        classes=_count_classes(heads),
+    )
     features = model.backbone(images.tensors)
     if isinstance(features, Tensor):
         features = {"0": features}
-    proposals, proposal_losses = _find_proposals(model.rpn, images, features, targets)
-    heads = model.roi_heads
+    model.rpn.box_similarity = _compare_boxes
+    proposals, proposal_losses = model.rpn(images, features, targets)
+    # torchvision's sampling of proposals requires masks, and does not read them.
+    targets = [{**target, "masks": target["boxes"]} for target in targets]
     regions, matches, labels, offsets = heads.select_training_samples(proposals, targets)
-    box_losses = _compute_box_losses(
-        heads,
-        features,
-        regions,
-        labels,
-        offsets,
-        sizes=images.image_sizes,
+    pooled = heads.box_roi_pool(features, regions, images.image_sizes)
+    losses: Tensors = {}
+    losses["loss_classifier"], losses["loss_box_reg"] = fastrcnn_loss(
+        *heads.box_predictor(heads.box_head(pooled)), labels, offsets
     )
-    mask_loss = _compute_mask_loss(
-        heads,
-        features,
-        regions,
-        matches,
-        labels,
-        batch,
-        flips=flips,
-        sizes=images.image_sizes,
+    losses["loss_mask"] = _compute_mask_loss(
+        heads, features, regions, matches, labels, batch, flips=flips, sizes=images.image_sizes
     )
-    return {**box_losses, "loss_mask": mask_loss, **proposal_losses}
+    return losses | proposal_losses
 
 
 def _check_input(model: Any, batch: Any) -> None:
     """Refuse a model that is no Mask R-CNN in training mode, and a batch that is not packed."""
-    name = type(model).__name__
-    if isinstance(model, DistributedDataParallel | DataParallel):
-        raise ColabUtilsError(
-            f"The model is wrapped in {name}, which compute_losses cannot look into. Wrap a module "
-            "whose forward calls compute_losses instead."
-        )
     if not isinstance(model, MaskRCNN):
         raise ColabUtilsError(
-            f"{name} is no Mask R-CNN of torchvision. Make the loader with deliver='dense', and "
-            "call model(images, targets)."
+            f"{type(model).__name__} is no Mask R-CNN of torchvision. Make the loader with "
+            "deliver='dense', and call model(images, targets). For several GPUs, wrap a module "
+            "whose forward calls compute_losses in DistributedDataParallel."
         )
     if not model.training:
         raise ColabUtilsError("The model is in evaluation mode. Call model.train() first.")
@@ -140,46 +129,18 @@ def _check_input(model: Any, batch: Any) -> None:
         )
 
 
-def make_input(
-    transform: GeneralizedRCNNTransform,
-    batch: PackedBatch,
-    *,
-    flips: Sequence[bool],
-) -> tuple[ImageList, list[Tensors]]:
-    """Transform a packed batch as ``transform(images, targets)`` does, but without masks.
-
-    Images are transformed one at a time. torchvision needs all images of a batch as floats in their
-    stored size at once, and a photo of 12 megapixels then takes 144 MB.
-
-    Args:
-        transform: The transform of the model.
-        batch: B images, on the model's device.
-        flips: bool [B]: the images to mirror left to right.
-
-    Returns:
-        The images, mirrored, normalised, resized and padded, and a dict for each image with its
-        ``boxes``, ``labels`` and ``masks``. ``masks`` is an empty tensor: torchvision's sampling
-        requires the key, and does not read the value.
-    """
+def _make_input(batch: PackedBatch, flips: Sequence[bool]) -> tuple[list[Tensor], list[Tensors]]:
+    """Return images and targets as torchvision models take them, but without their masks."""
+    images = batch.to_images(batch.pixels.device)
     counts = batch.counts.tolist()
-    boxes_of_images = batch.boxes.split(counts)
-    labels_of_images = batch.labels.split(counts)
-    rows = zip(batch.split_images(), boxes_of_images, labels_of_images, flips, strict=True)
-    resized = []
     targets = []
-    for pixels, boxes, labels, is_flipped in rows:
+    rows = zip(batch.boxes.split(counts), batch.labels.split(counts), flips, strict=True)
+    for place, (boxes, labels, is_flipped) in enumerate(rows):
         if is_flipped:
-            pixels = pixels.flip(2)
-            boxes = flip_boxes(boxes, pixels.shape[2])
-        image = pixels.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
-        target = {"boxes": boxes, "labels": labels}
-        image, target = transform.resize(transform.normalize(image), target)
-        target["masks"] = boxes.new_empty(0)
-        resized.append(image)
-        targets.append(target)
-    padded = transform.batch_images(resized, transform.size_divisible)
-    sizes = [(image.shape[1], image.shape[2]) for image in resized]
-    return ImageList(padded, sizes), targets
+            images[place] = images[place].flip(2)
+            boxes = flip_boxes(boxes, images[place].shape[2])
+        targets.append({"boxes": boxes, "labels": labels})
+    return images, targets
 
 
 def _count_classes(heads: RoIHeads) -> float:
@@ -191,68 +152,18 @@ def _count_classes(heads: RoIHeads) -> float:
     return min(getattr(scores, "out_features", math.inf), getattr(masks, "out_channels", math.inf))
 
 
-def _find_proposals(
-    rpn: RegionProposalNetwork,
-    images: ImageList,
-    features: Mapping[str, Tensor],
-    targets: list[Tensors],
-) -> tuple[list[Tensor], Tensors]:
-    """Return the proposals of each image, and the losses of the proposal network.
+def _compare_boxes(objects: Tensor, boxes: Tensor) -> Tensor:
+    """Return the IoU of boxes, float [N, M], as torchvision's ``box_iou`` does, a few rows at once.
 
-    torchvision compares all objects of an image with all anchors at once. Its tensors together take
-    eight times the memory of the result: 2.6 GB for 300 objects and the 269,000 anchors of 800 x
-    1333 pixels. This function compares a few objects at a time, and gets the same values.
+    torchvision compares all objects of an image with all anchors at once, which takes eight times
+    the memory of the result: 2.6 GB for 300 objects and the 269,000 anchors of 800 x 1333 pixels.
+
+    Example:
+        >>> boxes = torch.tensor([[0.0, 0.0, 2.0, 2.0], [1.0, 0.0, 3.0, 2.0]])
+        >>> _compare_boxes(boxes[:1], boxes)
+        tensor([[1.0000, 0.3333]])
     """
-    compare = rpn.box_similarity
-    rpn.box_similarity = partial(_compare_in_parts, compare)
-    try:
-        proposals, losses = rpn(images, features, targets)
-    finally:
-        rpn.box_similarity = compare
-    return proposals, losses
-
-
-def _compare_in_parts(
-    compare: Callable[[Tensor, Tensor], Tensor],
-    objects: Tensor,
-    boxes: Tensor,
-) -> Tensor:
-    """Return ``compare(objects, boxes)``, a row for each object. Compare a few at a time."""
-    rows = boxes.new_empty(len(objects), len(boxes))
-    parts = rows.split(_COMPARED_OBJECTS)
-    for part, few in zip(parts, objects.split(_COMPARED_OBJECTS), strict=True):
-        part.copy_(compare(few, boxes))
-    return rows
-
-
-def _take_rows(parts: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
-    """Return, for each image, those rows of its tensor in ``parts`` that ``rows`` lists."""
-    return [part[row] for part, row in zip(parts, rows, strict=True)]
-
-
-def _compute_box_losses(
-    heads: RoIHeads,
-    features: Mapping[str, Tensor],
-    regions: Sequence[Tensor],
-    labels: list[Tensor],
-    offsets: list[Tensor],
-    *,
-    sizes: list[Size],
-) -> Tensors:
-    """Return the losses of the classes and of the boxes of all regions.
-
-    Args:
-        heads: The heads of the model.
-        features: The features that its backbone computed.
-        regions: float [R, 4] of each image.
-        labels: int64 [R] of each image: the class of each region, 0 for the background.
-        offsets: float [R, 4] of each image: regression targets from each region to its object.
-        sizes: Height and width that each image was resized to.
-    """
-    pooled = heads.box_roi_pool(features, regions, sizes)
-    scores, predicted = heads.box_predictor(heads.box_head(pooled))
-    class_loss, box_loss = fastrcnn_loss(scores, predicted, labels, offsets)
-    return {"loss_classifier": class_loss, "loss_box_reg": box_loss}
+    return torch.cat([box_iou(few, boxes) for few in objects.split(_COMPARED_OBJECTS)])
 
 
 def _compute_mask_loss(
@@ -260,7 +171,7 @@ def _compute_mask_loss(
     features: Mapping[str, Tensor],
     regions: Sequence[Tensor],
     matches: Sequence[Tensor],
-    labels: Sequence[Tensor],
+    labels: list[Tensor],
     batch: PackedBatch,
     *,
     flips: Sequence[bool],
@@ -278,26 +189,24 @@ def _compute_mask_loss(
         flips: bool [B]: the images that are mirrored.
         sizes: Height and width that each image was resized to.
     """
-    positives = [torch.where(part > 0)[0] for part in labels]
-    boxes = _take_rows(regions, positives)
+    boxes = [part[label > 0] for part, label in zip(regions, labels, strict=True)]
     pooled = heads.mask_roi_pool(features, boxes, sizes)
     logits: Tensor = heads.mask_predictor(heads.mask_head(pooled))
     if len(logits) == 0:
         return logits.sum() * 0
-    # The index of each image's first object among all objects of the batch.
-    firsts = accumulate(batch.counts.tolist()[:-1], initial=0)
-    objects = _take_rows(matches, positives)
-    objects = [part + first for part, first in zip(objects, firsts, strict=True)]
-    targets = sample_masks(
-        batch.masks,
-        torch.cat(objects),
-        torch.cat(boxes),
-        sizes=batch.sizes,
-        counts=batch.counts,
-        flips=flips,
-        to_sizes=sizes,
-        size=logits.shape[-1],
-    )
-    label = torch.cat(_take_rows(labels, positives))
-    row = torch.arange(len(label), device=label.device)
-    return functional.binary_cross_entropy_with_logits(logits[row, label], targets)
+    targets = [
+        sample_masks(
+            batch[place : place + 1].masks,
+            matches[place][label > 0],
+            boxes[place],
+            stored_size=batch.sizes[place].tolist(),
+            to_size=sizes[place],
+            is_flipped=flips[place],
+            size=logits.shape[-1],
+        )
+        for place, label in enumerate(labels)
+    ]
+    classes = torch.cat(labels)
+    classes = classes[classes > 0]
+    logits = logits[torch.arange(len(classes), device=classes.device), classes]
+    return functional.binary_cross_entropy_with_logits(logits, torch.cat(targets))
