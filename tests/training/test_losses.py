@@ -160,8 +160,7 @@ def test_mask_targets_are_close_to_torchvisions(real_samples, monkeypatch):
     compute_both(model, packed, images, targets)
     count = len(seen) // 2
     # The losses of this batch were computed first.
-    ours, expected = torch.cat(seen[:count]), torch.cat(seen[count:])
-    assert torch.equal(ours, expected)
+    assert torch.equal(torch.cat(seen[:count]), torch.cat(seen[count:]))
 
 
 def test_memory_for_masks_follows_the_boxes():
