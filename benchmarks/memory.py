@@ -141,24 +141,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser = make_parser("memory", __doc__, builtin="memory")
-    parser.add_argument("--model", default="maskrcnn_resnet50_fpn")
-    parser.add_argument("--size", type=int, nargs=2, default=(800, 1333), help="height and width")
     parser.add_argument("--batch-size", type=int, default=2)
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
-    height, width = options.size
-    # A part is an image or more.
-    ways = (TORCHVISION, PACKED, PARTS) if options.batch_size > 1 else (TORCHVISION, PACKED)
 
     def measure() -> None:
         runs: list[Run] = []
-        model = make_model(options.model, num_classes=2, min_size=min(options.size))
+        model = make_model("maskrcnn_resnet50_fpn", num_classes=2, min_size=800)
         for objects in OBJECTS:
-            batch = make_batch(options.batch_size, objects=objects, height=height, width=width)
-            for way in ways:
+            batch = make_batch(options.batch_size, objects=objects, height=800, width=1333)
+            for way in (TORCHVISION, PACKED, PARTS):
                 run = partial(measure_step, model, batch, device, way=way)
                 runs.append(({"objects": f"{objects}", "way": way}, run))
-        about = {"device": device, "model": options.model, "size": options.size}
+        about = {
+            "device": device,
+            "batch_size": options.batch_size,
+        }
         measure_in_turns(runs, rows, repeats=1, about=about, path=options.json)
 
     return run_to_end(measure, lambda: tabulate_runs(rows))
