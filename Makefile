@@ -102,14 +102,13 @@ fuzz: setup
 
 # Slow: a COCO JSON of train2017's size, ten epochs over an index of that size, a check of 5,000
 # images, with limits on time and memory, 200 kills of preprocess, 40 of a training that writes its
-# shards, a cut link, the notebooks in the scene of a real GPU
+# shards, the notebooks in the scene of a real GPU
 stress: setup
 	$(RUN) tests/stress/read_large_coco.py
 	$(RUN) tests/stress/load_large_index.py
 	$(RUN) tests/stress/check_large_dataset.py
 	$(RUN) -m tests.stress.kill_preprocess
 	$(RUN) -m tests.stress.kill_open_dataset
-	$(RUN) -m tests.stress.cut_link
 	$(RUN) -m tests.stress.run_gpu_scene
 
 # An environment for each loader that `make benchmark` compares with; what cannot be installed is

@@ -40,9 +40,8 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, and return its exit status.
 
-    The status is 0 after success, 2 after bad input, 3 if the images per second are below
-    ``--fail-below``, and 130 after Ctrl-C. Training also ends with 143 after SIGTERM, and with 129
-    after SIGHUP.
+    The status is 0 after success, 2 after bad input, and 130 after Ctrl-C. Training also ends with
+    143 after SIGTERM, and with 129 after SIGHUP.
     """
     # Three entries are for this function. All others are arguments of the command's function.
     options = vars(_make_parser().parse_args(arguments))
@@ -87,10 +86,6 @@ def _finish(report: Any, command: str, target: str) -> int:
             with _end_after_cleaning():
                 write_file(Path(target), text.encode())
         _print("".join(f"{escape(line)}\n" for line in str(report).split("\n")))
-    change = getattr(report, "change", None)
-    if change is not None and change.fails:
-        _fail("The loop is slower than --fail-below allows. See the last line of the report.")
-        return 3
     bad = getattr(report, "bad", ())
     if bad:
         raise ColabUtilsError(
@@ -245,20 +240,10 @@ def _diagnose(
     batch_size: int = 4,
     workers: int | Literal["auto"] = "auto",
     verify: bool = False,
-    against: str = "",
-    fail_below: float | None = None,
 ) -> Any:
     """Find what training waits for, and which fix wins most."""
-    from colab_utils.diagnosis.changes import compare_runs, read_run
     from colab_utils.loading.emulated_step import EmulatedStep
 
-    if fail_below is not None and not against:
-        raise ColabUtilsError(
-            "--fail-below is given without --against. Name the JSON of an earlier run with "
-            "--against."
-        )
-    # Read the earlier run before the work begins, so that a wrong file is refused at once.
-    before = read_run(against) if against else None
     if shards and not (images or annotations):
         dataset: Any = colab_utils.ShardDataset(shards)
     elif images and annotations and not shards:
@@ -269,16 +254,7 @@ def _diagnose(
         )
     loader = colab_utils.make_loader(dataset, batch_size=batch_size, workers=workers)
     with closing(loader):
-        diagnosis = colab_utils.diagnose(loader, EmulatedStep(step_ms), verify=verify)
-    if before is None:
-        return diagnosis
-    now = {
-        "images_per_second": diagnosis.images_per_second,
-        "wait_share": diagnosis.stall_share,
-        "error": diagnosis.error,
-    }
-    change = compare_runs(before, now, fail_below=fail_below or 0.0)
-    return dataclasses.replace(diagnosis, change=change)
+        return colab_utils.diagnose(loader, EmulatedStep(step_ms), verify=verify)
 
 
 def _add_diagnose_options(command: _Parser) -> None:
@@ -291,13 +267,6 @@ def _add_diagnose_options(command: _Parser) -> None:
         "--verify",
         action="store_true",
         help="apply the fixes that can be applied here, and measure",
-    )
-    _add_path(command, "--against", "JSON", "say what changed since this earlier result")
-    command.add_argument(
-        "--fail-below",
-        metavar="RATIO",
-        type=float,
-        help="exit status 3 if images/s are below RATIO (such as 0.9) times the earlier ones",
     )
 
 

@@ -20,7 +20,6 @@ from colab_utils.data.archives import unpack_dataset
 from colab_utils.data.coco import read_coco
 from colab_utils.data.mask_files import convert_masks
 from colab_utils.data.repair import repair_annotations
-from colab_utils.diagnosis.changes import read_run
 from colab_utils.diagnosis.watch import watch
 from colab_utils.errors import ColabUtilsError
 from colab_utils.places import require_local_path
@@ -112,7 +111,6 @@ CALLS = {
     "check_receipt_folder": check_receipt_folder,
     "write_check page": lambda url: write_check(None, "images", "a.json", url),
     "read_receipts": lambda url: read_receipts([url]),
-    "read_run": read_run,
     "slow_down": lambda url: slow_down(url, "bad"),
     "make_dataset": lambda url: make_dataset(url, n=1),
     "convert_masks images": lambda url: convert_masks(url, "masks", output="a.json"),

@@ -1,13 +1,12 @@
 """What training waits for.
 
 `diagnose` measures a loader with a step, and tries what would help. `timing` has the clocks,
-`stages` times each stage of loading alone, and `fixes` tries each fix. `changes` compares two runs.
+`stages` times each stage of loading alone, and `fixes` tries each fix.
 
 `watch` observes a run. `passes` follows its batches, and describes a batch that does not come in
 the words of `stalls`. `summary` says where the time went. `causes` says why: `waits` explains why
 batches come late, `looks` has the evidence, and `cures` says what to do. `processes` looks into the
 workers, `system_calls` reads what Linux says of them, and `memory_growth` finds growing memory.
-`ranks` names the process that the others wait for.
 
 `simulator` shows how loading and steps overlap. It needs no data.
 """

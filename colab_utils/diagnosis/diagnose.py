@@ -15,7 +15,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from colab_utils.diagnosis.causes import refine_causes
-from colab_utils.diagnosis.changes import Change
 from colab_utils.diagnosis.cures import Cause
 from colab_utils.diagnosis.fixes import (
     TIMEOUT_S,
@@ -75,8 +74,6 @@ class Diagnosis:
     """Kind of the step: "real", "none", or "emulated ..."."""
     error: float = 0.0
     """Standard error of the mean time of a batch, as a share of that mean."""
-    change: Change | None = None
-    """Comparison with an earlier diagnosis, if there is one."""
     causes: tuple[Cause, ...] = ()
     """Why training waits, the largest share first. If the loader is fine, only what is no matter of
     its speed.
@@ -84,8 +81,6 @@ class Diagnosis:
 
     def __str__(self) -> str:
         parts: list[Any] = [*self.stages, *self.fixes]
-        if self.change is not None:
-            parts.append(self.change)
         lines = [self.verdict, *map(str, self.causes)]
         lines += [f"  {part}" for part in parts]
         return "\n".join(lines)

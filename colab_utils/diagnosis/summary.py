@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,11 @@ from colab_utils.diagnosis.cures import Cause
 from colab_utils.diagnosis.looks import BACKWARD, Looks
 from colab_utils.diagnosis.memory_growth import Growth, MemoryLog, find_growth
 from colab_utils.diagnosis.processes import WorkerMonitor
-from colab_utils.diagnosis.ranks import compare_ranks, find_rank
 from colab_utils.diagnosis.timing import CpuClock, CpuUse, count_workers, find_error
 from colab_utils.diagnosis.waits import LoopFacts
 from colab_utils.files import write_file
 from colab_utils.loading.clock import LoopClock
+from colab_utils.loading.ranks import find_ranks
 from colab_utils.places import require_local_path
 from colab_utils.progress import is_notebook
 from colab_utils.slow_drive import find_profile
@@ -110,10 +109,6 @@ class Summary:
     """
     rank: int | None
     """Rank of this process if several train together, else None."""
-    slower_rank: str = ""
-    """A sentence that names the rank that the others wait for, or "". Only the rank that ends a
-    pass last can tell.
-    """
 
     @property
     def wait_share(self) -> float:
@@ -140,8 +135,8 @@ class Summary:
             f"first batches {format_seconds(self.start_s)} of {format_seconds(self.seconds)}{ends}"
             f"; {self.batches:,} batches, {self.images_per_second:,.1f} images/s"
         )
-        lines += [self.slower_rank, *map(str, self.causes), *self.unseen]
-        return "\n".join(filter(None, lines))
+        lines += [*map(str, self.causes), *self.unseen]
+        return "\n".join(lines)
 
     def save(self, path: str | Path) -> None:
         """Write all fields as JSON, with ``images_per_second`` and ``wait_share``."""
@@ -166,10 +161,7 @@ class LoopRecord(LoopFacts):
             "between"; "" outside of passes.
     """
 
-    _numbers = count()
-
     def __init__(self, loader: Any) -> None:
-        self._number = next(self._numbers)
         self.clock = LoopClock()
         dataset = getattr(loader, "dataset", None)
         # An iterable dataset may work between the samples of a dataset within it, so these samples
@@ -272,10 +264,7 @@ class LoopRecord(LoopFacts):
         )
         causes = find_causes(waits, between, is_first, loop_s, self)
         later_s = parts_s.sum(axis=1) - np.where(is_first, waits, 0.0)
-        rank = find_rank()
-        slower_rank = ""
-        if rank is not None:
-            slower_rank = compare_ranks(self._number, float(waits.sum()) / whole_s)
+        ranks = find_ranks()
         return Summary(
             _describe(causes, parts, start_s / whole_s, self.looks),
             tuple(causes),
@@ -295,8 +284,7 @@ class LoopRecord(LoopFacts):
             self.growth,
             unseen,
             find_lost_share(loop_s, self),
-            rank,
-            slower_rank,
+            ranks.rank if ranks.count > 1 else None,
         )
 
     def _list_unseen(self, parts_s: _Array) -> tuple[str, ...]:

@@ -24,7 +24,6 @@ from colab_utils.training.agreement import require_same, share_errors
 from colab_utils.training.checkpoint import State, explain_state
 from colab_utils.training.checkpoint_folder import CheckpointFolder
 from colab_utils.training.data import DataSource, OpenData, open_data
-from colab_utils.training.heartbeat import end_process, watch_ranks
 from colab_utils.training.model import GPU_MODEL
 from colab_utils.training.norms import Norms
 from colab_utils.training.plan import TrainingPlan, count_steps, make_plan
@@ -183,7 +182,6 @@ def train(
         stack.enter_context(use_training_defaults())
         device = _choose_device(device)
         ranks = stack.enter_context(join_ranks(device))
-        heartbeat = stack.enter_context(watch_ranks(ranks, _end_before_training))
         folder = CheckpointFolder(run)
         state: State | None = None
         with share_errors(ranks):
@@ -272,13 +270,7 @@ def train(
                     trainer.load_state(state)
             if ranks.is_first:
                 folder.prepare(anew=resume == "never")
-        heartbeat.on_silence = trainer.end_without_ranks
         return trainer.run(log if ranks.is_first else None)
-
-
-def _end_before_training(text: str) -> None:
-    """End this process, because another one is lost before the first step."""
-    end_process(text, "nothing was trained yet")
 
 
 def _warn_of_faults(data: OpenData) -> None:

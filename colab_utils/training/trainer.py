@@ -26,7 +26,6 @@ from colab_utils.training.checkpoint_folder import CheckpointFolder
 from colab_utils.training.checkpoint_writer import CheckpointWriter
 from colab_utils.training.data import OpenData
 from colab_utils.training.evaluate import AveragePrecision, evaluate
-from colab_utils.training.heartbeat import end_process
 from colab_utils.training.plan import TrainingPlan
 from colab_utils.training.report import Log, LogLine, LossPoint, TrainReport, average_losses
 from colab_utils.training.schedule import compute_rate
@@ -39,8 +38,6 @@ _LOG_STEPS = 10
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Several processes ask each other after so many steps whether to stop.
 _AGREE_STEPS = 10
-# Seconds that the last checkpoint may take after another process is lost.
-_LAST_CHECKPOINT_S = 15.0
 
 
 class Trainer:
@@ -327,16 +324,6 @@ class Trainer:
                     self.folder.send_waiting()
                 except DriveLostError as error:
                     warnings.warn(str(error), ColabUtilsWarning, stacklevel=2)
-
-    def end_without_ranks(self, text: str) -> None:
-        """Save a checkpoint in a thread, and end this process.
-
-        The main thread cannot do so: it waits for a process that is lost.
-        """
-        saving = threading.Thread(target=self._save_last, daemon=True)
-        saving.start()
-        saving.join(_LAST_CHECKPOINT_S)
-        end_process(text, f"they go on from {self.folder.newest or 'the start'}")
 
     def load_state(self, state: State) -> None:
         """Take the step, the losses and the best precision so far from a checkpoint.

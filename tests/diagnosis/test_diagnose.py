@@ -8,7 +8,6 @@ import multiprocessing
 import random
 import signal
 import time
-from functools import partial
 
 import numpy as np
 import pytest
@@ -16,11 +15,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from colab_utils import CocoFolder, ShardDataset, make_loader
-from colab_utils.__main__ import main
 from colab_utils.data.coco import read_coco, write_subset
 from colab_utils.diagnosis import diagnose as module
 from colab_utils.diagnosis import fixes
-from colab_utils.diagnosis.changes import compare_runs, read_run
 from colab_utils.diagnosis.diagnose import Diagnosis, describe_verdict, diagnose
 from colab_utils.diagnosis.fixes import Fix, rank_fixes
 from colab_utils.diagnosis.memory_growth import MemoryLog
@@ -454,69 +451,3 @@ def test_a_broken_image_is_named(tiny_dataset, tmp_path):
     loader = make_loader(CocoFolder(tmp_path, annotations), batch_size=2, workers=0)
     with pytest.raises(ColabUtilsError, match=r"batch 1: .*tmp|batch 1: .*\.jpg"):
         diagnose(loader, seconds=1)
-
-
-# These tests compare with an earlier run.
-
-BEFORE = {"images_per_second": 10.0, "wait_share": 0.8, "error": 0.03}
-
-
-@pytest.mark.parametrize(
-    ("rate", "size", "fails"),
-    [
-        (30.0, "more than the noise", False),
-        (10.5, "within the noise", False),
-        (8.0, "more than the noise", True),
-    ],
-)
-def test_a_change_is_told_from_the_noise(rate, size, fails):
-    change = compare_runs(
-        BEFORE, {"images_per_second": rate, "wait_share": 0.1, "error": 0.04}, fail_below=0.9
-    )
-    assert change.ratio == pytest.approx(rate / 10)
-    assert change.noise == pytest.approx(0.1)
-    assert size in str(change)
-    assert change.fails == fails
-
-
-def test_a_diagnosis_and_a_summary_are_read(tmp_path):
-    path = tmp_path / "before.json"
-    path.write_text(
-        json.dumps({"images_per_second": 10, "stall_share": 0.8, "error": 0.03, "verdict": "slow"})
-    )
-    assert read_run(path) == BEFORE
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[1]", "{}", '{"images_per_second": "many", "wait_share": 1, "error": 0}']
-)
-def test_another_file_is_refused(tmp_path, text):
-    path = tmp_path / "before.json"
-    path.write_text(text)
-    with pytest.raises(ColabUtilsError, match=r"no JSON of an earlier run at .*before\.json"):
-        read_run(path)
-
-
-def test_the_command_says_what_changed_and_fails_below(tiny_dataset, tmp_path, capsys, monkeypatch):
-    before = tmp_path / "before.json"
-    command = ["diagnose", "--images", str(tiny_dataset.images)]
-    command += [
-        "--annotations",
-        str(tiny_dataset.annotations),
-        "--step-ms",
-        "5",
-        "--workers",
-        "0",
-        "--batch-size",
-        "2",
-    ]
-    monkeypatch.setattr("colab_utils.diagnose", partial(diagnose, seconds=4))
-    assert main([*command, "--fail-below", "0.9"]) == 2
-    assert "without --against" in capsys.readouterr().err
-    assert main([*command, "--against", str(before)]) == 2
-    assert "no JSON of an earlier run at" in capsys.readouterr().err
-    before.write_text(json.dumps(BEFORE | {"images_per_second": 1e6}))
-    assert main([*command, "--against", str(before), "--fail-below", "0.9"]) == 3
-    printed = capsys.readouterr()
-    assert "1000000.0 →" in printed.out
-    assert "--fail-below" in printed.err

@@ -9,14 +9,12 @@ import json
 import multiprocessing
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import warnings
 from itertools import chain
 from pathlib import Path
-from time import sleep
 
 import pytest
 import torch
@@ -35,8 +33,8 @@ from colab_utils.shards.index import read_index, write_index
 from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import DriveProfile, slow_down
-from colab_utils.training import heartbeat, trainer
 from colab_utils.training import train as train_module
+from colab_utils.training import trainer
 from colab_utils.training.agreement import require_same
 from colab_utils.training.checkpoint_folder import CheckpointFolder
 from colab_utils.training.ranks import join_ranks
@@ -135,85 +133,6 @@ def train_and_look(shards, run, options):
         "ap": ap and ap.segm,
         "images": ap and ap.images,
     }
-
-
-def train_and_fall_silent(shards, run, step):
-    """Train; rank 1 stops before a step, as where its network cable is pulled."""
-    real = trainer.Trainer._train
-
-    def train_batch(self, batch):
-        if self.ranks.rank == 1 and self.done == step:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return real(self, batch)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer.Trainer, "_train", train_batch)
-        patch.setattr(heartbeat, "_BEAT_S", 0.2)
-        patch.setattr(heartbeat, "_SILENCE_S", 3.0)
-        train(shards, run, steps=20, batch_size=2, model=TINY_MODEL, log=print, **TINY)
-
-
-def test_a_process_that_falls_silent_is_named_after_a_checkpoint(shards, tmp_path, capfd):
-    run = tmp_path / "run"
-    with pytest.raises(AssertionError):
-        run_ranks(train_and_fall_silent, 2, tmp_path / "ranks", shards, run, 3, patience_s=60)
-    host = socket.gethostname()
-    error = capfd.readouterr().err
-    assert f"error: No sign of life came from rank 1 on {host} for 3 s. Look at" in error
-    assert f"they go on from {run / 'checkpoint-00000003.pt'}." in error
-    assert "Traceback" not in error
-    assert CheckpointFolder(run).read()["step"] == 3
-
-
-def open_and_fall_silent(shards, run):
-    """Train; rank 1 stops while it opens the data."""
-    real = train_module.open_data
-
-    def open_data(*arguments, **options):
-        if os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return real(*arguments, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_module, "open_data", open_data)
-        patch.setattr(heartbeat, "_BEAT_S", 0.2)
-        patch.setattr(heartbeat, "_SILENCE_S", 3.0)
-        train(shards, run, steps=2, batch_size=2, model=TINY_MODEL, log=print, **TINY)
-
-
-def test_a_process_that_falls_silent_before_the_first_step_is_named(shards, tmp_path, capfd):
-    with pytest.raises(AssertionError):
-        run_ranks(
-            open_and_fall_silent, 2, tmp_path / "ranks", shards, tmp_path / "run", patience_s=60
-        )
-    error = capfd.readouterr().err
-    host = socket.gethostname()
-    assert f"error: No sign of life came from rank 1 on {host} for 3 s. Look at" in error
-    assert "start all processes again: nothing was trained yet." in error
-    assert "Traceback" not in error
-
-
-def end_late(shards, run):
-    """Train; rank 1 has ended long before rank 0 does."""
-    real = trainer.Trainer.run
-
-    def train_and_rest(self, log):
-        report = real(self, log)
-        if self.ranks.is_first:
-            sleep(5)
-        return report
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer.Trainer, "run", train_and_rest)
-        patch.setattr(heartbeat, "_BEAT_S", 0.2)
-        patch.setattr(heartbeat, "_SILENCE_S", 2.0)
-        train(shards, run, steps=2, batch_size=2, model=TINY_MODEL, log=print, **TINY)
-    return True
-
-
-def test_a_process_that_has_ended_is_not_lost(shards, tmp_path, capfd):
-    run_ranks(end_late, 2, tmp_path / "ranks", shards, tmp_path / "run")
-    assert "No sign of life" not in capfd.readouterr().err
 
 
 def train_and_catch(shards, run, batch_size):
