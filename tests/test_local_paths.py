@@ -294,7 +294,7 @@ def list_path_options():
 
 def test_the_options_that_name_places_are_all_there():
     assert {command for command, _ in list_path_options()} == set(COMMANDS)
-    assert len(list_path_options()) == 34
+    assert len(list_path_options()) == 33
 
 
 TAKES_URLS = {
