@@ -36,7 +36,6 @@ from colab_utils.loading.sampler import BatchSampler
 from colab_utils.machine import describe_machine
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards.arrays import ShardArrays, describe_shard, dump_arrays, load_arrays
-from colab_utils.shards.columns import keep_columns
 from colab_utils.shards.index import ShardIndex, read_index, write_index
 from colab_utils.shards.parts import plan_jobs
 from colab_utils.shards.write import write_shards
@@ -170,18 +169,7 @@ def _plan_again(folder: Path, images: int) -> Any:
 
 
 def _open(folder: Path, images: int) -> Any:
-    """Read the tables of all shards, as of a folder that has no columns."""
-    index = read_index(folder / "shards")
-    write_index(folder / "shards", replace(index, columns=()))
-    return ShardDataset(folder / "shards")
-
-
-def _keep_columns(folder: Path, images: int) -> Any:
-    index = keep_columns(folder / "shards", read_index(folder / "shards"))
-    write_index(folder / "shards", index)
-
-
-def _open_mapped(folder: Path, images: int) -> Any:
+    """Read the tables of all shards."""
     return ShardDataset(folder / "shards")
 
 
@@ -224,8 +212,6 @@ STEPS: dict[str, tuple[Callable[[Path, int], Any], str, tuple[int, ...]]] = {
     "plan again": (_plan_again, "json", (10_000, 100_000)),
     "read the index": (_read_index, "shards", (100_000, 1_000_000)),
     "open": (_open, "shards", (100_000, 1_000_000)),
-    "write columns": (_keep_columns, "shards", (300_000, 1_000_000)),
-    "open columns": (_open_mapped, "shards", (300_000, 1_000_000)),
     "shuffle": (_shuffle, "shards", (100_000, 1_000_000)),
     "resume": (_resume, "shards", (100_000, 1_000_000)),
     "records": (_read_records, "shards", (100_000, 1_000_000)),
@@ -390,8 +376,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 folder = _prepare(kind, options.work, images)
                 if step == "plan":
                     shutil.rmtree(folder / "plan", ignore_errors=True)
-                if step in ("open columns", _LOADER):
-                    measure_step("write columns", folder, images)
                 if step == _LOADER:
                     memory.extend(measure_loader(folder, images))
                 else:

@@ -31,8 +31,6 @@ from colab_utils.units import format_seconds
 _Array = NDArray[Any]
 # A summary lists this many of the slowest batches.
 _WORST = 10
-# A summary lists the steps that begin in this many seconds after the first request for a batch.
-_SHOWN_S = 10.0
 # Samples are noted for at most this many batches.
 _KEPT = 1000
 # If a loop has at least this many batches for each step of the optimizer, it accumulates gradients.
@@ -93,10 +91,6 @@ class Summary:
     images: int
     error: float
     """Standard error of the mean time of a batch, as a share of that mean."""
-    spans_s: tuple[tuple[float, float], ...]
-    """When each step of the first ten seconds began and ended, in seconds from the first request
-    for a batch.
-    """
     worst: tuple[SlowBatch, ...]
     """The ten batches that took longest, the longest first."""
     growth: Growth | None
@@ -276,7 +270,6 @@ class LoopRecord(LoopFacts):
             int(is_first.sum()),
             clock.images,
             find_error(later_s),
-            _list_spans(parts_s),
             tuple(
                 SlowBatch(n, waits[n], steps[n], between[n], self.seen.get(n, ()))
                 for n in np.argsort(-later_s)[:_WORST].tolist()
@@ -362,14 +355,6 @@ def _make_part(name: str, seconds: _Array, whole_s: float) -> Part:
         return Part(name, 0.0, 0.0, 0.0)
     percentiles_ms = (1000 * np.percentile(seconds, (50, 95))).tolist()
     return Part(name, float(seconds.sum()) / whole_s, *percentiles_ms)
-
-
-def _list_spans(parts_s: _Array) -> tuple[tuple[float, float], ...]:
-    """Return begin and end of each step that began within the first ten seconds."""
-    _, steps, between = parts_s.T
-    ended_s = np.cumsum(parts_s.sum(axis=1)) - between
-    spans_s = np.stack([ended_s - steps, ended_s], axis=1)
-    return tuple((began, ended) for began, ended in spans_s.tolist() if began < _SHOWN_S)
 
 
 def _describe(causes: Sequence[Cause], parts: Sequence[Part], start: float, looks: Looks) -> str:

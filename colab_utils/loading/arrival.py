@@ -22,7 +22,6 @@ from colab_utils.files import has_size, hash_bytes, read_file, write_file
 from colab_utils.loading.ranks import find_ranks
 from colab_utils.places import Place
 from colab_utils.processes import ThreadPool, start_thread
-from colab_utils.shards.columns import keep_columns
 from colab_utils.shards.copy import COPY_STREAMS, Copying, check_space, merge_index, read_target
 from colab_utils.shards.index import ShardIndex, write_index
 from colab_utils.shards.lock import lock_here, remove_leftovers
@@ -330,7 +329,7 @@ class Arrival:
         """Write the index after the last shard."""
         shards = tuple(self.index.shards[number] for number in self._order)
         index = merge_index(self.index, self._previous, shards, self.target)
-        write_index(self.target, keep_columns(self.target, index))
+        write_index(self.target, index)
 
     def _copy_all(self) -> None:
         """Copy and remove shards until all have arrived, or until the copy is stopped."""

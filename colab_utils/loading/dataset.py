@@ -49,15 +49,8 @@ from colab_utils.places import Place, open_place
 from colab_utils.reader import Reader
 from colab_utils.require import require_choice
 from colab_utils.shards.arrays import ShardArrays, convert_boxes
-from colab_utils.shards.columns import (
-    Columns,
-    join_shards,
-    map_columns,
-    open_columns,
-    release_pages,
-)
 from colab_utils.shards.index import ShardIndex, read_index
-from colab_utils.shards.jobs import has_files
+from colab_utils.shards.tables import Tables, join_shards, make_tables
 from colab_utils.streams import is_remote, require_streams
 from colab_utils.units import format_count
 
@@ -282,9 +275,6 @@ class ShardDataset(CocoSamples):
         folder = open_place(folder)
         retries = Retries()
         index = read_index(folder, retries)
-        columns = map_columns(folder, index)
-        if columns is not None and not has_files(index, folder):
-            columns = None
         shards = _load_shards(folder, index, retries)
         self._open(
             ShardFiles(folder),
@@ -292,7 +282,6 @@ class ShardDataset(CocoSamples):
             shards,
             transforms,
             contiguous_labels=contiguous_labels,
-            columns=columns,
         )
         if is_remote(folder):
             self.streams = "auto"
@@ -309,7 +298,6 @@ class ShardDataset(CocoSamples):
         transforms: Transforms | None,
         *,
         contiguous_labels: bool,
-        columns: Columns | None = None,
     ) -> None:
         # The copy that brings the shards during training; None if there is no such copy.
         self.arrival: Arrival | None = None
@@ -328,20 +316,19 @@ class ShardDataset(CocoSamples):
         # entry holds the mask bits that were made again. If the entry is a number, the mask bits
         # are read from the file.
         self._bits: list[Any] = [0] * len(index.shards)
-        if columns is None:
-            try:
-                columns = open_columns(index.images, index.annotations)
-                self._bits = join_shards(columns, shards)
-            except (IndexError, TypeError, ValueError) as error:
-                # The checksums are right, so nothing is damaged.
-                raise ColabUtilsError(
-                    f"The shards in {self.folder} are not of this version of colab_utils "
-                    f"({error!s:.100}). Run preprocess again, into another folder."
-                ) from None
-        self._use_columns(columns)
+        try:
+            tables = make_tables(index.images, index.annotations)
+            self._bits = join_shards(tables, shards)
+        except (IndexError, TypeError, ValueError) as error:
+            # The checksums are right, so nothing is damaged.
+            raise ColabUtilsError(
+                f"The shards in {self.folder} are not of this version of colab_utils "
+                f"({error!s:.100}). Run preprocess again, into another folder."
+            ) from None
+        self._use_tables(tables)
         self.left_out = index.annotations - self.objects
 
-    def _use_columns(self, tables: Columns) -> None:
+    def _use_tables(self, tables: Tables) -> None:
         self._tables = tables
         self.image_ids = tables["image_ids"]
         self.sizes = tables["sizes"]
@@ -404,7 +391,6 @@ class ShardDataset(CocoSamples):
             tables[name] = self._tables[name][objects]
         tables["labels"] = self._map_labels(tables["labels"])
         tables["iscrowd"] = np.zeros(len(objects), np.int64)
-        release_pages(self._tables["boxes"])
         return tables
 
     def foresee(self, indices: Sequence[int]) -> dict[str, NDArray[Any]]:

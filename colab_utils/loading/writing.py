@@ -35,7 +35,6 @@ from colab_utils.machine import count_cores
 from colab_utils.places import Place, UrlPath, open_place
 from colab_utils.processes import ThreadPool, explain_lost_process, fork_pool, kill_pool
 from colab_utils.shards.arrays import convert_boxes
-from colab_utils.shards.columns import fill_tables, keep_columns, open_columns
 from colab_utils.shards.copy import COPY_STREAMS, Copying
 from colab_utils.shards.index import ShardIndex, ShardInfo, write_index
 from colab_utils.shards.job_plan import make_plan
@@ -50,6 +49,7 @@ from colab_utils.shards.lock import hold_folder
 from colab_utils.shards.plan import order_shards
 from colab_utils.shards.records import MISSING
 from colab_utils.shards.source import keep_source
+from colab_utils.shards.tables import fill_tables, make_tables
 from colab_utils.shards.write import (
     begin_folder,
     check_bad,
@@ -206,7 +206,7 @@ class Writing(Arrival):
 
     def _finish(self) -> None:
         index = join_index(self._plan, self._done)
-        write_index(self.target, keep_columns(self.target, index))
+        write_index(self.target, index)
         for sending in self._sendings:
             sending.result()
         if self._drive is not None:
@@ -314,9 +314,9 @@ class WritingShards(ArrivingShards):
         # enough.
         parts = [job.dataset for job in writing.jobs]
         counts = np.concatenate([part.count_objects() for part in parts])
-        tables = open_columns(len(counts), int(counts.sum()))
+        tables = make_tables(len(counts), int(counts.sum()))
         tables["shard_of"][:] = np.repeat(np.arange(len(parts)), [*map(len, parts)])
-        self._use_columns(tables)
+        self._use_tables(tables)
         self._set_counts(counts)
         # None says that a shard is not opened yet.
         self._bits = [None] * len(parts)

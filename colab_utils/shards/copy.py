@@ -31,7 +31,6 @@ from colab_utils.places import Place, UrlFile, UrlPath, is_same_place, open_plac
 from colab_utils.processes import pop_done
 from colab_utils.progress import show_progress
 from colab_utils.reader import AHEAD_BYTES, Reader
-from colab_utils.shards.columns import keep_columns
 from colab_utils.shards.index import INDEX_NAME, ShardIndex, ShardInfo, read_index, write_index
 from colab_utils.shards.lock import WRITER_NAME, remove_leftovers
 from colab_utils.shards.verify import find_fault
@@ -136,7 +135,7 @@ def copy_shards(
         copying = Copying(source, target, retries, overwrite=previous is not None)
         copied = copying.run(files, streams)
         merged = merge_index(index, previous, chosen, target)
-        write_index(target, keep_columns(target, merged))
+        write_index(target, merged)
     skipped = [shard for shard in chosen if not copied & {shard.name, shard.arrays_name}]
     return CopyReport(
         shards=len(merged.shards),

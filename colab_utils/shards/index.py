@@ -21,7 +21,6 @@ FORMAT_VERSION = 2
 
 INDEX_NAME = "index.json"
 
-COLUMNS_NAME = "index.columns"
 
 _TAR_NAME = re.compile(r"shard-[0-9]{6,12}\.tar")
 
@@ -79,10 +78,6 @@ class ShardIndex:
     """Number of objects that would be trained wrongly, or not at all, by kind of defect. If there
     is no such object, ``index.json`` lacks this entry.
     """
-    columns: tuple[Any, ...] = ()
-    """Size in bytes and checksum of ``index.columns``, see `colab_utils.shards.columns`. If there
-    is no such file, ``index.json`` lacks this entry.
-    """
 
     @property
     def images(self) -> int:
@@ -103,8 +98,6 @@ class ShardIndex:
         """Yield (file name, bytes, checksum) of every data file, shard by shard."""
         for shard in self.shards:
             yield from shard.files()
-        if self.columns:
-            yield (COLUMNS_NAME, *self.columns)
 
 
 def read_index(folder: str | Place, retries: Retries | None = None) -> ShardIndex:
@@ -179,7 +172,6 @@ def _parse_index(raw: Any, folder: Place) -> ShardIndex:
         skipped=tuple(SkippedImage(**image) for image in raw["skipped"]),
         partial=raw["partial"],
         faults=raw.get("faults", {}),
-        columns=tuple(raw.get("columns", ())),
     )
     # Any other name could lead out of the folder, or to a file of the user.
     for shard in index.shards:
@@ -203,9 +195,8 @@ def write_index(folder: Place, index: ShardIndex) -> None:
         "bytes": index.bytes,
         **asdict(index),
     }
-    for name in ("faults", "columns"):
-        if not content[name]:
-            del content[name]
+    if not index.faults:
+        del content["faults"]
     content["xxh3_64"] = hash_bytes(_to_text(content))
     write_file(folder / INDEX_NAME, json.dumps(content, indent=1).encode())
 

@@ -8,7 +8,7 @@ from colab_utils.drive import Retries, guard_drive
 from colab_utils.files import hash_file
 from colab_utils.places import Place, open_place
 from colab_utils.progress import show_progress
-from colab_utils.shards.index import COLUMNS_NAME, read_index
+from colab_utils.shards.index import read_index
 from colab_utils.units import format_count
 
 _MISSING = "is missing"
@@ -66,10 +66,6 @@ def verify_shards(folder: str | Place) -> VerifyReport:
                 bad.append(BadShard(shard.name, reason))
             bar.set_postfix_str(str(retries), refresh=False)
             bar.update(shard.bytes + shard.arrays_bytes)
-    if index.columns:
-        reason = find_fault(folder, [(COLUMNS_NAME, *index.columns)], retries)
-        if reason:
-            bad.append(BadShard(COLUMNS_NAME, reason))
     return VerifyReport(len(index.shards), index.images, tuple(bad))
 
 

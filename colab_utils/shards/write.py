@@ -26,7 +26,6 @@ from colab_utils.machine import require_space
 from colab_utils.places import Place, UrlPath, open_place
 from colab_utils.progress import show_progress
 from colab_utils.require import require_count, require_max_bad
-from colab_utils.shards.columns import keep_columns
 from colab_utils.shards.index import INDEX_NAME, ShardIndex, SkippedImage, read_index, write_index
 from colab_utils.shards.job_plan import (
     JobPlan,
@@ -488,7 +487,6 @@ def finish_folder(folder: Place, plan: JobPlan, done: Iterable[ShardIndex]) -> S
             f"The shards were written, but this process does not see all of them in {folder}. Name "
             "a folder that all workers and this machine share, and run the same again."
         )
-    index = patience.write(folder, keep_columns, folder, index)
     patience.write(folder, write_index, folder, index)
     keep_source(folder, index, open_place(plan.image_folder), plan.source, plan.planned_ns)
     patience.write(folder, remove_plan, folder)

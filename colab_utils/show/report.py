@@ -1,6 +1,4 @@
-"""Pages that need no network: the receipt of a comparison, the summary of a loop, and the check of
-a dataset.
-"""
+"""Pages that need no network: the receipt of a comparison, and the check of a dataset."""
 
 import json
 import textwrap
@@ -19,7 +17,7 @@ from colab_utils.files import require_new, write_file
 from colab_utils.machine import Machine
 from colab_utils.places import PlaceLike, require_local_path
 from colab_utils.show import render
-from colab_utils.show.charts import plot_first_seconds, plot_statistics
+from colab_utils.show.charts import plot_statistics
 from colab_utils.show.comparison_charts import (
     COCO_IMAGES,
     plot_cold_start,
@@ -33,13 +31,11 @@ from colab_utils.units import format_count
 
 if TYPE_CHECKING:
     from colab_utils.comparison.compare import Comparison
-    from colab_utils.diagnosis.summary import Summary
 
 # What `draw_annotations` draws: a heading, a dataset, the index of an image, and "turn" or "keep".
 _Panel = tuple[str, CocoDataset, int, str]
 _TITLES = {
     "receipt": "Receipt: ways of loading, side by side",
-    "summary": "Summary: where the time of a loop went",
     "check": "Check: what is in a dataset, and what is wrong with it",
 }
 _WAYS = "EXIF unclear: on which side do the outlines lie on their objects?"
@@ -82,41 +78,6 @@ def write_receipt(
     with explain_write(folder):
         write_file(folder / "comparison.json", (json.dumps(content, indent=1) + "\n").encode())
     return page
-
-
-def write_summary(summary: "Summary", path: str | Path) -> Path:
-    """Write the summary of a watched loop as one HTML page.
-
-    The page shows the steps and the gaps between them, the causes, and the slowest batches.
-
-    Args:
-        summary: Result of ``watch(loader).summary()``.
-        path: Path of the page. An earlier summary at this path is replaced.
-
-    Returns:
-        Path of the page.
-
-    Raises:
-        ColabUtilsError: The page cannot be written, or ``path`` is a file that is not a summary.
-    """
-    worst = [
-        {
-            "batch": f"{batch.number:,}",
-            "wait s": round(batch.wait_s, 3),
-            "step s": round(batch.step_s, 3),
-            "after step s": round(batch.between_s, 3),
-            "samples seen": ", ".join(map(str, batch.samples)) or None,
-        }
-        for batch in summary.worst
-    ]
-    chart = plot_first_seconds(
-        {"steps": summary.spans_s},
-        title=" ",
-        white="no step for",
-    )
-    return _write_page(
-        require_local_path(path), "summary", summary=summary, chart=chart, worst=make_table(worst)
-    )
 
 
 def write_check(
