@@ -209,6 +209,7 @@ class Retries:
         on_failure: Function that you may set. It is called before each repetition.
         stop: Event that ends all waits once it is set. A call that fails after that is not
             repeated. Default: a new event.
+        trusts_absence: Whether a file that seems to be missing is not looked for again.
 
     Example:
         >>> retries = Retries()
@@ -223,8 +224,7 @@ class Retries:
         self._announce_s = 0.0
         self.on_failure: Callable[[], object] | None = None
         self.stop = stop or threading.Event()
-        # Whether a file was still missing after the last wait of `find_again`.
-        self._trusts_absence = False
+        self.trusts_absence = False
 
     def run(self, call: Callable[[], _Result]) -> _Result:
         """Return the result of ``call``, which is repeated while it raises a `DriveLostError` that
@@ -295,7 +295,7 @@ class Retries:
         for wait_s in (0, *RETRY_WAITS_S):
             self.stop.wait(wait_s)
             missing = {path for path in missing if _is_absent(path)}
-            if self._trusts_absence or not missing or not is_on_drive(min(missing)):
+            if self.trusts_absence or not missing or not is_on_drive(min(missing)):
                 break
             if not wait_s:
                 warnings.warn(
@@ -307,7 +307,7 @@ class Retries:
             for folder in {path.parent for path in missing}:
                 with suppress(OSError):
                     os.listdir(folder)
-        self._trusts_absence = bool(missing)
+        self.trusts_absence = bool(missing)
         return set(paths) - missing
 
     def __reduce__(self) -> "tuple[type[Retries], tuple[()]]":

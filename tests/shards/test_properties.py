@@ -145,6 +145,8 @@ def indexes(draw) -> ShardIndex:
     for number in draw(st.sets(st.integers(0, 10**6), max_size=3)):
         names = {"name": f"shard-{number:06d}.tar", "arrays_name": f"shard-{number:06d}.arrays"}
         drawn = {field.name: draw(values[field.type]) for field in fields(ShardInfo)}
+        # Each annotation takes more than a byte.
+        drawn["annotations"] = min(drawn["annotations"], drawn["bytes"])
         infos.append(ShardInfo(**{**drawn, **names}))
     ids = draw(st.lists(st.integers(-(2**40), 2**40), max_size=3, unique=True))
     return ShardIndex(
