@@ -26,8 +26,9 @@ The life of a sample, from COCO JSON to a batch on the device:
    files: it does step 2 for each sample, and skips steps 3 to 5. The base class of both is
    `CocoSamples` (`colab_utils.loading.samples`).
 7. **Order** (`colab_utils.loading.sampler`): `BatchSampler` lists the batches of an epoch. The
-   order comes from seed and epoch, from the arrival of the shards, or from a user's sampler. Each
-   of several processes (`colab_utils.loading.ranks`) takes its share of a batch.
+   order comes from seed and epoch, in the first epoch also from the order in which shards are
+   copied; or from a user's sampler. Each of several processes (`colab_utils.loading.ranks`) takes
+   its share of a batch.
 8. **Job** (`colab_utils.loading.prefetcher`): the `Prefetcher` keeps workers some batches ahead. It
    sends the indices of a batch and the number of a shared buffer through a worker's pipe. A late
    batch moves to the end of the epoch: see `BoundedPrefetcher` (`colab_utils.loading.late`). New

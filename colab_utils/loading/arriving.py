@@ -87,9 +87,10 @@ class ArrivingShards(ShardDataset):
     """A `ShardDataset` whose shards are copied from Drive to the SSD while it is used.
 
     The copy begins at once, in a thread. A loader of `make_loader` can start as soon as the first
-    shard has arrived. Until all shards have arrived, the loader uses them in the order of the copy:
-    the small first shards, then the others in a random order. Each epoch, and also the first one,
-    has every image once. When all shards have arrived, training reads only the SSD, unless shards
+    shard has arrived. In its first epoch, it uses the shards in the order of the copy, whether they
+    have arrived or not: the small first shards, then the others in a random order. So the same seed
+    gives the same order, however fast the copy is. Each epoch, and also the first one, has every
+    image once. When all shards have arrived, training reads only the SSD, unless shards
     take turns (see ``limit_gb``) or this host copies only some of them (see ``groups``).
 
     You can also use torch's ``DataLoader``. A worker that needs an image then waits until the shard

@@ -124,7 +124,8 @@ def make_loader(
         image_dtype: Type of dense images: float32 from 0 to 1, or uint8 as stored, in NHWC strides,
             for code that normalises images itself. Default: float32.
         shuffle: Draw a new order in each epoch. The order depends on seed and epoch, and not on the
-            workers. Default: True.
+            workers. The first epoch of arriving shards follows the order of their copy, however
+            fast it is. Default: True.
         sampler: An object that chooses the indices of each epoch and their order, as in torch's
             ``DataLoader``; for example a ``WeightedRandomSampler``. It must have a length, and must
             begin anew in each epoch. It draws from ``seed`` unless it has its own generator. Its
@@ -348,6 +349,8 @@ class Loader:
         self._delivered = 0
         self._moved: list[int] = []
         self._resumed = False
+        # Whether an epoch has run to its end. All shards have arrived then.
+        self._has_passed = False
         self._passes = 0
         # The thread whose pass is under way; 0 between two passes.
         self._thread = 0
@@ -422,6 +425,7 @@ class Loader:
             self._moved = [other for other in self._moved if other not in came] + late
             self.total = self._totals.pop(number)
             if not self.left:
+                self._has_passed = True
                 self._end_epoch()
             if batch is not None or self._ranks.count > 1:
                 yield None if batch is None else self._deliver(batch)
@@ -504,7 +508,7 @@ class Loader:
         shard_of = self._fetcher.shard_of
         windows = order.windows
         is_new = not (first or windows) and len(order.left) == order.size
-        # With groups the order does not depend on what has arrived.
+        # With groups, the processes may have copied different shards.
         if is_new and arrival is not None and order.dealt is None:
             windows = self._choose_windows(arrival)
             order.windows = windows
@@ -526,28 +530,28 @@ class Loader:
     def _choose_windows(self, arrival: Arrival) -> list[list[int]]:
         """Return the windows of shards of a new epoch (see `BatchSampler.windows`).
 
-        All processes that train together get the same windows. The list is empty if all shards have
-        arrived in all processes.
+        An epoch has windows until one has run to its end. The speed of the copy has no influence,
+        so the same seed always gives the same order.
 
         Raises:
             ColabUtilsError: The processes do not load the same images in the same order.
         """
         windows: list[list[int]] = []
-        if not arrival.is_complete:
+        order = self._order
+        begins_early = order.seed is not None and order.sampler is None and not self._has_passed
+        if begins_early or arrival.takes_turns:
             windows = arrival.plan_windows(self.epoch)
-        if self._ranks.count == 1:
-            return windows
         fetcher = self._fetcher
-        images = hash_bytes(fetcher.shard_of.tobytes(), fetcher.sizes.tobytes())
-        order = {**self._take_state().describe_order(), "checksum of the shards": images}
-        proposals = self._ranks.gather((order, windows))
-        if any(other != order for other, _ in proposals):
-            orders = [other for other, _ in proposals]
+        tables = (fetcher.shard_of.tobytes(), fetcher.sizes.tobytes())
+        shards = hash_bytes(*tables, repr(windows).encode())
+        own = {**self._take_state().describe_order(), "checksum of the shards": shards}
+        orders = self._ranks.gather(own)
+        if any(other != own for other in orders):
             raise ColabUtilsError(
                 "The processes that train together do not load the same images in the same order: "
                 f"{orders}. Open the same shards with the same settings in all of them."
             )
-        return next((windows for _, windows in proposals if windows), [])
+        return windows
 
     @property
     def reads_ahead(self) -> bool:
@@ -638,8 +642,8 @@ class Loader:
         """Return the position in the order after the batches delivered so far.
 
         Returns:
-            A dict of integers and lists of integers. ``joined`` lists the windows of shards of an
-            epoch that began while shards arrived. ``earlier`` describes what the epoch delivered
+            A dict of integers and lists of integers. ``joined`` lists the windows of shards of
+            the first epoch of arriving shards. ``earlier`` describes what the epoch delivered
             before the batch size changed. States of older versions have the list of the remaining
             images, ``left``, instead of ``earlier``. ``groups`` is 0 without groups. ``moved``
             lists the late batches that come at the end of the epoch (``max_wait_s``).
@@ -670,25 +674,24 @@ class Loader:
 
         Raises:
             ColabUtilsError: The state was changed, or has another order: another seed, shuffle,
-                groups or number of images. With a sampler, or if shards were arriving when the
-                epoch began, another batch size is an error, too.
+                groups or number of images. With a sampler, another batch size is an error, too.
         """
         order = self._order
         saved = LoaderState.parse(state, images=order.size, shards=len(self._fetcher.shard_images))
-        is_resized = (
-            saved.batch_size != self.batch_size and not saved.joined and order.sampler is None
-        )
+        is_resized = saved.batch_size != self.batch_size and order.sampler is None
         self._require_same_order(saved, any_batch_size=is_resized)
         order.resume(saved)
         self._delivered = saved.batch
         self._moved = list(saved.moved)
         self._resumed = True
+        self._has_passed = saved.epoch > 0 and not saved.joined
         if is_resized:
             order.leave_out(saved.describe_delivered())
             self._delivered = 0
             self._moved = []
         # If no batch is left, the next pass is the next epoch. Otherwise every pass would be empty.
         if self.left < 1:
+            self._has_passed = True
             self._end_epoch()
 
     def _require_same_order(self, saved: LoaderState, *, any_batch_size: bool) -> None:

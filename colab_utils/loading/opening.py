@@ -15,7 +15,6 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableEr
 from colab_utils.loading.arrival import FollowedArrival, hold_arrival
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
-from colab_utils.loading.ranks import find_ranks
 from colab_utils.loading.writing import (
     FollowedWriting,
     Writing,
@@ -162,23 +161,22 @@ def open_dataset(
 
 
 def _open_shards(folder: Place, seed: int, contiguous_labels: bool) -> ShardDataset:
-    """Open complete shards.
+    """Open complete shards, for the same order of images as while they arrived.
 
-    If several processes train together, the shards may still be arriving on another machine.
+    On another machine, they may still be arriving.
     """
     shards = ShardDataset(folder, contiguous_labels=contiguous_labels)
-    if find_ranks().count > 1:
-        # Of this folder, only the status of the arrival is read. That is possible at a URL, too.
-        target = cast(Path, folder)
-        shards.arrival = FollowedArrival(
-            folder,
-            target,
-            shards.index,
-            lock=ExitStack(),
-            workers=1,
-            seed=seed,
-            retries=Retries(),
-        )
+    # Of this folder, only the status of the arrival is read. That is possible at a URL, too.
+    target = cast(Path, folder)
+    shards.arrival = FollowedArrival(
+        folder,
+        target,
+        shards.index,
+        lock=ExitStack(),
+        workers=1,
+        seed=seed,
+        retries=Retries(),
+    )
     return shards
 
 

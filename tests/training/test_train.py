@@ -26,6 +26,7 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.sample_data import BuiltinDataset, make_dataset
 from colab_utils.shards.write import write_shards
+from colab_utils.slow_drive import DriveProfile, slow_down
 from colab_utils.training import checkpoint_folder, checkpoint_writer, trainer
 from colab_utils.training import evaluate as evaluate_module
 from colab_utils.training import step as step_module
@@ -725,6 +726,29 @@ def test_another_batch_size_goes_on_with_the_images_that_are_left(tiny_shards, r
     assert sorted(seen[0] + seen[1]) == sorted(every[2])
     # The run goes on once more, from a state in such an epoch.
     train(tiny_shards, run, steps=9, **{**TINY, "batch_size": 3})
+
+
+def test_losses_do_not_depend_on_the_speed_of_drive(dataset, tmp_path, monkeypatch):
+    drive = tmp_path / "drive"
+    write_shards(dataset.images, dataset.annotations, shards=drive, shard_mb=0.002, workers=1)
+    assert len(ShardDataset(drive).index.shards) > 3
+    real_open = DataSource.open
+    waits = True
+
+    def open_shards(source, seed):
+        shards = real_open(source, seed)
+        if waits:
+            shards.wait()
+        return shards
+
+    monkeypatch.setattr(DataSource, "open", open_shards)
+    options = {**TINY, "steps": 5}
+    fast = train(drive, tmp_path / "run-fast", ssd=tmp_path / "fast", **options)
+    again = train(drive, tmp_path / "run-again", ssd=tmp_path / "fast", **options)
+    waits = False
+    slow_down(drive, DriveProfile("test", open_s=0.5, bytes_per_s=1e6, source="made up"))
+    slow = train(drive, tmp_path / "run-slow", ssd=tmp_path / "slow", **options)
+    assert fast.losses == again.losses == slow.losses
 
 
 def test_epochs_are_counted_in_images_whatever_the_batches(tiny_shards, tmp_path):
