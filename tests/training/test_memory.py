@@ -289,6 +289,7 @@ def test_what_a_try_took_that_failed_is_free_again(dataset, monkeypatch):
         assert gpu.memory.count_held() < before + 1_000_000
 
 
+@pytest.mark.filterwarnings("ignore:2 images have more than 100 objects")
 def test_a_dense_set_trains_where_torchvisions_path_runs_out_of_memory(tmp_path, monkeypatch):
     """Images of 300 objects: dense masks of one are 300 x 240 x 320 bytes, and four times that as
     floats.
