@@ -17,7 +17,6 @@ The life of a sample, from COCO JSON to a batch on the device:
    If the disk cannot hold all shards, it removes some to make room for those that are needed
    sooner. The readers of `ArrivingShards` (`colab_utils.loading.arriving`) wait for the shards.
    Only one process of a machine copies. The others watch its copy with a `FollowedArrival`.
-   `deal_shards` (`colab_utils.loading.groups`) deals shards to hosts.
 6. **Dataset** (`colab_utils.loading.dataset`): `ShardDataset` opens the arrays of all shards, and
    reads their files with `ShardFiles` (`colab_utils.loading.readers`). ``dataset[i]`` returns
    ``(image, target)`` as in torchvision's references. Two faster methods serve batches: `describe`

@@ -77,14 +77,13 @@ class Arrival:
         seed: int,
         retries: Retries,
         limit_bytes: float = math.inf,
-        chosen: list[int] | None = None,
     ) -> None:
         sizes = [shard.bytes + shard.arrays_bytes for shard in index.shards]
         self._prepare(
             target,
             sizes,
             images=[shard.images for shard in index.shards],
-            order=chosen or order_shards(index.recipe, len(sizes), seed),
+            order=order_shards(index.recipe, len(sizes), seed),
             workers=workers,
             retries=retries,
         )
@@ -99,7 +98,7 @@ class Arrival:
                 "(--shard-mb)."
             )
         self.source = source
-        self.key = make_key(index, chosen)
+        self.key = make_key(index)
         with lock:
             self._start(lock)
 
@@ -532,9 +531,9 @@ class ArrivedShards:
             sleep(POLL_S)
 
 
-def make_key(index: ShardIndex, chosen: list[int] | None) -> str:
+def make_key(index: ShardIndex) -> str:
     """Return a key that identifies the arrival of these shards."""
-    return hash_bytes(repr((sorted(index.files()), chosen)).encode())
+    return hash_bytes(repr(sorted(index.files())).encode())
 
 
 def hold_arrival(target: Path, key: str) -> ExitStack | None:

@@ -1,7 +1,6 @@
 """A dataset of shards that are still being copied from Drive."""
 
 import math
-from collections.abc import Collection
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,6 @@ from colab_utils.loading.arrival import (
     make_key,
 )
 from colab_utils.loading.dataset import ShardDataset
-from colab_utils.loading.groups import choose_groups
 from colab_utils.loading.readers import ShardFiles, load_shard
 from colab_utils.loading.targets import Transforms
 from colab_utils.places import Place, open_place, require_local_path
@@ -32,44 +30,30 @@ _READERS = 32
 class _ArrivingFiles(ShardFiles):
     """A reader of arriving shards. It works in the process that copies and in all others.
 
-    A shard is read in ``target``. If the shard has not arrived there, the reader waits for it. Two
-    kinds of shards are read in ``source``, without a wait: shards that are not ``chosen``, and, if
-    shards take turns, those that are not in ``target`` now.
+    A shard is read in ``target``. If the shard has not arrived there, the reader waits for it. If
+    shards take turns, those that are not in ``target`` now are read in ``source``, without a wait.
 
     Args:
         source: The folder of shards, or its URL.
         target: The folder that the shards are copied into.
         key: The key of the copy, see `make_key`.
         takes_turns: Whether shards take turns in ``target``.
-        chosen: Numbers of the shards that this host copies; None if it copies all shards.
     """
 
-    def __init__(
-        self,
-        source: Place,
-        target: Path,
-        key: str,
-        *,
-        takes_turns: bool,
-        chosen: Collection[int] | None,
-    ) -> None:
+    def __init__(self, source: Place, target: Path, key: str, *, takes_turns: bool) -> None:
         super().__init__(target)
         self._drive = ShardFiles(source)
         self._takes_turns = takes_turns
-        self._chosen = chosen
         self._arrived = ArrivedShards(target, key)
 
     def __reduce__(self) -> Any:
-        return partial(_ArrivingFiles, takes_turns=self._takes_turns, chosen=self._chosen), (
+        return partial(_ArrivingFiles, takes_turns=self._takes_turns), (
             self._drive.folder,
             self.folder,
             self._arrived.key,
         )
 
     def read_into(self, shard: int, name: str, start: int, buffer: Any) -> None:
-        if self._chosen is not None and shard not in self._chosen:
-            self._drive.read_into(shard, name, start, buffer)
-            return
         if not self._takes_turns:
             self._arrived.wait_for(shard)
         try:
@@ -90,8 +74,8 @@ class ArrivingShards(ShardDataset):
     shard has arrived. In its first epoch, it uses the shards in the order of the copy, whether they
     have arrived or not: the small first shards, then the others in a random order. So the same seed
     gives the same order, however fast the copy is. Each epoch, and also the first one, has every
-    image once. When all shards have arrived, training reads only the SSD, unless shards
-    take turns (see ``limit_gb``) or this host copies only some of them (see ``groups``).
+    image once. When all shards have arrived, training reads only the SSD, unless shards take turns
+    (see ``limit_gb``).
 
     You can also use torch's ``DataLoader``. A worker that needs an image then waits until the shard
     of the image has arrived. If shards take turns, the worker reads the image in ``source`` instead
@@ -109,11 +93,7 @@ class ArrivingShards(ShardDataset):
             shards need more, they take turns on the disk, and shards are copied again in every
             epoch. ``target`` must then be new, or empty, or the folder in which the same shards
             took turns before. None sets no limit.
-        groups: numbers of the groups of shards that this host copies, such as
-            ``range(host, 8, hosts)``. Pass ``groups=8`` to `make_loader` on every host, too. Images
-            of other groups are read in ``source``. The index in ``target`` then lists only the
-            copied shards and is marked ``partial``. None copies all shards.
-        seed: seed of the order in which the shards are copied, and of the groups.
+        seed: seed of the order in which the shards are copied.
         transforms: as for `ShardDataset`.
         contiguous_labels: map category ids to 1 to K.
 
@@ -124,8 +104,7 @@ class ArrivingShards(ShardDataset):
 
     Raises:
         ColabUtilsError: as for `ShardDataset` and `copy_shards`. Also if ``limit_gb`` does not hold
-            two shards, if it is given together with ``groups``, or if there are more groups than
-            shards.
+            two shards.
 
     Example:
         >>> ArrivingShards("no/such/folder", "ssd")
@@ -140,7 +119,6 @@ class ArrivingShards(ShardDataset):
         *,
         workers: int = 4,
         limit_gb: float | None = None,
-        groups: range | None = None,
         seed: int = 0,
         transforms: Transforms | None = None,
         contiguous_labels: bool = False,
@@ -150,17 +128,7 @@ class ArrivingShards(ShardDataset):
         retries = Retries()
         index = read_index(source, retries)
         limit_bytes = math.inf if limit_gb is None else limit_gb * 1e9
-        if groups is not None:
-            sizes = [shard.images for shard in index.shards]
-            self.groups = choose_groups(groups, sizes, seed=seed)
-            if limit_gb is not None:
-                raise ColabUtilsError(
-                    "ArrivingShards cannot have a limit_gb together with groups, because shards of "
-                    "groups do not take turns on the disk. Leave out limit_gb or groups, or use "
-                    "more hosts, so that each one copies fewer shards."
-                )
-        chosen = None if self.groups is None else self.groups.list_shards()
-        lock = hold_arrival(target, make_key(index, chosen))
+        lock = hold_arrival(target, make_key(index))
         bring = FollowedArrival if lock is None else Arrival
         arrival = bring(
             source,
@@ -171,7 +139,6 @@ class ArrivingShards(ShardDataset):
             seed=seed,
             retries=retries,
             limit_bytes=limit_bytes,
-            chosen=chosen,
         )
         load = partial(load_shard, source, retries=retries)
         # On a bad day, it takes 606 ms to read the tables of a shard on Drive. For 150 shards, one
@@ -182,13 +149,7 @@ class ArrivingShards(ShardDataset):
             except BaseException:
                 arrival.stop()
                 raise
-        files = _ArrivingFiles(
-            source,
-            target,
-            arrival.key,
-            takes_turns=arrival.takes_turns,
-            chosen=None if chosen is None else frozenset(chosen),
-        )
+        files = _ArrivingFiles(source, target, arrival.key, takes_turns=arrival.takes_turns)
         self._open(files, index, shards, transforms, contiguous_labels=contiguous_labels)
         self.arrival = arrival
 

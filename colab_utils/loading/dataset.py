@@ -34,7 +34,6 @@ from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import hash_bytes, read_file
 from colab_utils.loading.arrival import Arrival
-from colab_utils.loading.groups import CopiedGroups
 from colab_utils.loading.readers import ShardFiles, load_shard
 from colab_utils.loading.samples import CocoSamples
 from colab_utils.loading.targets import (
@@ -261,9 +260,6 @@ class ShardDataset(CocoSamples):
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: There is no folder of shards at ...
     """
-
-    # The groups of shards that this machine copies (see `CopiedGroups`); None if it copies all.
-    groups: CopiedGroups | None = None
 
     def __init__(
         self,

@@ -19,7 +19,6 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, describe_erro
 from colab_utils.loading.arrival import Arrival
 from colab_utils.loading.batch import BatchShape, write_batch
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
-from colab_utils.loading.groups import CopiedGroups
 from colab_utils.loading.samples import CocoSamples
 from colab_utils.loading.targets import (
     BadSampleError,
@@ -62,7 +61,6 @@ class Fetcher:
             the fetcher can load; None if the dataset has no such table. Only the ``sizes`` of a
             user's dataset are read: integers [I, 2].
         shard_images: Number of images in each shard of the dataset.
-        groups: Groups of shards that an `ArrivingShards` copies; None if it copies all shards.
         reads_batches: Whether the dataset reads all samples of a batch in one call.
         max_bad: Number of bad images that the dataset allows.
         reads_ahead: Whether files of later batches can be read while a batch is loaded.
@@ -129,14 +127,12 @@ class Fetcher:
         self._is_own = isinstance(base, CocoSamples) and is_own_class and not has_transforms
         self.max_bad = base.max_bad if isinstance(base, CocoSamples) else 0
         self.shard_images: list[int] = []
-        self.groups: CopiedGroups | None = None
         self.arrival: Arrival | None = None
         self.shard_of: Any = None
         if isinstance(base, ShardDataset):
             self.arrival = base.arrival
             self.shard_of = base.shard_of[rows]
             self.shard_images = [shard.images for shard in base.index.shards]
-            self.groups = base.groups
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]

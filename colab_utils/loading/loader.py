@@ -23,7 +23,6 @@ from colab_utils.files import hash_bytes
 from colab_utils.loading.arrival import Arrival
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.fetcher import Fetcher
-from colab_utils.loading.groups import DealtImages, deal_shards, require_copied
 from colab_utils.loading.late import BoundedPrefetcher, LateSample
 from colab_utils.loading.prefetcher import PREFETCH, Loaded, Prefetcher, WorkerJob
 from colab_utils.loading.ranks import Ranks, find_ranks
@@ -78,7 +77,6 @@ def make_loader(
     shuffle: bool = True,
     sampler: Sampler[int] | Sequence[int] | None = None,
     drop_last: bool = False,
-    groups: int | None = None,
     seed: int = 0,
     prefetch: int = PREFETCH,
     transforms: Transforms | None = None,
@@ -132,15 +130,6 @@ def make_loader(
             indices are not divided among processes: with ``range(len(dataset))``, each process gets
             all images. Default: None.
         drop_last: Leave out the last batch of an epoch if it is not full. Default: False.
-        groups: Number of groups to which the shards are dealt. Each batch takes
-            ``batch_size / groups`` images from each group. The order then depends only on seed,
-            epoch and groups: 1, 2, 4 or 8 hosts that share 8 groups load the same batches. Each
-            host needs only the shards of its own groups, see ``ArrivingShards(groups=...)``. Host h
-            of H has the groups h, h + H and so on. ``torchrun`` sets the number of the host.
-            Without ``torchrun``, each process counts as a host. Every image comes once an epoch. A
-            group with fewer images than the largest group gives one image less to some batches, so
-            these are not full. The first epoch begins with the shards that are copied first.
-            Default: None, which mixes all shards.
         seed: Seed of the order, and of the random numbers that your dataset and its transforms draw
             from ``random``, ``numpy.random`` and torch. So the samples are the same with any number
             of workers. A generator that your dataset keeps (``np.random.default_rng``) is copied
@@ -212,7 +201,6 @@ def make_loader(
             "give the transforms to your dataset, as in ShardDataset(transforms=...)."
         )
     fetcher = Fetcher(dataset, dense=dense, flip=flip, streams=require_streams(streams))
-    _check_groups(groups, fetcher, batch_size=batch_size, sampler=sampler)
     order = BatchSampler(
         len(fetcher),
         batch_size,
@@ -229,8 +217,6 @@ def make_loader(
             "A sampler cannot be used while shards arrive. Wait until all shards have arrived, or "
             "leave sampler out."
         )
-    # With groups, the trials would read images of other hosts' groups from the slow source.
-    is_complete = is_complete and fetcher.groups is None
     if workers == "auto" and is_complete and len(fetcher) >= _TUNED_BATCHES * batch_size:
         batches = list(BatchSampler(len(fetcher), batch_size, seed, sizes=fetcher.sizes))
         count, rates = tune_workers(fetcher, batches)
@@ -245,34 +231,12 @@ def make_loader(
         deliver=deliver,
         image_dtype=image_dtype,
         seed=seed,
-        groups=groups,
         transforms=transforms,
         max_bad=max(count_allowed(len(fetcher), max_bad), fetcher.max_bad),
         max_wait_s=max_wait_s,
     )
     loader.rates = rates
     return loader
-
-
-def _check_groups(groups: int | None, fetcher: Fetcher, *, batch_size: int, sampler: Any) -> None:
-    """Raise an error if the batches cannot be made of so many groups of shards."""
-    if groups is None:
-        return
-    groups = require_count("groups", groups)
-    if not fetcher.shard_images:
-        raise ColabUtilsError(
-            "Groups are made of shards, and the dataset has none. Pass a ShardDataset or an "
-            "ArrivingShards, or leave groups out."
-        )
-    if sampler is not None:
-        raise ColabUtilsError(
-            "A sampler decides the order itself, so it cannot have groups. Leave one of them out."
-        )
-    if batch_size % groups:
-        raise ColabUtilsError(
-            f"A batch of {batch_size} images cannot be divided evenly among {groups} groups. "
-            f"Pass a batch_size that is a multiple of {groups}."
-        )
 
 
 def _check_wait(max_wait_s: float | None, workers: int) -> None:
@@ -333,7 +297,6 @@ class Loader:
     deliver: str
     image_dtype: torch.dtype
     seed: int
-    groups: int | None
     transforms: Transforms | None
     max_bad: int
     max_wait_s: float | None
@@ -448,11 +411,6 @@ class Loader:
             self._moved = []
         # The indices of a sampler are not divided among the processes.
         self._ranks = find_ranks() if order.sampler is None else Ranks()
-        deal: list[list[int]] = []
-        if self.groups is not None:
-            deal = deal_shards(fetcher.shard_images, groups=self.groups, seed=self.seed)
-            order.dealt = DealtImages(deal, fetcher.shard_of)
-        require_copied(self._ranks, deal, fetcher.groups)
 
     def _end_epoch(self) -> None:
         self._order.start_epoch(self.epoch + 1)
@@ -508,8 +466,7 @@ class Loader:
         shard_of = self._fetcher.shard_of
         windows = order.windows
         is_new = not (first or windows) and len(order.left) == order.size
-        # With groups, the processes may have copied different shards.
-        if is_new and arrival is not None and order.dealt is None:
+        if is_new and arrival is not None:
             windows = self._choose_windows(arrival)
             order.windows = windows
         numbered = enumerate(order)
@@ -517,15 +474,10 @@ class Loader:
             if number in moved:
                 moved[number] = indices
         for number, indices in chain(numbered, moved.items()):
-            own = indices[ranks.rank :: ranks.count]
-            of_host = indices
-            if order.dealt is not None:
-                own = order.dealt.take_places(indices, ranks.place, ranks.count)
-                of_host = order.dealt.take_places(indices, ranks.host, ranks.hosts)
             if arrival is not None and shard_of is not None:
-                yield from arrival.wait_for(set(shard_of[of_host].tolist()), windows)
+                yield from arrival.wait_for(set(shard_of[indices].tolist()), windows)
             self._totals[number] = len(indices)
-            yield number, own
+            yield number, indices[ranks.rank :: ranks.count]
 
     def _choose_windows(self, arrival: Arrival) -> list[list[int]]:
         """Return the windows of shards of a new epoch (see `BatchSampler.windows`).
@@ -645,8 +597,8 @@ class Loader:
             A dict of integers and lists of integers. ``joined`` lists the windows of shards of
             the first epoch of arriving shards. ``earlier`` describes what the epoch delivered
             before the batch size changed. States of older versions have the list of the remaining
-            images, ``left``, instead of ``earlier``. ``groups`` is 0 without groups. ``moved``
-            lists the late batches that come at the end of the epoch (``max_wait_s``).
+            images, ``left``, instead of ``earlier``. ``moved`` lists the late batches that come at
+            the end of the epoch (``max_wait_s``).
         """
         return vars(self._take_state())
 
@@ -661,7 +613,6 @@ class Loader:
             batch=self._delivered,
             joined=[list(window) for window in order.windows],
             left=list(order.first_left),
-            groups=int(self.groups or 0),
             moved=list(self._moved),
             earlier=list(order.earlier),
         )
@@ -673,8 +624,8 @@ class Loader:
         that were not delivered yet.
 
         Raises:
-            ColabUtilsError: The state was changed, or has another order: another seed, shuffle,
-                groups or number of images. With a sampler, another batch size is an error, too.
+            ColabUtilsError: The state was changed, or has another order: another seed, shuffle
+                or number of images. With a sampler, another batch size is an error, too.
         """
         order = self._order
         saved = LoaderState.parse(state, images=order.size, shards=len(self._fetcher.shard_images))

@@ -21,10 +21,6 @@ class Ranks:
 
     rank: int = 0
     count: int = 1
-    local_count: int = 1
-    """Number of processes on this machine, from ``torchrun``; 1 without it. Their ranks are
-    consecutive numbers.
-    """
 
     @property
     def is_first(self) -> bool:
@@ -36,24 +32,6 @@ class Ranks:
         """Return whether this process is on the machine of rank 0."""
         number = int(os.environ.get("LOCAL_RANK", self.rank))
         return self.count == 1 or number == self.rank
-
-    @property
-    def hosts(self) -> int:
-        """Return the number of machines."""
-        return self.count // self.local_count
-
-    @property
-    def host(self) -> int:
-        """Return the number of this machine, from 0."""
-        return self.rank // self.local_count
-
-    @property
-    def place(self) -> int:
-        """Return the number of this process in an order that alternates between the machines.
-
-        The first processes of all machines come first, then the second processes, and so on.
-        """
-        return self.host + self.hosts * (self.rank % self.local_count)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all processes, in the order of their ranks."""
@@ -75,10 +53,8 @@ def find_ranks() -> Ranks:
 
     Example:
         >>> find_ranks()
-        Ranks(rank=0, count=1, local_count=1)
+        Ranks(rank=0, count=1)
     """
     if distributed.is_available() and distributed.is_initialized():
-        count = distributed.get_world_size()
-        local_count = min(count, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-        return Ranks(distributed.get_rank(), count, local_count)
+        return Ranks(distributed.get_rank(), distributed.get_world_size())
     return Ranks()

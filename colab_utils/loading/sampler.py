@@ -1,7 +1,6 @@
 """The order of an epoch: the images of each batch, and the position of a loader in the order."""
 
 import math
-from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from copy import copy
@@ -15,7 +14,6 @@ from torch.utils.data import Sampler
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.fetcher import read_indices, seed_random
-from colab_utils.loading.groups import DealtImages, alternate
 
 # To save memory, only this many images of an epoch are put into batches at a time.
 _PIECE_IMAGES = 1 << 14
@@ -43,8 +41,6 @@ class LoaderState:
     """Images of the epoch that remained when the batch size changed. The list is empty unless an
     older version made this state, or made a state from which this epoch was resumed.
     """
-    groups: int = 0
-    """Groups of shards that each batch is made of; 0 without groups."""
     moved: list[int] = field(default_factory=list)
     """Numbers of the late batches, in the order in which they come at the end of the epoch."""
     earlier: list[list[int]] = field(default_factory=list)
@@ -81,14 +77,12 @@ class LoaderState:
 
     def _is_sound(self, images: int, shards: int) -> bool:
         joined = [*chain(*self.joined)]
-        settings = (self.batch_size, self.epoch, self.batch, self.groups)
+        settings = (self.batch_size, self.epoch, self.batch)
         numbers = chain(settings, joined, self.left, self.moved, *self.earlier)
         if not all(type(number) is int and number >= 0 for number in numbers):
             return False
         for batch_size, reached, *moved in (*self.earlier, self.describe_delivered()):
             if not batch_size or len({*moved}) < len(moved) or max(moved, default=-1) >= reached:
-                return False
-            if self.groups and batch_size % self.groups:
                 return False
         has_all_shards = not joined or sorted(joined) == [*range(shards)]
         return has_all_shards and max(self.left, default=0) < images
@@ -104,7 +98,6 @@ class LoaderState:
             "shuffle": self.shuffle,
             "images": self.images,
             "batch_size": self.batch_size,
-            "groups": self.groups,
         }
 
 
@@ -127,8 +120,6 @@ class BatchSampler(Sampler[list[int]]):
             of all images. Its ``set_epoch`` is called if it has one. Its random numbers depend on
             ``seed`` and the epoch. Default: None.
         drop_last: Leave out the last batch if it is not full. Default: False.
-        dealt: The images, dealt into groups of shards. Each batch takes the same number of images
-            from each group. Default: None.
 
     Attributes:
         epoch: Number of the epoch that the next pass runs.
@@ -153,7 +144,6 @@ class BatchSampler(Sampler[list[int]]):
     shard_of: Any = None
     sampler: Any = None
     drop_last: bool = False
-    dealt: DealtImages | None = None
 
     def __post_init__(self) -> None:
         self.start_epoch(0)
@@ -198,18 +188,11 @@ class BatchSampler(Sampler[list[int]]):
         images = self._drawn
         if images is None:
             images = len(self.left if self.sampler is None else self.sampler)
-        in_batch = self.batch_size
-        if self.dealt is not None:
-            images = int(self._count_images(self.dealt).max())
-            in_batch = self.batch_size // self.dealt.groups
         if self.drop_last:
-            return images // in_batch
-        return math.ceil(images / in_batch)
+            return images // self.batch_size
+        return math.ceil(images / self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        if self.dealt is not None:
-            yield from self._mix_groups(self.dealt)
-            return
         if self.sampler is not None:
             rest = yield from self._group(self._draw())
         elif not self.windows:
@@ -225,43 +208,6 @@ class BatchSampler(Sampler[list[int]]):
             if self.drop_last and len(batch) < self.batch_size:
                 return
             yield batch
-
-    def _count_images(self, dealt: DealtImages) -> NDArray[np.int64]:
-        """Return how many images of the epoch each group has."""
-        return np.bincount(dealt.group_of[self.left], minlength=dealt.groups)
-
-    def _mix_groups(self, dealt: DealtImages) -> Iterator[list[int]]:
-        """Yield batches with the same number of images of each group.
-
-        A batch has images of one orientation, as far as possible.
-
-        A group that is smaller than the largest one gives fewer images to some batches.
-        """
-        queues = [self._shuffle_group(dealt, group) for group in range(dealt.groups)]
-        counts = self._count_images(dealt).tolist()
-        taken = [0] * dealt.groups
-        largest = max(counts)
-        share = self.batch_size // dealt.groups
-        wide_batches = round(len(self) * float(self._wide[self.left].mean()))
-        is_wide = self._shuffle(range(len(self))) < wide_batches
-        for number, first in enumerate(is_wide.tolist(), 1):
-            parts: list[list[int]] = [[] for _ in counts]
-            for group, count in enumerate(counts):
-                due = min(count, -(-number * share * count // largest))
-                while taken[group] < due:
-                    queue = queues[group][first] or queues[group][not first]
-                    parts[group].append(queue.popleft())
-                    taken[group] += 1
-            yield alternate(parts)
-
-    def _shuffle_group(self, dealt: DealtImages, group: int) -> list[deque[int]]:
-        """Return the tall and the wide images of a group, in the order of the epoch."""
-        images = self._shuffle(self.left[dealt.group_of[self.left] == group], group)
-        if self.epoch == 0 and self.seed is not None:
-            # Training begins with the shards that are copied first.
-            images = images[np.argsort(dealt.window_of[images], kind="stable")]
-        is_wide = self._wide[images]
-        return [deque(images[~is_wide].tolist()), deque(images[is_wide].tolist())]
 
     def _draw(self) -> NDArray[np.int64]:
         if hasattr(self.sampler, "set_epoch"):
