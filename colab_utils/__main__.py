@@ -406,11 +406,6 @@ def _add_train_options(command: _Parser) -> None:
         type=local_path,
         help="folder on the SSD: copy or write the shards there while it trains",
     )
-    _add_number(
-        command,
-        "--limit-gb",
-        "hold at most X GB of shards in --ssd at a time, and read the others later",
-    )
     _add_place(command, "--val-shards", "DIR", "shards to evaluate on: box and mask AP")
     _add_count(command, "--steps", "train for N steps in all")
     _add_count(command, "--epochs", "or for N epochs in all (1)")

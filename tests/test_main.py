@@ -257,7 +257,6 @@ BAD = [
             ("--seed", "x"),
             ("--checkpoint-steps", 0),
             ("--local", "{}/local", "--seed", -1),
-            ("--local", "{}/local", "--limit-gb", "nan"),
         )
     ],
     # One thing stands in place of another.

@@ -14,9 +14,8 @@ The life of a sample, from COCO JSON to a batch on the device:
    boxes, labels and packed masks. `index.json` is written last.
 5. **Copy** (`colab_utils.shards.copy`): `copy_shards` copies the shards from Drive to the SSD and
    checks them. `Arrival` (`colab_utils.loading.arrival`) copies in a thread while training runs.
-   If the disk cannot hold all shards, it removes some to make room for those that are needed
-   sooner. The readers of `ArrivingShards` (`colab_utils.loading.arriving`) wait for the shards.
-   Only one process of a machine copies. The others watch its copy with a `FollowedArrival`.
+   The readers of `ArrivingShards` (`colab_utils.loading.arriving`) wait for the shards. Only one
+   process of a machine copies. The others watch its copy with a `FollowedArrival`.
 6. **Dataset** (`colab_utils.loading.dataset`): `ShardDataset` opens the arrays of all shards, and
    reads their files with `ShardFiles` (`colab_utils.loading.readers`). ``dataset[i]`` returns
    ``(image, target)`` as in torchvision's references. Two faster methods serve batches: `describe`

@@ -1,24 +1,23 @@
 """The copy of shards from Drive during training, and the order in which training uses them."""
 
 import json
-import math
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import ExitStack, suppress
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
 import psutil
 
-from colab_utils.drive import DriveLostError, Retries, explain_write, guard_drive, is_on_drive
+from colab_utils.drive import DriveLostError, Retries, explain_write, is_on_drive
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableError
-from colab_utils.files import has_size, hash_bytes, read_file, write_file
+from colab_utils.files import hash_bytes, read_file, write_file
 from colab_utils.loading.ranks import find_ranks
 from colab_utils.places import Place
 from colab_utils.processes import ThreadPool, start_thread
@@ -46,21 +45,14 @@ class Arrival:
     The copy may hold a lock (see `hold_arrival`). The other processes that train together on this
     machine then follow the copy with a `FollowedArrival`.
 
-    If all shards need more than ``limit_bytes``, they take turns on the disk, and the copy never
-    ends. A shard is removed to make room for one that training needs sooner, but only if Drive
-    still has the shard that is removed. ``target`` must then be new or empty at first. The file
-    ``arriving.json`` marks ``target`` as the folder of this copy, and no index is written.
-
     Attributes:
-        takes_turns: whether shards take turns.
         spans_s: begin and end of the copy of each shard, in seconds after ``began_s`` (a time of
             ``perf_counter``). The keys are the numbers of the shards, in the order of arrival.
         retries: the `Retries` of the copy. Its ``count`` is the number of times that Drive failed
             and was tried again.
 
     Raises:
-        ColabUtilsError: too little free disk, other files in ``target``, or a limit below two
-            shards.
+        ColabUtilsError: too little free disk, or other files in ``target``.
     """
 
     # The first shard is copied alone, so that training begins early.
@@ -76,27 +68,15 @@ class Arrival:
         workers: int,
         seed: int,
         retries: Retries,
-        limit_bytes: float = math.inf,
     ) -> None:
-        sizes = [shard.bytes + shard.arrays_bytes for shard in index.shards]
         self._prepare(
             target,
-            sizes,
             images=[shard.images for shard in index.shards],
-            order=order_shards(index.recipe, len(sizes), seed),
+            order=order_shards(index.recipe, len(index.shards), seed),
             workers=workers,
             retries=retries,
         )
         self.index = index
-        self.takes_turns = limit_bytes < index.bytes
-        self._limit = limit_bytes
-        least = min(index.bytes, 2 * max(self._sizes, default=0))
-        if math.isnan(limit_bytes) or limit_bytes < least:
-            raise ColabUtilsError(
-                f"limit_gb={limit_bytes / 1e9:g} does not hold two shards, which take "
-                f"{least / 1e9:.3g} GB. Allow more, or preprocess into smaller shards "
-                "(--shard-mb)."
-            )
         self.source = source
         self.key = make_key(index)
         with lock:
@@ -107,24 +87,12 @@ class Arrival:
         source = self.source
         target = self.target
         index = self.index
-        # A status of an earlier arrival, or an index, shows that the shards in the target belong to
-        # this copy.
         previous = read_target(source, target, index)
         self._previous = previous
-        status = read_status(target, self.key)
-        is_marked = previous is None and status.get("rolls")
-        if self.takes_turns and not is_marked and target.exists() and any(target.iterdir()):
-            raise ColabUtilsError(
-                f"Shards that take turns need a new or empty folder, and {target} holds files, "
-                "which are never removed. Name another folder, or leave limit_gb out."
-            )
-        files: list[tuple[str, int, str]] = []
-        ends = accumulate(self._sizes[number] for number in self._order)
-        for number, end in zip(self._order, ends, strict=True):
-            if end <= self._limit:
-                files += index.shards[number].files()
-        check_space(target, files, cached=is_on_drive(source))
-        overwrite = previous is not None or bool(status)
+        check_space(target, index.files(), cached=is_on_drive(source))
+        # A status of an earlier arrival, or an index, shows that the shards in the target belong to
+        # this copy.
+        overwrite = previous is not None or bool(read_status(target, self.key))
         self._job = Copying(source, target, self.retries, overwrite=overwrite)
         with explain_write(target):
             target.mkdir(parents=True, exist_ok=True)
@@ -133,33 +101,24 @@ class Arrival:
     def _prepare(
         self,
         target: Path,
-        sizes: list[int],
         *,
         images: list[int],
         order: list[int],
         workers: int,
         retries: Retries,
     ) -> None:
-        """Set the plan: the order of the shards, and the bytes and images of each."""
+        """Set the plan: the order of the shards, and the images of each."""
         self.target = target
         self.retries = retries
-        self.takes_turns = False
-        self._limit = math.inf
         self._workers = workers
-        self._sizes = sizes
         self._images = images
         self._order = order
         self._wanted = self._order
-        self._used: set[int] = set()
-        # The copies and removals that are running, by the number of the shard.
+        # The copies that are running, by the number of the shard.
         self._moves: dict[int, Future[None]] = {}
         self._lock = threading.Lock()
         self._error: ColabUtilsError | None = None
         self._is_warned = False
-        # True while all shards that fit are on the disk, and no other shard is needed.
-        self._is_full = False
-        # Shards that have arrived at any time; some may have been removed since.
-        self._ever_arrived: set[int] = set()
         self.began_s = perf_counter()
         self.spans_s: dict[int, tuple[float, float]] = {}
 
@@ -191,13 +150,12 @@ class Arrival:
         self._thread.join(2 * _STOP_S)
 
     def wait(self) -> None:
-        """Wait until the copy has ended. If shards take turns, wait for as many as fit.
+        """Wait until the copy has ended.
 
         Raises:
             ColabUtilsError: the copy failed.
         """
-        while self.is_at_work and not self._is_full:
-            self._thread.join(POLL_S)
+        self._thread.join()
         if self._error is not None:
             self._is_warned = True
             raise self._error
@@ -209,30 +167,23 @@ class Arrival:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether all shards have arrived and none will be removed."""
-        return not self.takes_turns and len(self.spans_s) == len(self._order)
+        """Return whether all shards have arrived."""
+        return len(self.spans_s) == len(self._order)
 
-    def plan_windows(self, epoch: int) -> list[list[int]]:
+    def plan_windows(self) -> list[list[int]]:
         """Return the shards in the order of their arrival, cut into windows. Training reads one
         window after the other.
 
         A window has one or more shards. A window of several shards has at most as many images as
         all earlier windows together. The number of its shards is at most the number that is copied
-        at the same time. If shards take turns, every second epoch has the reverse order. Such an
-        epoch begins with the shards that the previous epoch left on the disk.
+        at the same time.
         """
-        order = self._order
-        streams = COPY_STREAMS
-        if self.takes_turns:
-            streams = min(streams, max(1, int(self._limit / max(self._sizes) / 2)))
-            if epoch % 2:
-                order = order[::-1]
         windows: list[list[int]] = []
         window: list[int] = []
         before = 0
         images = 0
-        for number in order:
-            if window and (len(window) == streams or images + self._images[number] > before):
+        for number in self._order:
+            if window and (len(window) == COPY_STREAMS or images + self._images[number] > before):
                 windows.append(window)
                 window = []
                 before += images
@@ -252,15 +203,9 @@ class Arrival:
             if shards.intersection(window):
                 place = number
         wanted = [*chain(*windows[place:])] or [*shards]
-        # Used shards are not removed. If shards do not take turns, all other shards are copied
-        # after the wanted ones.
+        # All other shards are copied after the wanted ones.
         with self._lock:
-            self._used = {*chain(*windows[max(0, place - 1) : place + 1])}
-            self._wanted = wanted if self.takes_turns else [*wanted, *self._order]
-        # Shards of earlier windows may have been removed. Readers then read these shards on Drive,
-        # so this method does not wait for them.
-        if self.takes_turns:
-            shards = shards.intersection(chain(*windows[place : place + 1]))
+            self._wanted = [*wanted, *self._order]
         while not self.has(shards):
             yield None
 
@@ -331,69 +276,35 @@ class Arrival:
         write_index(self.target, index)
 
     def _copy_all(self) -> None:
-        """Copy and remove shards until all have arrived, or until the copy is stopped."""
-        if self.takes_turns:
-            self._keep_what_fits()
+        """Copy shards until all have arrived, or until the copy is stopped."""
         pool = ThreadPool(self._workers, thread_name_prefix="arrival")
         try:
             while not self.retries.stop.is_set() and not self.is_complete:
                 self._start_moves(pool)
-                self._note_full(self.takes_turns and not self._moves)
                 self.retries.stop.wait(POLL_S)
                 ended = [number for number, move in self._moves.items() if move.done()]
                 for number in ended:
                     self._moves.pop(number).result()
         finally:
-            # If one copy or removal fails, the others end, too. One that hangs is left alone.
+            # If one copy fails, the others end, too. One that hangs is left alone.
             self.retries.stop.set()
             wait(self._moves.values(), _STOP_S)
             pool.shutdown(wait=False)
 
-    def _note_full(self, is_full: bool) -> None:
-        """Note whether all shards that fit are on the disk, for this process and its followers."""
-        if is_full != self._is_full:
-            self._is_full = is_full
-            with self._lock:
-                self._write_status()
-
-    def _keep_what_fits(self) -> None:
-        """Keep the shards that an earlier session left, if there is room, and remove the others."""
-        for number, shard in enumerate(self.index.shards):
-            if not any((self.target / name).exists() for name, _, _ in shard.files()):
-                continue
-            if self._fits(number):
-                self._fetch(number)
-            else:
-                self._remove(number)
-
     def _start_moves(self, pool: ThreadPool) -> None:
         while len(self._moves) < self._workers:
-            choice = self._choose()
-            if choice is None:
+            number = self._choose()
+            if number is None:
                 return
-            work, number = choice
-            self._moves[number] = pool.submit(work, number)
+            self._moves[number] = pool.submit(self._fetch, number)
 
-    def _fits(self, number: int) -> bool:
-        kept = self.spans_s.keys() | self._moves
-        return self._sizes[number] + sum(self._sizes[other] for other in kept) <= self._limit
-
-    def _choose(self) -> tuple[Callable[[int], None], int] | None:
-        """Choose a shard to copy next, or to remove. Return None if neither can be done now."""
+    def _choose(self) -> int | None:
+        """Choose the shard to copy next. Return None if none can be begun now."""
         with self._lock:
-            present = self.spans_s.keys() | self._moves
-            number = next((number for number in self._wanted if number not in present), None)
-            if number is None or (self._moves and self._begins_alone and not self.spans_s):
+            if self._moves and self._begins_alone and not self.spans_s:
                 return None
-            if self._fits(number):
-                return self._fetch, number
-            ranks = {shard: place for place, shard in enumerate(self._wanted)}
-            unused = self.spans_s.keys() - self._used
-            leaving = max(unused, key=lambda shard: ranks.get(shard, math.inf), default=number)
-            if ranks.get(leaving, math.inf) <= ranks[number]:
-                return None
-            del self.spans_s[leaving]
-            return self._remove, leaving
+            begun = self.spans_s.keys() | self._moves
+            return next((number for number in self._wanted if number not in begun), None)
 
     def _fetch(self, number: int) -> None:
         began_s = perf_counter()
@@ -408,28 +319,7 @@ class Arrival:
         """Write to the status that a shard has arrived."""
         with self._lock:
             self.spans_s[number] = began_s - self.began_s, perf_counter() - self.began_s
-            self._ever_arrived.add(number)
             self._write_status()
-
-    def _remove(self, number: int) -> None:
-        """Remove a shard from the disk, if its source still has it."""
-        files = self.index.shards[number].files()
-
-        def is_on_source() -> bool:
-            with guard_drive(self.source):
-                return all(has_size(self.source / name, size) for name, size, _ in files)
-
-        if not self.retries.run(is_on_source):
-            raise ColabUtilsError(
-                f"{files[0][0]} is missing in {self.source}, or has another size there. The copy "
-                f"in {self.target} is the last one, and is kept. Copy it back to the source, then "
-                "run the same again."
-            )
-        for name, _, _ in files:
-            # A worker may hold the file open. Then only truncating the file frees its space.
-            with suppress(FileNotFoundError), open(self.target / name, "rb+") as file:
-                (self.target / name).unlink()
-                file.truncate(0)
 
     def _write_status(self) -> None:
         status = json.dumps(self._describe()).encode()
@@ -439,11 +329,8 @@ class Arrival:
         """Return the status, which other processes read."""
         return {
             "key": self.key,
-            "rolls": self.takes_turns,
             "pid": os.getpid(),
-            # The list includes removed shards, because other processes read those on Drive.
-            "arrived": sorted(self._ever_arrived),
-            "full": self._is_full,
+            "arrived": sorted(self.spans_s),
             "error": str(self._error or ""),
         }
 
@@ -458,18 +345,15 @@ class FollowedArrival(Arrival):
         """Do nothing: the other process goes on."""
 
     def wait(self) -> None:
-        """Wait until the other process has ended its copy. If shards take turns, wait for as many
-        as fit.
+        """Wait until the other process has ended its copy.
 
         Raises:
             ColabUtilsError: the copy failed.
         """
-        status = read_status(self.target, self.key)
-        while status and not status.get("full"):
+        while read_status(self.target, self.key):
             # This raises an error if the other process is gone.
             self.has(self._order)
             sleep(POLL_S)
-            status = read_status(self.target, self.key)
 
     @property
     def is_at_work(self) -> bool:
@@ -478,11 +362,11 @@ class FollowedArrival(Arrival):
 
     @property
     def is_complete(self) -> bool:
-        """Return whether all shards have arrived and none will be removed."""
-        return not (self.takes_turns or read_status(self.target, self.key))
+        """Return whether all shards have arrived."""
+        return not read_status(self.target, self.key)
 
     def has(self, shards: Collection[int]) -> bool:
-        """Return whether these shards have arrived; some may have been removed since.
+        """Return whether these shards have arrived.
 
         Raises:
             ColabUtilsError: a shard is missing, and no process copies it any more.

@@ -1,13 +1,11 @@
 """A dataset of shards that are still being copied from Drive."""
 
-import math
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from colab_utils.drive import Retries
-from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.arrival import (
     Arrival,
     ArrivedShards,
@@ -30,41 +28,23 @@ _READERS = 32
 class _ArrivingFiles(ShardFiles):
     """A reader of arriving shards. It works in the process that copies and in all others.
 
-    A shard is read in ``target``. If the shard has not arrived there, the reader waits for it. If
-    shards take turns, those that are not in ``target`` now are read in ``source``, without a wait.
+    If a shard has not arrived in ``target``, the reader waits for it.
 
     Args:
-        source: The folder of shards, or its URL.
         target: The folder that the shards are copied into.
         key: The key of the copy, see `make_key`.
-        takes_turns: Whether shards take turns in ``target``.
     """
 
-    def __init__(self, source: Place, target: Path, key: str, *, takes_turns: bool) -> None:
+    def __init__(self, target: Path, key: str) -> None:
         super().__init__(target)
-        self._drive = ShardFiles(source)
-        self._takes_turns = takes_turns
         self._arrived = ArrivedShards(target, key)
 
     def __reduce__(self) -> Any:
-        return partial(_ArrivingFiles, takes_turns=self._takes_turns), (
-            self._drive.folder,
-            self.folder,
-            self._arrived.key,
-        )
+        return _ArrivingFiles, (self.folder, self._arrived.key)
 
     def read_into(self, shard: int, name: str, start: int, buffer: Any) -> None:
-        if not self._takes_turns:
-            self._arrived.wait_for(shard)
-        try:
-            super().read_into(shard, name, start, buffer)
-        except ColabUtilsError:
-            if not self._takes_turns:
-                raise
-            # The shard is not on the disk now. All open files are closed, because the old files of
-            # a shard must not be read after the shard was copied again.
-            self._open.close()
-            self._drive.read_into(shard, name, start, buffer)
+        self._arrived.wait_for(shard)
+        super().read_into(shard, name, start, buffer)
 
 
 class ArrivingShards(ShardDataset):
@@ -74,12 +54,10 @@ class ArrivingShards(ShardDataset):
     shard has arrived. In its first epoch, it uses the shards in the order of the copy, whether they
     have arrived or not: the small first shards, then the others in a random order. So the same seed
     gives the same order, however fast the copy is. Each epoch, and also the first one, has every
-    image once. When all shards have arrived, training reads only the SSD, unless shards take turns
-    (see ``limit_gb``).
+    image once. When all shards have arrived, training reads only the SSD.
 
     You can also use torch's ``DataLoader``. A worker that needs an image then waits until the shard
-    of the image has arrived. If shards take turns, the worker reads the image in ``source`` instead
-    of waiting.
+    of the image has arrived.
 
     If ``torch.distributed`` is initialised, one process on each machine copies the shards. The
     other processes of the machine, with the same ``target``, wait for these shards. The loaders of
@@ -89,10 +67,6 @@ class ArrivingShards(ShardDataset):
         source: folder of shards, usually on Drive; or its URL, such as ``s3://bucket/shards``.
         target: folder to copy into, usually on the SSD.
         workers: number of threads that copy. Each thread copies one shard at a time.
-        limit_gb: disk space that the shards may take in ``target``, in GB (1e9 bytes). If all
-            shards need more, they take turns on the disk, and shards are copied again in every
-            epoch. ``target`` must then be new, or empty, or the folder in which the same shards
-            took turns before. None sets no limit.
         seed: seed of the order in which the shards are copied.
         transforms: as for `ShardDataset`.
         contiguous_labels: map category ids to 1 to K.
@@ -103,8 +77,7 @@ class ArrivingShards(ShardDataset):
             process copies; None in workers.
 
     Raises:
-        ColabUtilsError: as for `ShardDataset` and `copy_shards`. Also if ``limit_gb`` does not hold
-            two shards.
+        ColabUtilsError: as for `ShardDataset` and `copy_shards`.
 
     Example:
         >>> ArrivingShards("no/such/folder", "ssd")
@@ -118,7 +91,6 @@ class ArrivingShards(ShardDataset):
         target: str | Path,
         *,
         workers: int = 4,
-        limit_gb: float | None = None,
         seed: int = 0,
         transforms: Transforms | None = None,
         contiguous_labels: bool = False,
@@ -127,7 +99,6 @@ class ArrivingShards(ShardDataset):
         target = require_local_path(target)
         retries = Retries()
         index = read_index(source, retries)
-        limit_bytes = math.inf if limit_gb is None else limit_gb * 1e9
         lock = hold_arrival(target, make_key(index))
         bring = FollowedArrival if lock is None else Arrival
         arrival = bring(
@@ -138,7 +109,6 @@ class ArrivingShards(ShardDataset):
             workers=workers,
             seed=seed,
             retries=retries,
-            limit_bytes=limit_bytes,
         )
         load = partial(load_shard, source, retries=retries)
         # On a bad day, it takes 606 ms to read the tables of a shard on Drive. For 150 shards, one
@@ -149,7 +119,7 @@ class ArrivingShards(ShardDataset):
             except BaseException:
                 arrival.stop()
                 raise
-        files = _ArrivingFiles(source, target, arrival.key, takes_turns=arrival.takes_turns)
+        files = _ArrivingFiles(target, arrival.key)
         self._open(files, index, shards, transforms, contiguous_labels=contiguous_labels)
         self.arrival = arrival
 
@@ -165,8 +135,7 @@ class ArrivingShards(ShardDataset):
     def wait(self) -> None:
         """Wait until all shards have arrived.
 
-        If the shards take turns, wait until the disk holds as many as ``limit_gb`` allows. A
-        `WritingShards`, which writes the shards itself and sends them to Drive, also waits until
+        A `WritingShards`, which writes the shards itself and sends them to Drive, also waits until
         they are on Drive.
 
         Raises:

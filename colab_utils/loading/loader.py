@@ -491,8 +491,8 @@ class Loader:
         windows: list[list[int]] = []
         order = self._order
         begins_early = order.seed is not None and order.sampler is None and not self._has_passed
-        if begins_early or arrival.takes_turns:
-            windows = arrival.plan_windows(self.epoch)
+        if begins_early:
+            windows = arrival.plan_windows()
         fetcher = self._fetcher
         tables = (fetcher.shard_of.tobytes(), fetcher.sizes.tobytes())
         shards = hash_bytes(*tables, repr(windows).encode())

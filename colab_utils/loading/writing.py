@@ -127,7 +127,6 @@ class Writing(Arrival):
             self.jobs = list(cut_parts(ssd, images, dataset, recipe, streams, drive))
             self._prepare(
                 ssd,
-                [0] * len(self.jobs),
                 images=[len(job.dataset) for job in self.jobs],
                 order=order_shards(recipe, len(self.jobs), seed),
                 workers=workers,
@@ -241,7 +240,6 @@ class FollowedWriting(FollowedArrival):
         self.jobs = list(cut_parts(ssd, images, dataset, recipe, 1))
         self._prepare(
             ssd,
-            [0] * len(self.jobs),
             images=[len(job.dataset) for job in self.jobs],
             order=order_shards(recipe, len(self.jobs), seed),
             workers=1,

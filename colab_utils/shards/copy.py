@@ -454,7 +454,8 @@ def check_space(
     require_space(
         target,
         needed * _DISK_MARGIN,
-        "name a folder on a bigger disk, or copy a part of the shards (--limit-gb)",
+        "name a folder on a bigger disk, copy a part of the shards (copy --limit-gb), or read them "
+        "where they are (train --shards without --ssd)",
     )
 
 

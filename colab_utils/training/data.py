@@ -90,7 +90,6 @@ class DataSource:
     """Folder on Drive for the shards that are made of the loose files."""
     ssd: str | Path | None = None
     """Folder for the shards, on this machine's disk."""
-    limit_gb: float | None = None
 
     def check(self) -> None:
         """Refuse a source that names no data, or both shards and loose files."""
@@ -99,11 +98,10 @@ class DataSource:
             is_sound = others == (None, None, None)
         else:
             is_sound = None not in (self.images, self.annotations, self.ssd)
-            is_sound = is_sound and self.limit_gb is None
         if not is_sound:
             raise ColabUtilsError(
                 "A run needs either shards, or images with annotations and ssd: pass one of the "
-                "two. Optional: ssd and limit_gb for shards, drive for images."
+                "two. Optional: ssd for shards, drive for images."
             )
 
     def open(self, seed: int) -> ShardDataset | CocoFolder:
@@ -120,9 +118,7 @@ class DataSource:
         shards = open_place(self.shards or "")
         if self.ssd is None:
             return ShardDataset(shards, contiguous_labels=True)
-        return ArrivingShards(
-            shards, self.ssd, limit_gb=self.limit_gb, contiguous_labels=True, seed=seed
-        )
+        return ArrivingShards(shards, self.ssd, contiguous_labels=True, seed=seed)
 
 
 @contextmanager

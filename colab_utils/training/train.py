@@ -57,7 +57,6 @@ def train(
     drive: PlaceLike | None = None,
     ssd: str | Path | None = None,
     local: str | Path | None = None,
-    limit_gb: float | None = None,
     val_shards: PlaceLike | None = None,
     steps: int | None = None,
     epochs: int | None = None,
@@ -103,11 +102,10 @@ def train(
         drive: Folder on Drive for the shards that are made of ``images``. The next session reads
             them.
         ssd: Folder on this machine's SSD. ``shards`` are copied into it during training, which
-            begins when the first shard has arrived. With ``images``, their shards are written into
-            it.
+            begins when the first shard has arrived. Leave it out if the disk is too small for all
+            shards: they are then read where they lie. With ``images``, their shards are written
+            into it.
         local: Another name of ``ssd``.
-        limit_gb: The most that the copies of ``shards`` may take in ``ssd``, in GB. Use it if the
-            disk is too small for all shards.
         val_shards: Shards to measure the average precision on, after each epoch and after the last
             step. The weights with the highest average precision of masks are kept as
             ``best-STEP.pt``.
@@ -176,7 +174,7 @@ def train(
     require_count("seed", seed, minimum=0, maximum=_LARGEST_SEED)
     if run is None:
         raise ColabUtilsError("A run needs a folder for its checkpoints. Pass it as run.")
-    source = DataSource(shards, images, annotations, drive, ssd or local, limit_gb)
+    source = DataSource(shards, images, annotations, drive, ssd or local)
     _check_paths(source, val_shards, run, weights)
     with ExitStack() as stack:
         stack.enter_context(use_training_defaults())

@@ -187,7 +187,7 @@ def test_small_shards_come_first_and_are_those_of_write_shards(
     data = tiny_dataset.images, tiny_dataset.annotations
     write_shards(*data, shards=folder, shard_mb=0.06, workers=1)
     dataset = open_dataset(*data, **places, shard_mb=0.06)
-    assert dataset.arrival.plan_windows(0)[:2] == [[0], [1]]
+    assert dataset.arrival.plan_windows()[:2] == [[0], [1]]
     dataset.wait()
     index = read_index(folder)
     assert index.recipe["ramp_mb"] == [0.02, 0.04]

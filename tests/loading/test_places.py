@@ -70,19 +70,6 @@ def test_a_loader_reads_shards_that_arrive_from_a_url(tiny_shards, tmp_path):
     assert sorted(map(int, seen)) == sorted(ShardDataset(tiny_shards).image_ids.tolist())
 
 
-def test_shards_take_turns_on_a_disk_that_is_smaller(tiny_shards, tmp_path):
-    whole = ShardDataset(tiny_shards)
-    largest = max(shard.bytes + shard.arrays_bytes for shard in whole.index.shards)
-    dataset = ArrivingShards(URL, tmp_path / "ssd", limit_gb=2 * largest / 1e9)
-    try:
-        loader = make_loader(dataset, batch_size=2, device="cpu", workers=1)
-        for _ in range(2):
-            seen = [int(target["image_id"]) for _, targets in loader for target in targets]
-            assert sorted(seen) == sorted(whole.image_ids.tolist())
-    finally:
-        dataset.stop()
-
-
 def test_a_server_that_goes_while_shards_arrive_is_told(tmp_path):
     dataset = ArrivingShards(URL, tmp_path / "ssd")
     dataset.stop()

@@ -302,7 +302,8 @@ def test_too_little_disk_is_told_before_the_first_byte(source, tmp_path, monkeyp
     # A copy of 16,006 bytes and 2 % more does not fit.
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 0, 16_100))
     with pytest.raises(
-        ColabUtilsError, match=r"16\.3 kB of free disk, and 16\.1 kB are free.*--limit-gb"
+        ColabUtilsError,
+        match=r"16\.3 kB of free disk, and 16\.1 kB are free.*--limit-gb.*without --ssd",
     ):
         copy_shards(source, tmp_path / "ssd")
     assert not (tmp_path / "ssd").exists()

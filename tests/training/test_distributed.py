@@ -355,25 +355,6 @@ def test_each_host_copies_and_all_take_the_same_batches(many_shards, tmp_path, c
         assert verify_shards(tmp_path / f"ssd-{rank}").bad == ()
 
 
-def test_processes_of_a_host_share_shards_that_take_turns(many_shards, tmp_path):
-    drive = many_shards / "full"
-    slow_down(drive, SLOW)
-    sizes = [shard.bytes + shard.arrays_bytes for shard in ShardDataset(drive).index.shards]
-    options = {
-        "model": TINY_MODEL,
-        "shards": drive,
-        "run": tmp_path / "run",
-        "ssd": tmp_path / "ssd",
-        "limit_gb": 2.5 * max(sizes) / 1e9,
-        "epochs": 2,
-        "batch_size": 2,
-    }
-    assert 2.5 * max(sizes) < sum(sizes)
-    reports = run_ranks(train_and_count_copies, 2, tmp_path / "ranks", [options] * 2)
-    check_two_epochs(reports, drive)
-    assert [] in [report["copied"] for report in reports]
-
-
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_one_process_of_a_host_writes_shards_from_loose_files(many_shards, tmp_path, hosts):
     """The host of rank 0 sends them to Drive."""

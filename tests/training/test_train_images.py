@@ -102,7 +102,6 @@ def test_beside_another_writer_it_trains_on_loose_files(source, tmp_path):
         {"images": None},
         {"annotations": None},
         {"ssd": None},
-        {"limit_gb": 1},
     ],
 )
 def test_data_is_named_once(source, tmp_path, change):
