@@ -401,7 +401,6 @@ def _add_train_options(command: _Parser) -> None:
     _add_place(command, "--run", "DIR", "folder for checkpoints", required=True)
     command.add_argument(
         "--ssd",
-        "--local",
         metavar="DIR",
         type=local_path,
         help="folder on the SSD: copy or write the shards there while it trains",

@@ -103,7 +103,6 @@ CALLS = {
         "images", "a.json", drive="drive", ssd=url
     ),
     "train ssd": lambda url: colab_utils.train("shards", "run", ssd=url),
-    "train local": lambda url: colab_utils.train("shards", "run", local=url),
     "compare images": lambda url: colab_utils.compare(url, "a.json", folder="work"),
     "compare annotations": lambda url: colab_utils.compare("images", url, folder="work"),
     "compare folder": lambda url: colab_utils.compare("images", "a.json", folder=url),

@@ -256,7 +256,7 @@ BAD = [
             ("--seed", -1),
             ("--seed", "x"),
             ("--checkpoint-steps", 0),
-            ("--local", "{}/local", "--seed", -1),
+            ("--ssd", "{}/local", "--seed", -1),
         )
     ],
     # One thing stands in place of another.

@@ -596,9 +596,8 @@ class Loader:
         Returns:
             A dict of integers and lists of integers. ``joined`` lists the windows of shards of
             the first epoch of arriving shards. ``earlier`` describes what the epoch delivered
-            before the batch size changed. States of older versions have the list of the remaining
-            images, ``left``, instead of ``earlier``. ``moved`` lists the late batches that come at
-            the end of the epoch (``max_wait_s``).
+            before the batch size changed. ``moved`` lists the late batches that come at the end of
+            the epoch (``max_wait_s``).
         """
         return vars(self._take_state())
 
@@ -612,7 +611,6 @@ class Loader:
             epoch=order.epoch,
             batch=self._delivered,
             joined=[list(window) for window in order.windows],
-            left=list(order.first_left),
             moved=list(self._moved),
             earlier=list(order.earlier),
         )
@@ -628,7 +626,7 @@ class Loader:
                 or number of images. With a sampler, another batch size is an error, too.
         """
         order = self._order
-        saved = LoaderState.parse(state, images=order.size, shards=len(self._fetcher.shard_images))
+        saved = LoaderState.parse(state, shards=len(self._fetcher.shard_images))
         is_resized = saved.batch_size != self.batch_size and order.sampler is None
         self._require_same_order(saved, any_batch_size=is_resized)
         order.resume(saved)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from copy import copy
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass
 from itertools import chain, islice
 from typing import Any
 
@@ -37,13 +37,9 @@ class LoaderState:
     """Batches of the epoch that were delivered."""
     joined: list[list[int]]
     """The windows of the epoch (see `BatchSampler.windows`); empty if it has none."""
-    left: list[int]
-    """Images of the epoch that remained when the batch size changed. The list is empty unless an
-    older version made this state, or made a state from which this epoch was resumed.
-    """
-    moved: list[int] = field(default_factory=list)
+    moved: list[int]
     """Numbers of the late batches, in the order in which they come at the end of the epoch."""
-    earlier: list[list[int]] = field(default_factory=list)
+    earlier: list[list[int]]
     """One list for each time that the batch size changed in the epoch. The list begins with the
     batch size until then, and the number of the batch that came next. After these two come the
     numbers of the late batches that had moved to the end of the epoch.
@@ -55,19 +51,18 @@ class LoaderState:
         return self.batch + len(self.moved)
 
     @classmethod
-    def parse(cls, state: dict[str, Any], *, images: int, shards: int) -> "LoaderState":
-        """Check a saved state for a dataset of this many images and shards.
+    def parse(cls, state: dict[str, Any], *, shards: int) -> "LoaderState":
+        """Check a saved state for a dataset of this many shards.
 
         Raises:
             ColabUtilsError: The state was changed.
         """
         is_sound = False
-        # These errors mean that a value has the wrong type, such as None in place of a list.
+        # These errors mean that a value is missing or has the wrong type, such as None in place of
+        # a list.
         with suppress(TypeError, ValueError):
-            # States of older versions lack the parts that have defaults.
-            values = {part.name: state[part.name] for part in fields(cls) if part.name in state}
-            parsed = cls(**values)
-            is_sound = parsed._is_sound(images, shards)
+            parsed = cls(**state)
+            is_sound = parsed._is_sound(shards)
         if not is_sound:
             raise ColabUtilsError(
                 "The state is not one that Loader.state_dict returned, or it was changed. Leave it "
@@ -75,17 +70,16 @@ class LoaderState:
             )
         return parsed
 
-    def _is_sound(self, images: int, shards: int) -> bool:
+    def _is_sound(self, shards: int) -> bool:
         joined = [*chain(*self.joined)]
         settings = (self.batch_size, self.epoch, self.batch)
-        numbers = chain(settings, joined, self.left, self.moved, *self.earlier)
+        numbers = chain(settings, joined, self.moved, *self.earlier)
         if not all(type(number) is int and number >= 0 for number in numbers):
             return False
         for batch_size, reached, *moved in (*self.earlier, self.describe_delivered()):
             if not batch_size or len({*moved}) < len(moved) or max(moved, default=-1) >= reached:
                 return False
-        has_all_shards = not joined or sorted(joined) == [*range(shards)]
-        return has_all_shards and max(self.left, default=0) < images
+        return not joined or sorted(joined) == [*range(shards)]
 
     def describe_delivered(self) -> list[int]:
         """Return the list that ``earlier`` needs if the batch size changes now."""
@@ -125,7 +119,6 @@ class BatchSampler(Sampler[list[int]]):
         epoch: Number of the epoch that the next pass runs.
         left: int64: indices of this epoch's images. After a change of the batch size, they are
             the images that were not delivered yet.
-        first_left: The list ``left`` of the `LoaderState` that was resumed.
         earlier: The batches that were delivered with other batch sizes, as in `LoaderState`.
         windows: Lists of shard numbers (see `Arrival.plan_windows`). The epoch trains on one list
             after another. Images that one list leaves over are shuffled together with those of the
@@ -151,7 +144,6 @@ class BatchSampler(Sampler[list[int]]):
     def start_epoch(self, epoch: int) -> None:
         """Make the next pass run this epoch, with all images."""
         self.left = np.arange(self.size)
-        self.first_left: list[int] = []
         self.earlier: list[list[int]] = []
         self._wide = np.zeros(self.size, bool)
         if self.sizes is not None and self.seed is not None:
@@ -168,9 +160,6 @@ class BatchSampler(Sampler[list[int]]):
         """
         self.start_epoch(state.epoch)
         self.windows = [list(window) for window in state.joined]
-        if state.left:
-            self.first_left = list(state.left)
-            self.left = np.unique(np.array(state.left, np.int64))
         for delivered in state.earlier:
             self.leave_out(delivered)
 

@@ -28,8 +28,7 @@ _OURS = (
     r"shard-\d+\.(?:tar|arrays)|(?:index|arriving|plan)\.json|writer\.txt|run-id|"
     r"(?:checkpoint|best)-\d{8,}\.pt"
 )
-# In older versions, the names of half-written files had no machine.
-_PART = re.compile(rf"\.(?:{_OURS})\.(?:([0-9a-f]{{8,24}})-(?=\d+-))?(\d{{1,9}})(?:-\d+)?\.part")
+_PART = re.compile(rf"\.(?:{_OURS})\.([0-9a-f]{{8,24}})-(\d{{1,9}})-\d+\.part")
 # Random marks, one for each folder that this process has locked. The folder's lock file has the
 # same mark.
 _marks: set[str] = set()
@@ -205,9 +204,9 @@ def _is_running(pid: int) -> bool:
         return psutil.pid_exists(pid)
 
 
-def _is_written(path: Place, host: str | None, pid: int) -> bool:
+def _is_written(path: Place, host: str, pid: int) -> bool:
     """Return whether the process in a temporary file's name may still be writing the file."""
-    if host in (None, find_host()):
+    if host == find_host():
         return _is_running(pid)
     return time() - path.stat().st_mtime < _ABANDONED_S
 

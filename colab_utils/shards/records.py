@@ -152,7 +152,7 @@ def try_sample(
     """
     image = dataset.image(i)
     faults = Counter[str]()
-    # Recipes of older versions have no ``exif``.
+    # The recipe of a trial has no ``exif`` yet.
     exif = recipe.get("exif", "keep")
     try:
         stored = store_image(

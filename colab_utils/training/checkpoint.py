@@ -112,30 +112,19 @@ def explain_state(state: State | None) -> Iterator[None]:
         raise _refuse(state["path"]) from error
 
 
-def choose_weights(state: State) -> Any:
-    """Return the weights of a checkpoint: the averaged ones if an earlier version stored them.
-
-    Example:
-        >>> choose_weights({"model": {"weight": 1}, "ema": {"weight": 2}})
-        {'weight': 2}
-    """
-    averaged = state.get("ema")
-    return state["model"] if averaged is None else averaged
-
-
-def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], path: str) -> None:
-    """Load the weights of the checkpoint at ``path`` into a model.
+def load_weights(model: torch.nn.Module, state: State) -> None:
+    """Load the weights of a checkpoint into a model.
 
     Raises:
         ColabUtilsError: A weight is not finite.
         RuntimeError: The weights are those of another model.
     """
-    model.load_state_dict(weights)
+    model.load_state_dict(state["model"])
     for name, value in model.state_dict().items():
         if not torch.isfinite(value).all():
             raise ColabUtilsError(
-                f"The checkpoint {path} cannot be used: {name} has values that are not finite. "
-                f"{_CURE}"
+                f"The checkpoint {state['path']} cannot be used: {name} has values that are not "
+                f"finite. {_CURE}"
             )
 
 

@@ -37,7 +37,7 @@ class OpenData:
         """Return a checksum of the ids of the training images, in their order."""
         return hash_bytes(self.dataset.image_ids[self.rows].tobytes())
 
-    def match_state(self, state: dict[str, Any], order: str | None) -> dict[str, Any]:
+    def match_state(self, state: dict[str, Any], order: str) -> dict[str, Any]:
         """Fit a loader's state from a checkpoint to the images of this session, and return it.
 
         If the images differ, the epoch begins anew, with a warning. They differ if the number of
@@ -46,7 +46,7 @@ class OpenData:
 
         Args:
             state: The state of the loader.
-            order: The ``order`` that the checkpoint holds; None if an older version wrote it.
+            order: The ``order`` that the checkpoint holds.
         """
         has_shards = isinstance(self.dataset, ShardDataset)
         difference = ""
@@ -55,13 +55,13 @@ class OpenData:
                 f"the run was begun with {state['images']} images, and now there are "
                 f"{len(self.rows)}, because bad images are found only while shards are made"
             )
-        elif order not in (None, self.order) or (state["joined"] and not has_shards):
+        elif order != self.order or (state["joined"] and not has_shards):
             difference = "the images lie in another order than when the run was begun"
         if not difference:
             return state
         warnings.warn(f"{difference}: the epoch begins anew", ColabUtilsWarning, stacklevel=3)
         anew: dict[str, Any] = {"images": len(self.rows), "batch": 0}
-        for name in ("joined", "left", "moved", "earlier"):
+        for name in ("joined", "moved", "earlier"):
             anew[name] = []
         return {**state, **anew}
 

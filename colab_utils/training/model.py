@@ -28,7 +28,7 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.places import PlaceLike
 from colab_utils.progress import is_watched
 from colab_utils.require import require_choice
-from colab_utils.training.checkpoint import State, choose_weights, explain_state, load_weights
+from colab_utils.training.checkpoint import State, explain_state, load_weights
 from colab_utils.training.checkpoint_folder import CheckpointFolder
 from colab_utils.training.norms import Norms, freeze_norms
 from colab_utils.training.small_models import assemble_light, assemble_tiny
@@ -171,9 +171,8 @@ def load_trained_model(run: PlaceLike, *, which: Literal["best", "newest"] = "ne
     """Load the model of a run's newest checkpoint to the CPU, in evaluation mode.
 
     No file is changed. The model finds up to 100 objects in an image, or as many as an image of the
-    training data has. If an earlier version of this package stored averaged weights in the
-    checkpoint, those are loaded. The model has ``class_names`` (label to name) and
-    ``category_ids`` (label to COCO category id) of its training data.
+    training data has. The model has ``class_names`` (label to name) and ``category_ids`` (label to
+    COCO category id) of its training data.
 
     Args:
         run: Folder of the run.
@@ -219,9 +218,8 @@ def _read_model(state: State) -> MaskRCNN:
             max_size=plan["max_size"],
             norms=plan["norms"],
         )
-        load_weights(model, choose_weights(state), state["path"])
-        # Plans of older versions do not have the number.
-        allow_detections(model, plan.get("most_objects", 0))
+        load_weights(model, state)
+        allow_detections(model, plan["most_objects"])
         model.class_names = state["class_names"]
         model.category_ids = state["category_ids"]
     return model

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.ranks import Ranks
-from colab_utils.training.checkpoint import State, choose_weights, load_weights
+from colab_utils.training.checkpoint import State, load_weights
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.precision import choose_precision, keep_boxes_exact
 from colab_utils.training.schedule import make_optimizer
@@ -269,7 +269,7 @@ class TrainingStep:
             LookupError, RuntimeError, TypeError, ValueError: ``state`` is not of this model and
                 optimiser.
         """
-        load_weights(self.model, choose_weights(state), state["path"])
+        load_weights(self.model, state)
         saved = state["optimizer"]
         # Only the optimiser's averages come from the checkpoint. Its settings, such as the learning
         # rate, stay as this version has made them for this device.

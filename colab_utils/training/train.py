@@ -56,7 +56,6 @@ def train(
     annotations: PlaceLike | None = None,
     drive: PlaceLike | None = None,
     ssd: str | Path | None = None,
-    local: str | Path | None = None,
     val_shards: PlaceLike | None = None,
     steps: int | None = None,
     epochs: int | None = None,
@@ -105,7 +104,6 @@ def train(
             begins when the first shard has arrived. Leave it out if the disk is too small for all
             shards: they are then read where they lie. With ``images``, their shards are written
             into it.
-        local: Another name of ``ssd``.
         val_shards: Shards to measure the average precision on, after each epoch and after the last
             step. The weights with the highest average precision of masks are kept as
             ``best-STEP.pt``.
@@ -174,7 +172,7 @@ def train(
     require_count("seed", seed, minimum=0, maximum=_LARGEST_SEED)
     if run is None:
         raise ColabUtilsError("A run needs a folder for its checkpoints. Pass it as run.")
-    source = DataSource(shards, images, annotations, drive, ssd or local)
+    source = DataSource(shards, images, annotations, drive, ssd)
     _check_paths(source, val_shards, run, weights)
     with ExitStack() as stack:
         stack.enter_context(use_training_defaults())
@@ -244,7 +242,7 @@ def train(
             with explain_state(state):
                 first_step = 0
                 if state:
-                    loader.load_state_dict(data.match_state(state["loader"], state.get("order")))
+                    loader.load_state_dict(data.match_state(state["loader"], state["order"]))
                     first_step = state["step"]
                 if steps is None:
                     steps = count_steps(loader, data, first_step=first_step, epochs=epochs or 1)

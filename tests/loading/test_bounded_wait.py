@@ -343,17 +343,6 @@ def test_another_batch_size_goes_on_with_what_was_moved(make):
     assert sorted(flatten(list_ids(resumed))) == [2, 3, 6, 7, *range(12, SIZE)]
 
 
-def test_a_state_of_an_older_version_is_taken(make):
-    state = {
-        **make(Numbers(SIZE)).state_dict(),
-        "batch": 10,
-    }
-    del state["moved"]
-    loader = make(Numbers(SIZE))
-    loader.load_state_dict(state)
-    assert list_ids(loader) == [[20, 21], [22, 23]]
-
-
 @pytest.mark.parametrize(
     "moved",
     [
@@ -377,11 +366,12 @@ def test_a_state_whose_moved_batches_were_changed_is_refused(moved):
         "epoch": 0,
         "batch": 3,
         "joined": [],
-        "left": [],
+        "moved": [],
+        "earlier": [],
     }
-    assert LoaderState.parse(state, images=SIZE, shards=0).moved == []
+    assert LoaderState.parse(state, shards=0).moved == []
     with pytest.raises(ColabUtilsError, match="or it was changed"):
-        LoaderState.parse({**state, "moved": moved}, images=SIZE, shards=0)
+        LoaderState.parse({**state, "moved": moved}, shards=0)
 
 
 def test_every_rank_delivers_as_many_batches(tmp_path, make):

@@ -265,12 +265,6 @@ def test_a_state_of_another_order_is_refused(make):
         {"batch": 1.5},
         {"batch": None},
         {"epoch": None},
-        {"left": 5},
-        {"left": [[2]]},
-        {"left": [-1]},
-        {"left": ["x"]},
-        {"left": [12]},
-        {"left": [1 << 80]},
         {"earlier": 5},
         {"earlier": [5]},
         {"earlier": [[2]]},
@@ -304,7 +298,7 @@ def test_what_is_no_state_is_refused(tiny_shards, make, state):
 
 @pytest.mark.parametrize(
     "change",
-    [{"batch": 4}, {"left": [5, 3], "batch": 1}, {"batch_size": 4, "batch": 10**12}],
+    [{"batch": 4}, {"batch_size": 4, "batch": 10**12}],
     ids=str,
 )
 def test_a_state_without_batches_left_goes_on_with_the_next_epoch(make, change):
@@ -355,22 +349,6 @@ def test_the_state_of_an_epoch_with_several_batch_sizes_lists_no_images(make):
         state = json.dumps(loader.state_dict())
     assert len(state) < 300
     assert len(set(seen)) == len(seen) == 4 + 25 + 9 + 49
-
-
-def test_a_state_of_an_older_version_lists_the_images_that_are_left(make):
-    options = {"workers": 0, "deliver": "packed"}
-    loader = make(Numbers(12), batch_size=2, **options)
-    state = loader.state_dict()
-    del state["earlier"]
-    left = [11, 1, 4, 7, 8]
-    loader.load_state_dict({**state, "left": left})
-    first = next(iter(loader)).image_ids.tolist()
-    assert loader.state_dict()["left"] == left
-    # Its batch size changes once more.
-    other = make(Numbers(12), batch_size=3, **options)
-    other.load_state_dict(json.loads(json.dumps(loader.state_dict())))
-    rest = [number for batch in other for number in batch.image_ids.tolist()]
-    assert sorted(first + rest) == sorted(left)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -32,9 +32,7 @@ def test_leftovers_of_dead_processes_go_and_nothing_else(tmp_path):
         f".index.json.{host}-{dead}-{dead}.part",
         f".plan.json.{host}-{dead}-{dead}.part",
         f".checkpoint-00000030.pt.{host}-{dead}-{dead}.part",
-        # As older versions name them.
-        f".shard-000001.tar.{dead}.part",
-        f".best-00000030.pt.{dead}-{dead}.part",
+        f".best-00000030.pt.{host}-{dead}-{dead}.part",
     ]
     kept = [
         f".shard-000001.arrays.{host}-{alive}-{alive}.part",

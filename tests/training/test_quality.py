@@ -280,39 +280,6 @@ def test_no_best_without_validation_images(shards, tmp_path):
         load_trained_model(tmp_path, which="best")
 
 
-def test_the_averaged_weights_of_an_earlier_version_are_taken(shards, tmp_path):
-    """A run that was begun with `ema=0.99`: its checkpoints hold both kinds of weights, and its
-    plan the decay.
-    """
-    train(shards, tmp_path, steps=2, **TINY)
-    state = CheckpointFolder(tmp_path).read()
-    averaged = {name: value.clone() for name, value in state["model"].items()}
-    name = "roi_heads.box_predictor.cls_score.bias"
-    averaged[name] += 5
-    state["plan"]["ema"] = 0.99
-    CheckpointFolder(tmp_path).save({**state, "ema": averaged}, step=2)
-    assert torch.equal(
-        load_trained_model(tmp_path).state_dict()[name],
-        averaged[name],
-    )
-    resumed = train(
-        shards,
-        tmp_path,
-        steps=3,
-        learning_rate=1e-9,
-        **TINY,
-    )
-    assert resumed.plan.first_step == 2
-    assert not hasattr(resumed.plan, "ema")
-    content = torch.load(resumed.checkpoint, weights_only=True)
-    assert "ema" not in content
-    torch.testing.assert_close(content["model"][name], averaged[name])
-    torch.testing.assert_close(
-        load_trained_model(tmp_path).state_dict()[name],
-        averaged[name],
-    )
-
-
 @pytest.mark.parametrize("augment", ["none", "flip"])
 def test_every_augmentation_trains_and_resumes(shards, tmp_path, augment):
     whole = train(

@@ -46,12 +46,10 @@ def test_the_size_of_the_images_follows_the_model(model, on_gpu, size):
 
 
 def test_the_settings_of_a_plan_are_read_whatever_else_it_holds():
-    """Plans of earlier versions have the key `ema`."""
     plan = {
         "model": "maskrcnn_tiny_fpn",
         "min_size": 128,
         "norms": "frozen",
-        "ema": 0.99,
         "steps": 9,
     }
     stored = read_settings(plan)

@@ -1,4 +1,4 @@
-"""One step by its own: precision, parts of a batch, learning rate, timer and averaged weights."""
+"""One step by its own: precision, parts of a batch, learning rate and timer."""
 
 from __future__ import annotations
 

@@ -115,10 +115,10 @@ def test_a_run_needs_a_folder(source):
         train(**source)
 
 
-def list_words(source, tmp_path, ssd):
-    """The command that trains the tiny model, with this name of its option for the local disk."""
+def list_words(source, tmp_path):
+    """The command that trains the tiny model."""
     words = ["train", "--images", source["images"], "--annotations", source["annotations"]]
-    words += ["--drive", source["drive"], ssd, source["ssd"], "--run", tmp_path / "run"]
+    words += ["--drive", source["drive"], "--ssd", source["ssd"], "--run", tmp_path / "run"]
     words += ["--model", TINY_MODEL, "--min-size", "64", "--epochs", "1", "--json", "-"]
     return [str(word) for word in words]
 
@@ -128,19 +128,13 @@ def test_the_command_line_trains_from_images(source, tmp_path):
         sys.executable,
         "-c",
         "import sys, tests.tiny_model, colab_utils.__main__ as m\nsys.exit(m.main())",
-        *list_words(source, tmp_path, "--ssd"),
+        *list_words(source, tmp_path),
     ]
     # The tests' own model is imported from the repository.
     root = Path(__file__).parents[2]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 6
-    assert verify_shards(source["ssd"]).bad == ()
-
-
-def test_the_earlier_name_of_the_option_for_the_local_disk_is_taken(source, tmp_path, capsys):
-    assert main(list_words(source, tmp_path, "--local")) == 0
-    assert json.loads(capsys.readouterr().out)["steps"] == 6
     assert verify_shards(source["ssd"]).bad == ()
 
 
