@@ -104,7 +104,8 @@ def _build_network(
         "norms": settings.norms,
     }
     if state:
-        starts_from = state["plan"]["starts_from"]
+        with explain_state(state):
+            starts_from = state["plan"]["starts_from"]
         return assemble_mask_rcnn(settings.model, starts_from=starts_from, **sizes)
     # The first process downloads the weights, and sends the model to the others.
     if not ranks.is_first:
