@@ -29,9 +29,9 @@ The life of a sample, from COCO JSON to a batch on the device:
    its share of a batch.
 8. **Job** (`colab_utils.loading.prefetcher`): the `Prefetcher` keeps workers some batches ahead. It
    sends the indices of a batch and the number of a shared buffer through a worker's pipe. A late
-   batch moves to the end of the epoch: see `BoundedPrefetcher` (`colab_utils.loading.late`). New
-   workers start for each pass over a user's own dataset, because what the last ones made of it is
-   not known (`Fetcher.reads_as`).
+   batch is loaded once more by a new process: see `BoundedPrefetcher`
+   (`colab_utils.loading.late`). New workers start for each pass over a user's own dataset, because
+   what the last ones made of it is not known (`Fetcher.reads_as`).
 9. **Worker** (`colab_utils.loading.fetcher`): a `Fetcher` reads the images with `read_into`, and
    `colab_utils.data.decoding` decodes each JPEG. A user's own dataset returns samples instead:
    `seed_random` sets their random numbers, and `pack_target` (`colab_utils.loading.targets`)

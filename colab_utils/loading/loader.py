@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterator, Sequence, Sized
 from copy import copy
 from dataclasses import KW_ONLY, dataclass
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -142,17 +142,12 @@ def make_loader(
         max_bad: Number of images that may fail to load, in all epochs together (``int``), or their
             share of the dataset, from 0 to 1 (``float``). Each is left out, with a warning when it
             first fails. If more images fail, an error is raised. Default: 0.
-        max_wait_s: Seconds to wait for a batch. A late batch moves to the end of the epoch, and the
-            next one is delivered. The late batch is requested again from a new process, and
-            ``late`` lists its samples. At the end of the epoch the loader waits this long once
-            more. A sample that is still missing is left out if ``max_bad`` allows it, else it
-            raises an error. If more than ``2 * workers + 8`` batches are late at the same time,
-            the missing samples are given up before the end of the epoch. A shard that is still
-            being copied or written is waited for without this limit. The limit needs workers, and
-            must be longer than a batch takes. With several processes, each process moves its
-            own late batches. All processes deliver the same number of batches, but in one step they
-            may deliver shares of different batches. So each process has its own state. Default:
-            None, which waits without a limit.
+        max_wait_s: Seconds to wait for a sample. If a worker begins no other sample for so long, a
+            new process loads the same batch, and ``late`` lists the sample. The worker goes on: the
+            first of the two delivers the batch. If neither begins another sample for three times as
+            long, the sample is left out if ``max_bad`` allows it, else it raises an error. A shard
+            that is still being copied or written is waited for without this limit. The limit needs
+            workers. Default: None, which waits without a limit.
 
     Raises:
         ColabUtilsError: The dataset is empty or has no length, an argument is out of range, or the
@@ -310,7 +305,6 @@ class Loader:
         self.total = 0
         self._totals: dict[int, int] = {}
         self._delivered = 0
-        self._moved: list[int] = []
         self._resumed = False
         # Whether an epoch has run to its end. All shards have arrived then.
         self._has_passed = False
@@ -383,9 +377,6 @@ class Loader:
         for number, batch, bad in self._run():
             self._count_bad(bad)
             self._delivered += 1
-            late = self._prefetcher.list_moved() if self._prefetcher else []
-            came = {number, *late}
-            self._moved = [other for other in self._moved if other not in came] + late
             self.total = self._totals.pop(number)
             if not self.left:
                 self._has_passed = True
@@ -408,19 +399,16 @@ class Loader:
             order.size = len(fetcher)
             order.start_epoch(self.epoch)
             self._delivered = 0
-            self._moved = []
         # The indices of a sampler are not divided among the processes.
         self._ranks = find_ranks() if order.sampler is None else Ranks()
 
     def _end_epoch(self) -> None:
         self._order.start_epoch(self.epoch + 1)
         self._delivered = 0
-        self._moved = []
 
     def _run(self) -> Iterator[Loaded]:
         """Yield the results of the workers, and end the workers after an error."""
-        is_bounded = self.max_wait_s is not None
-        if is_bounded and self._prefetcher and self._prefetcher.has_work():
+        if self.max_wait_s is not None and self.list_jobs():
             # The last pass was interrupted, and its workers may hang.
             self.close()
         if self.workers and not self._fetcher.reads_as(self._forked):
@@ -458,8 +446,7 @@ class Loader:
 
         None is yielded while the shards of the next batch have not arrived.
         """
-        first = self._take_state().reached
-        moved: dict[int, list[int]] = {number: [] for number in self._moved}
+        first = self._delivered
         order = self._order
         ranks = self._ranks
         arrival = self._fetcher.arrival
@@ -469,11 +456,7 @@ class Loader:
         if is_new and arrival is not None:
             windows = self._choose_windows(arrival)
             order.windows = windows
-        numbered = enumerate(order)
-        for number, indices in islice(numbered, first):
-            if number in moved:
-                moved[number] = indices
-        for number, indices in chain(numbered, moved.items()):
+        for number, indices in islice(enumerate(order), first, None):
             if arrival is not None and shard_of is not None:
                 yield from arrival.wait_for(set(shard_of[indices].tolist()), windows)
             self._totals[number] = len(indices)
@@ -596,8 +579,7 @@ class Loader:
         Returns:
             A dict of integers and lists of integers. ``joined`` lists the windows of shards of
             the first epoch of arriving shards. ``earlier`` describes what the epoch delivered
-            before the batch size changed. ``moved`` lists the late batches that come at the end of
-            the epoch (``max_wait_s``).
+            before the batch size changed.
         """
         return vars(self._take_state())
 
@@ -611,7 +593,6 @@ class Loader:
             epoch=order.epoch,
             batch=self._delivered,
             joined=[list(window) for window in order.windows],
-            moved=list(self._moved),
             earlier=list(order.earlier),
         )
 
@@ -631,13 +612,11 @@ class Loader:
         self._require_same_order(saved, any_batch_size=is_resized)
         order.resume(saved)
         self._delivered = saved.batch
-        self._moved = list(saved.moved)
         self._resumed = True
         self._has_passed = saved.epoch > 0 and not saved.joined
         if is_resized:
-            order.leave_out(saved.describe_delivered())
+            order.leave_out(saved.batch_size, saved.batch)
             self._delivered = 0
-            self._moved = []
         # If no batch is left, the next pass is the next epoch. Otherwise every pass would be empty.
         if self.left < 1:
             self._has_passed = True

@@ -50,7 +50,7 @@ class WorkerJob(NamedTuple):
     """A worker and the batch that it was asked to load."""
 
     worker: int | None
-    """Number of the worker, from 0; None for this process, or the extra process of a late batch."""
+    """Number of the worker, from 0; None for this process, or the second one of a late batch."""
     pid: int
     """Process id of the worker."""
     number: int | None = None
@@ -184,8 +184,6 @@ class Worker:
         workers: Number of workers.
 
     Attributes:
-        began_s: Rough time at which the worker began its current batch, from
-            `time.perf_counter`.
         at_work: int64 [1]: index of the sample that the worker reads, if its request has
             ``is_noted``; else -1.
 
@@ -195,7 +193,6 @@ class Worker:
 
     def __init__(self, fetcher: Fetcher, pool: SharedBufferPool, place: int, workers: int) -> None:
         self.pool = pool
-        self.began_s = perf_counter()
         self.at_work = np.frombuffer(mmap.mmap(-1, 8), np.int64)
         self.at_work[0] = -1
         context = multiprocessing.get_context("fork")
@@ -308,6 +305,7 @@ class Prefetcher:
         self._worker_count = workers
         self._ahead = max(1, workers * prefetch)
         self._told_images = max(1, workers) * _TOLD_IMAGES if fetcher.reads_ahead else 0
+        self._is_noted = False
         # Batches that are not requested yet: number, indices, and the worker that reads ahead.
         self._planned: deque[tuple[int, list[int], int | None]] = deque()
         self.streams: dict[int | None, StreamTrial] = {}
@@ -345,18 +343,16 @@ class Prefetcher:
         self._drop_pass()
         todo = iter(batches)
         is_over = False
-        asked_s = perf_counter()
         while True:
             if not is_over:
                 is_over = self._plan(todo)
             while self._planned and len(self._sent) < self._ahead:
                 number, indices, worker = self._planned.popleft()
                 self._send(number, indices, (*seed, number), skips_bad, worker)
-            if self.has_work():
-                loaded = self._take(asked_s, is_over=is_over)
-                if loaded is not None:
-                    yield loaded
-                    asked_s = perf_counter()
+            if self._sent:
+                first = next(iter(self._sent))
+                self._wait_for(first)
+                yield self._finish(first)
             elif is_over:
                 return
             else:
@@ -366,10 +362,6 @@ class Prefetcher:
         """Return the requested batches that have not arrived yet, oldest first."""
         requests = list(self._sent.items())
         return [request.job for number, request in requests if number not in self._done]
-
-    def list_moved(self) -> list[int]:
-        """Return the numbers of batches that moved to the end of the epoch: none in this class."""
-        return []
 
     def close(self) -> None:
         """End the workers. Batches that they are loading are lost."""
@@ -384,26 +376,15 @@ class Prefetcher:
         with quiet_fork():
             return SharedBufferPool(self._ahead, LENT_BUFFERS)
 
-    def _start_worker(self, place: int, pool: SharedBufferPool | None = None) -> Worker:
-        worker = Worker(self._fetcher, pool or self._pool, place, self._worker_count)
+    def _start_worker(self, place: int) -> Worker:
+        worker = Worker(self._fetcher, self._pool, place, self._worker_count)
         self._listening[worker.connection] = worker
         return worker
 
-    def has_work(self) -> bool:
-        """Return whether any requested batch has not been returned yet."""
-        return bool(self._sent)
-
-    def _take(self, asked_s: float, *, is_over: bool) -> Loaded | None:
-        """Wait for the oldest batch, and return it.
-
-        `BoundedPrefetcher` overrides this method. It may return another batch, or None if no batch
-        can be returned yet. ``asked_s`` is the time from which the loop waits. ``is_over`` says
-        that all batches of the pass are planned.
-        """
-        first = next(iter(self._sent))
-        while first not in self._done:
+    def _wait_for(self, number: int) -> None:
+        """Wait until a batch is loaded."""
+        while number not in self._done:
             self._receive()
-        return self._finish(first)
 
     def _drop_pass(self) -> None:
         """Receive the last results of an interrupted pass, and free their buffers."""
@@ -466,7 +447,7 @@ class Prefetcher:
 
         If ``worker`` is None, the worker with the fewest requests gets the batch.
         """
-        load = Load(number, indices, 0, seed, skips_bad)
+        load = Load(number, indices, 0, seed, skips_bad, self._is_noted)
         if not self._workers:
             load = load._replace(buffer=self._pool.take())
             job = WorkerJob(None, os.getpid(), number, tuple(indices))
@@ -477,30 +458,28 @@ class Prefetcher:
         jobs = Counter(job.worker for job in self.list_jobs())
         if worker is None:
             worker = min(range(len(self._workers)), key=jobs.__getitem__)
-        if not jobs[worker]:
-            self._workers[worker].began_s = perf_counter()
         self._sent[number] = self._ask(self._workers[worker], load, worker)
 
-    def _ask(self, worker: Worker, load: Load, place: int | None = None) -> Request:
+    def _ask(self, worker: Worker, load: Load, place: int) -> Request:
         load = load._replace(buffer=worker.pool.take())
         worker.send(load)
         job = WorkerJob(place, worker.process.pid or 0, load.number, tuple(load.indices))
         return Request(job, load, worker.pool)
 
-    def _receive(self, timeout_s: float | None = None) -> None:
-        """Receive the next result of a worker, if one comes within the timeout."""
+    def _receive(self, timeout_s: float | None = None) -> Worker | None:
+        """Receive the next result of a worker, and return the worker.
+
+        Return None if no result comes within the timeout.
+        """
         for connection in wait(self._listening, timeout_s)[:1]:
             worker = self._listening[connection]
             try:
                 number, result = worker.connection.recv()
             except (EOFError, OSError):
                 raise self._explain_end(worker) from None
-            worker.began_s = perf_counter()
-            self._note(worker, number, result)
-
-    def _note(self, worker: Worker, number: int, result: Result) -> None:
-        """Keep the result of a batch."""
-        self._done[number] = result
+            self._done[number] = result
+            return worker
+        return None
 
     def _explain_end(self, worker: Worker) -> WorkerDiedError:
         process = worker.process

@@ -37,18 +37,10 @@ class LoaderState:
     """Batches of the epoch that were delivered."""
     joined: list[list[int]]
     """The windows of the epoch (see `BatchSampler.windows`); empty if it has none."""
-    moved: list[int]
-    """Numbers of the late batches, in the order in which they come at the end of the epoch."""
     earlier: list[list[int]]
-    """One list for each time that the batch size changed in the epoch. The list begins with the
-    batch size until then, and the number of the batch that came next. After these two come the
-    numbers of the late batches that had moved to the end of the epoch.
+    """A pair for each time that the batch size changed in the epoch: the batch size until then, and
+    the number of batches that were delivered with it.
     """
-
-    @property
-    def reached(self) -> int:
-        """Return the number of the next batch: all batches before it were delivered or moved."""
-        return self.batch + len(self.moved)
 
     @classmethod
     def parse(cls, state: dict[str, Any], *, shards: int) -> "LoaderState":
@@ -72,18 +64,11 @@ class LoaderState:
 
     def _is_sound(self, shards: int) -> bool:
         joined = [*chain(*self.joined)]
-        settings = (self.batch_size, self.epoch, self.batch)
-        numbers = chain(settings, joined, self.moved, *self.earlier)
+        numbers = chain((self.epoch, self.batch_size, self.batch), joined, *self.earlier)
         if not all(type(number) is int and number >= 0 for number in numbers):
             return False
-        for batch_size, reached, *moved in (*self.earlier, self.describe_delivered()):
-            if not batch_size or len({*moved}) < len(moved) or max(moved, default=-1) >= reached:
-                return False
-        return not joined or sorted(joined) == [*range(shards)]
-
-    def describe_delivered(self) -> list[int]:
-        """Return the list that ``earlier`` needs if the batch size changes now."""
-        return [self.batch_size, self.reached, *self.moved]
+        sizes = [batch_size for batch_size, _ in self.earlier]
+        return all((self.batch_size, *sizes)) and sorted(joined) in ([], [*range(shards)])
 
     def describe_order(self) -> dict[str, int]:
         """Return the settings that decide the order."""
@@ -119,7 +104,7 @@ class BatchSampler(Sampler[list[int]]):
         epoch: Number of the epoch that the next pass runs.
         left: int64: indices of this epoch's images. After a change of the batch size, they are
             the images that were not delivered yet.
-        earlier: The batches that were delivered with other batch sizes, as in `LoaderState`.
+        earlier: Batch sizes and numbers of delivered batches, as in `LoaderState`.
         windows: Lists of shard numbers (see `Arrival.plan_windows`). The epoch trains on one list
             after another. Images that one list leaves over are shuffled together with those of the
             next list. Without windows, all images are shuffled together.
@@ -160,18 +145,18 @@ class BatchSampler(Sampler[list[int]]):
         """
         self.start_epoch(state.epoch)
         self.windows = [list(window) for window in state.joined]
-        for delivered in state.earlier:
-            self.leave_out(delivered)
+        for batch_size, batches in state.earlier:
+            self.leave_out(batch_size, batches)
 
-    def leave_out(self, delivered: list[int]) -> None:
-        """Leave out the images that were delivered with another batch size; see `LoaderState`."""
+    def leave_out(self, batch_size: int, batches: int) -> None:
+        """Leave out the images that were delivered in batches of another size."""
         before = copy(self)
-        before.batch_size, reached, *moved = delivered
-        numbered = enumerate(islice(before, min(reached, self.size)))
-        seen = (batch for number, batch in numbered if number not in moved)
+        before.batch_size = batch_size
+        # `islice` refuses a number above `sys.maxsize`.
+        seen = islice(before, min(batches, self.size))
         images = np.fromiter(chain.from_iterable(seen), np.int64)
         self.left = np.setdiff1d(self.left, images, assume_unique=True)
-        self.earlier = [*self.earlier, list(delivered)]
+        self.earlier = [*self.earlier, [batch_size, batches]]
 
     def __len__(self) -> int:
         images = self._drawn

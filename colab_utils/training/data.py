@@ -61,7 +61,7 @@ class OpenData:
             return state
         warnings.warn(f"{difference}: the epoch begins anew", ColabUtilsWarning, stacklevel=3)
         anew: dict[str, Any] = {"images": len(self.rows), "batch": 0}
-        for name in ("joined", "moved", "earlier"):
+        for name in ("joined", "earlier"):
             anew[name] = []
         return {**state, **anew}
 

@@ -42,7 +42,7 @@ from colab_utils.training.settings import (
 from colab_utils.training.torch_defaults import use_training_defaults
 from colab_utils.training.trainer import Trainer
 
-# A batch that takes longer than these seconds moves to the end of its epoch.
+# A sample that takes longer than these seconds is tried once more by a new process.
 _MAX_WAIT_S = 60.0
 _LARGEST_SEED = (1 << 64) - 1
 _ELSEWHERE = "another run folder (RUN_NAME), or pass resume='never'"
@@ -134,8 +134,8 @@ def train(
         norms: ``"frozen"``, the default, keeps the statistics of pretrained batch norms;
             ``"trained"`` trains them. See ``build_mask_rcnn``.
         workers: Loading workers, see ``make_loader``. On a CPU ``"auto"`` is one worker, because
-            the step needs the cores. If the workers do not deliver a batch within a minute, it
-            moves to the end of its epoch, and a warning names the image.
+            the step needs the cores. An image that takes longer than a minute is tried once
+            more by a new process, and a warning names it.
         log: Called with the plan, then with a line every ten steps. Default: a progress bar is
             shown instead.
         device: Where the model is trained. Default: the GPU if there is one, else the CPU.

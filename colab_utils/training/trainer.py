@@ -165,7 +165,7 @@ class Trainer:
                 self._late.add(image)
                 warnings.warn(
                     f"Image {self._image_ids[image]} did not come within {waited_s:.0f} seconds. "
-                    "Its batch moves to the end of the epoch.",
+                    "See whether its file can be read.",
                     ColabUtilsWarning,
                     stacklevel=2,
                 )

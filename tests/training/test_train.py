@@ -1578,9 +1578,7 @@ def test_bad_objects_of_the_shards_are_said(dataset, tiny_shards, tmp_path):
         train(tiny_shards, tmp_path / "other", val_shards=shards, steps=1, **TINY)
 
 
-def test_a_sample_that_is_late_is_named_and_trained_on_at_the_end(
-    tiny_shards, tmp_path, monkeypatch
-):
+def test_a_sample_that_is_late_is_named_and_trained_on(tiny_shards, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "_MAX_WAIT_S", 1)
     dataset = ShardDataset(tiny_shards)
     read = ShardDataset.read_into
