@@ -40,7 +40,7 @@ The life of a sample, from COCO JSON to a batch on the device:
     another into the `SharedBuffer` (`colab_utils.loading.shared_memory`). Five integers
     (`BatchShape`) go back through the pipe. `open_batch` views the same memory as a `PackedBatch`,
     without a copy.
-11. **Device** (`colab_utils.loading.loader`): `Loader` sends the flat tensors to the device. With
+11. **Device** (`colab_utils.loading.devices`): `send` brings the flat tensors to the device. With
     ``deliver="packed"``, this is the last step. With ``deliver="dense"``, float images and targets
     are made on the device, and `colab_utils.loading.masks` expands the bits into dense masks.
     Without a GPU, the worker has already expanded the bits. The user's own transforms come last.

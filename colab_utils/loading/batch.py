@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from colab_utils.loading.masks import MaskBits, draw_masks, expand_masks, send, split_masks
+from colab_utils.loading.devices import send
+from colab_utils.loading.masks import MaskBits, draw_masks, expand_masks, split_masks
 from colab_utils.loading.targets import PackedSample, PackedSamples, Target, blame_sample
 
 # These tables of a batch have one row for each object.

@@ -22,6 +22,7 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import hash_bytes
 from colab_utils.loading.arrival import Arrival
 from colab_utils.loading.batch import PackedBatch
+from colab_utils.loading.devices import find_device
 from colab_utils.loading.fetcher import Fetcher
 from colab_utils.loading.late import BoundedPrefetcher, LateSample
 from colab_utils.loading.prefetcher import PREFETCH, Loaded, Prefetcher, WorkerJob
@@ -187,9 +188,7 @@ def make_loader(
         _check_sampler(sampler)
     # Without a GPU to expand the masks, the workers expand them into their shared buffers.
     dense = deliver == "dense" and torch_device.type == "cpu"
-    flip = _find_flip(transforms) if dense else 0.0
-    if flip:
-        transforms = None
+    flip, transforms = _take_flip(transforms) if dense else (0.0, transforms)
     if transforms is not None and deliver == "packed":
         raise ColabUtilsError(
             "The transforms need dense masks, and deliver is 'packed'. Pass deliver='dense', or "
@@ -255,16 +254,17 @@ def _check_sampler(sampler: Any) -> None:
         )
 
 
-def _find_flip(transforms: Any) -> float:
-    """Return the share of images that the transforms mirror if they are a single
-    ``v2.RandomHorizontalFlip``; 0 for any other transforms.
+def _take_flip(transforms: Any) -> tuple[float, Any]:
+    """Return the share of images that the workers mirror, and the transforms for the device.
+
+    The workers mirror images if the transforms are a single ``v2.RandomHorizontalFlip``.
     """
     from torchvision.transforms import v2
 
     # A subclass may do anything, so it does not count.
     if type(transforms) is not v2.RandomHorizontalFlip:
-        return 0.0
-    return float(transforms.p)
+        return 0.0, transforms
+    return float(transforms.p), None
 
 
 @dataclass(eq=False, repr=False)
@@ -637,39 +637,3 @@ class Loader:
         if self._prefetcher is not None:
             self._finalizer()
             self._prefetcher = None
-
-
-def find_device(device: torch.device | str) -> torch.device:
-    """Return the device with this name.
-
-    Raises:
-        ColabUtilsError: No device has this name, this machine does not have that GPU, or the
-            device is neither the CPU nor a GPU that CUDA or ROCm drives.
-
-    Example:
-        >>> find_device("cpu")
-        device(type='cpu')
-    """
-    try:
-        torch_device = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise ColabUtilsError(
-            f"Expected a device such as 'cpu' or 'cuda', found {device!r}. Name one of these."
-        ) from None
-    if torch_device.type not in ("cpu", "cuda"):
-        raise ColabUtilsError(
-            f"A loader cannot deliver to the device {str(torch_device)!r}. Name 'cpu' or 'cuda', "
-            "and move the batches to your device yourself."
-        )
-    if torch_device.type == "cuda":
-        if not torch.cuda.is_available():
-            cure = "On Colab, choose Runtime > Change runtime type; or use device='cpu'."
-            raise ColabUtilsError(f"Device {device!r} needs a GPU, and there is none. {cure}")
-        gpus = torch.cuda.device_count()
-        if (torch_device.index or 0) >= gpus:
-            raise ColabUtilsError(
-                f"The device {str(torch_device)!r} does not exist: this machine has {gpus} GPUs, "
-                "counted from cuda:0. Name one of them, and start at most as many processes with "
-                "torchrun as there are GPUs."
-            )
-    return torch_device

@@ -9,7 +9,8 @@ from torch.nn import functional
 from torchvision.models.detection.roi_heads import project_masks_on_boxes
 
 from colab_utils.data.sizes import Size
-from colab_utils.loading.masks import CHUNK_BYTES, MaskBits, expand_masks, send
+from colab_utils.loading.devices import send
+from colab_utils.loading.masks import CHUNK_BYTES, MaskBits, expand_masks
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from colab_utils.data.masks import number_within
+from colab_utils.loading.devices import send
 
 Ints = NDArray[np.int64]
 
@@ -158,22 +159,3 @@ def flip_boxes(boxes: Tensor, widths: Tensor | float) -> Tensor:
     """
     x0, y0, x1, y1 = boxes.unbind(-1)
     return torch.stack([widths - x1, y0, widths - x0, y1], -1)
-
-
-def send(values: Tensor | NDArray[Any], device: torch.device | str) -> Tensor:
-    """Return a tensor or numpy array on a device, without a copy if it is there already.
-
-    A copy to a GPU uses pinned memory, and the call returns at once. A copy from other memory would
-    wait until the GPU has finished its work, and the GPU would then have nothing to do. Source:
-    ``cudaMemcpyAsync`` in NVIDIA's CUDA runtime API, "API synchronization behavior".
-
-    Example:
-        >>> send(np.array([1, 2]), "cpu")
-        tensor([1, 2])
-    """
-    tensor = (
-        torch.from_numpy(np.ascontiguousarray(values)) if isinstance(values, np.ndarray) else values
-    )
-    if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)

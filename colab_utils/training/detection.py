@@ -14,7 +14,7 @@ from torchvision.models.detection.roi_heads import expand_boxes, expand_masks
 from torchvision.models.detection.transform import resize_boxes
 
 from colab_utils.data.sizes import Size
-from colab_utils.loading.masks import send
+from colab_utils.loading.devices import send
 from colab_utils.training.precision import choose_precision
 
 _RESULT = ("boxes", "labels", "scores", "masks")

@@ -15,7 +15,8 @@ from colab_utils import __version__
 from colab_utils.data.defects import warn_of_faults
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import ShardDataset
-from colab_utils.loading.loader import find_device, make_loader
+from colab_utils.loading.devices import find_device
+from colab_utils.loading.loader import make_loader
 from colab_utils.loading.targets import Transforms
 from colab_utils.places import PlaceLike, open_place, require_local_path
 from colab_utils.require import require_choice, require_count
