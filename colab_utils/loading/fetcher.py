@@ -60,7 +60,7 @@ class Fetcher:
         shard_of, sizes: The dataset's tables with these names, with one row for each sample that
             the fetcher can load; None if the dataset has no such table. Only the ``sizes`` of a
             user's dataset are read: integers [I, 2].
-        shard_images: Number of images in each shard of the dataset.
+        shards: Number of the dataset's shards.
         reads_batches: Whether the dataset reads all samples of a batch in one call.
         max_bad: Number of bad images that the dataset allows.
         reads_ahead: Whether files of later batches can be read while a batch is loaded.
@@ -126,13 +126,13 @@ class Fetcher:
         has_transforms = getattr(base, "transforms", None) is not None
         self._is_own = isinstance(base, CocoSamples) and is_own_class and not has_transforms
         self.max_bad = base.max_bad if isinstance(base, CocoSamples) else 0
-        self.shard_images: list[int] = []
+        self.shards = 0
         self.arrival: Arrival | None = None
         self.shard_of: Any = None
         if isinstance(base, ShardDataset):
             self.arrival = base.arrival
             self.shard_of = base.shard_of[rows]
-            self.shard_images = [shard.images for shard in base.index.shards]
+            self.shards = len(base.index.shards)
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]

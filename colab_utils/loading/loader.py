@@ -607,7 +607,7 @@ class Loader:
                 or number of images. With a sampler, another batch size is an error, too.
         """
         order = self._order
-        saved = LoaderState.parse(state, shards=len(self._fetcher.shard_images))
+        saved = LoaderState.parse(state, shards=self._fetcher.shards)
         is_resized = saved.batch_size != self.batch_size and order.sampler is None
         self._require_same_order(saved, any_batch_size=is_resized)
         order.resume(saved)
