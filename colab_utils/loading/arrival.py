@@ -89,7 +89,7 @@ class Arrival:
         index = self.index
         previous = read_target(source, target, index)
         self._previous = previous
-        check_space(target, index.files(), cached=is_on_drive(source))
+        check_space(target, [*index.files()], cached=is_on_drive(source))
         # A status of an earlier arrival, or an index, shows that the shards in the target belong to
         # this copy.
         overwrite = previous is not None or bool(read_status(target, self.key))
