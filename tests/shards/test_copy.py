@@ -22,6 +22,7 @@ import pytest
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import DriveFile, hash_file
+from colab_utils.machine import find_host
 from colab_utils.shards import copy as module
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.index import INDEX_NAME, ShardIndex, ShardInfo, read_index, write_index
@@ -505,7 +506,7 @@ def test_after_a_kill_the_next_copy_sweeps_and_continues(running):
     source, target = running(signal.SIGKILL)
     assert list(target.glob(".*.part"))
     # A copy that still runs elsewhere owns this file.
-    alive = target / f".shard-000000.tar.{os.getppid()}.part"
+    alive = target / f".shard-000000.tar.{find_host()}-{os.getppid()}-1.part"
     alive.touch()
     copy_shards(source, target)
     alive.unlink()

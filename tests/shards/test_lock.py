@@ -238,9 +238,10 @@ def test_a_lock_that_is_no_file_is_never_written_through(tmp_path):
 def test_a_killed_writer_that_nobody_waited_for_is_gone(tmp_path):
     script = (
         "import os, signal, sys\nfrom pathlib import Path\n"
+        "from colab_utils.files import name_temporary\n"
         "from colab_utils.shards.lock import hold_folder\n"
         "with hold_folder(Path(sys.argv[1])):\n"
-        "    Path(sys.argv[1], f'.checkpoint-00000001.pt.{os.getpid()}-1.part').touch()\n"
+        "    name_temporary(Path(sys.argv[1], 'checkpoint-00000001.pt')).touch()\n"
         "    os.kill(os.getpid(), signal.SIGKILL)"
     )
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)]) as process:

@@ -36,6 +36,7 @@ from colab_utils.data.decoding import decode_pixels
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableError
 from colab_utils.loading.dataset import ShardDataset
+from colab_utils.machine import find_host
 from colab_utils.shards import jobs, running, write
 from colab_utils.shards import records as image_module
 from colab_utils.shards.copy import copy_shards
@@ -232,7 +233,7 @@ def test_killed_in_the_middle_the_same_call_ends_byte_identical(
     assert finished
     assert len(finished) < sum(name.endswith(".tar") for name in expected)
     # A kill in the middle of a write leaves this.
-    (folder / f".shard-000009.tar.{process.pid}.part").write_bytes(b"half")
+    (folder / f".shard-000009.tar.{find_host()}-{process.pid}-1.part").write_bytes(b"half")
     times = {name: (folder / name).stat().st_mtime_ns for name in finished}
     run(data, folder, workers=3 - workers)
     assert snapshot(folder) == expected

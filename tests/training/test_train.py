@@ -24,6 +24,7 @@ from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
+from colab_utils.machine import find_host
 from colab_utils.sample_data import BuiltinDataset, make_dataset
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import DriveProfile, slow_down
@@ -243,7 +244,7 @@ def test_killed_process_resumes_with_workers(undisturbed, tiny_shards, tmp_path)
 @pytest.mark.usefixtures("every_step")
 @pytest.mark.parametrize("again", [{}, {"resume": "never", "learning_rate": 0.0007}])
 def test_a_second_train_is_refused_and_harms_nothing(undisturbed, tiny_shards, tmp_path, again):
-    part = tmp_path / f".checkpoint-00000009.pt.{os.getpid()}-1.part"
+    part = tmp_path / f".checkpoint-00000009.pt.{find_host()}-{os.getpid()}-1.part"
     refused = []
 
     def look(line):
