@@ -42,14 +42,17 @@ site: setup
 workshop: setup
 	$(RUN) -m tools.workshop
 
-# Three processes, since many tests wait, for all that does not look at clocks; the rest alone.
+# Three processes, since many tests wait, for all that does not look at clocks; the rest alone. A
+# failure of the first run does not keep the second one from running. The slowest tests are named.
 # Hundreds of processes need not compile the package anew.
 test: export PYTHONDONTWRITEBYTECODE :=
 # Tests fork after they trained, which CUDA forbids: make gpu has the tests of a GPU.
 test: export CUDA_VISIBLE_DEVICES :=
 test: lint fuse
-	$(RUN) -m pytest -n 3 --dist loadfile -m "not clock and not browser"
-	$(RUN) -m pytest -m "clock and not browser"
+	status=0; \
+	$(RUN) -m pytest -n 3 --dist loadfile --durations=30 -m "not clock and not browser" || status=1; \
+	$(RUN) -m pytest --durations=30 -m "clock and not browser" || status=1; \
+	exit $$status
 
 # The notebooks in JupyterLab and the first page of the site, in a browser: needs Chromium or Chrome;
 # screenshots are left in runs/browser. axe-core, which judges the page's accessibility, comes by npm
@@ -121,9 +124,11 @@ benchmark: setup
 	$(RUN) -m benchmarks.loaders --images $(IMAGES) --annotations $(ANNOTATIONS) --json runs/benchmarks/results.json
 
 # On a machine with a GPU, torch and the packages of requirements.txt: what only a GPU can tell, in
-# at most 25 minutes; needs no .venv. What else is missing is named, and its rows are left out
+# at most 25 minutes; needs no .venv. First come the tests that are skipped without a GPU, where
+# pytest and its plugins are there. A row that fails is named, and the others go on
 gpu:
-	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu --json runs/benchmarks/gpu.json
+	-PYTHONPATH=. timeout 375 $(PYTHON) -m pytest -p no:cacheprovider -W ignore::pytest.PytestConfigWarning --continue-on-collection-errors tests/training/test_on_gpu.py tests/training/test_losses.py tests/loading
+	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu --minutes 18 --json runs/benchmarks/gpu.json
 
 # Badges and install lines name a repository: make badges REPO=owner/name. On GitHub, the workflow
 # Notebooks does this at each push

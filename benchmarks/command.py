@@ -20,7 +20,16 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.files import write_file
 from colab_utils.machine import describe_machine
 
-__all__ = ["format_spread", "make_parser", "measure_in_turns", "run_to_end"]
+__all__ = [
+    "README",
+    "format_spread",
+    "make_parser",
+    "measure_in_turns",
+    "run_to_end",
+    "write_between",
+]
+
+README = Path(__file__).with_name("README.md")
 
 NOTED_SHARE = 0.02
 Run = tuple[dict[str, Any], Callable[[], dict[str, float]]]
@@ -97,6 +106,21 @@ def format_spread(values: Sequence[float], how: str = ".2f") -> str:
         '2 [1-3]'
     """
     return f"{median(values):{how}} [{min(values):{how}}-{max(values):{how}}]"
+
+
+def write_between(marks: tuple[str, str], text: str, path: Path = README) -> None:
+    """Put a text between two marks of benchmarks/README.md.
+
+    Raises:
+        ColabUtilsError: The marks are not there.
+    """
+    before, begin, rest = path.read_text(encoding="utf-8").partition(marks[0])
+    _, end, after = rest.partition(marks[1])
+    if not begin or not end:
+        raise ColabUtilsError(
+            f"expected the marks {marks[0]} and {marks[1]} in {path}, found none: put them back"
+        )
+    write_file(path, f"{before}{begin}\n{text}\n{end}{after}".encode())
 
 
 def run_to_end(measure: Callable[[], None], tabulate: Callable[[], str]) -> int:

@@ -10,7 +10,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import floor, sqrt
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,18 +23,12 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.files import write_file
 from colab_utils.loading.dataset import CocoFolder
 from colab_utils.loading.targets import Target
-from colab_utils.sample_data import make_dataset
-from colab_utils.shards.write import write_shards
 
-__all__ = ["DATA", "Data", "link_copies", "make_data", "make_judged_data", "resize_sample"]
+__all__ = ["DATA", "Data", "make_data", "resize_sample"]
 
 PHOTOS = 24
 PHOTO_PIXELS = 12e6
 OBJECTS = 300
-TRAINED = 160
-"""Images that are trained on."""
-JUDGED = 64
-"""Images that are judged."""
 JPEG_QUALITY = 95
 
 
@@ -58,15 +52,6 @@ class Data:
     def annotations(self) -> Path:
         """COCO instance JSON."""
         return self.folder / "instances.json"
-
-    @property
-    def is_jpeg(self) -> bool:
-        """Whether prepared forms hold JPEGs, not raw pixels."""
-        return self.name.startswith("jpg")
-
-    def with_pixels(self) -> Data:
-        """What a dataset of JPEGs was made of."""
-        return replace(self, folder=self.folder.with_name("pixels_800"), name="pixels_800")
 
     def open(self) -> CocoFolder:
         """The samples as torchvision's references give them: what every system is compared with."""
@@ -159,19 +144,6 @@ def make_data(
     return Data(folder, name, records, copies)
 
 
-def make_judged_data(work: Path) -> None:
-    """Shards of the built-in dataset in ``work``: ``train``, and other images in ``val``."""
-    for name, count, seed in (("train", TRAINED, 0), ("val", JUDGED, 1)):
-        made = make_dataset(work / f"{name}-images", n=count, seed=seed)
-        write_shards(made.images, made.annotations, shards=work / name)
-
-
-def link_copies(path: Path, others: Sequence[Path]) -> None:
-    """The same file under other names, as hard links."""
-    for other in others:
-        os.link(path, other)
-
-
 def _write_coco(
     folder: Path, entries: Iterator[Entry], *, categories: list[dict[str, Any]], copies: int
 ) -> int:
@@ -181,7 +153,8 @@ def _write_coco(
     for entry in entries:
         names = [f"{len(images) + number:07d}{entry.suffix}" for number in range(1, copies + 1)]
         (folder / "images" / names[0]).write_bytes(entry.data)
-        link_copies(folder / "images" / names[0], [folder / "images" / name for name in names[1:]])
+        for name in names[1:]:
+            os.link(folder / "images" / names[0], folder / "images" / name)
         for name in names:
             height, width = entry.size
             images.append(

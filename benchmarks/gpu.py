@@ -1,14 +1,13 @@
 """All that only a GPU can tell, by one command: `python -m benchmarks.gpu --json FILE`, or `make
 gpu`.
 
-It runs the tests that are skipped without a GPU, then measures on data made by code: the step of
-torchvision's references (with AMP) and each change of ours, for two models and several batches; the
+It measures on data made by code: the step of torchvision's references (with AMP) and each change
+of ours, for two models and several batches; the
 same in float16 with a batch of 4, as a T4 trains; the memory of 300 objects an image; training from
 shards, and by torchvision's references from files, each against training on one batch that lies
-ready; and evaluation. The rows that take longest
-come last, and after them the compiled network. What no longer fits into its minutes is left out,
-and named in the JSON; so is what this machine lacks. A row that fails is kept with its error, and
-the others go on. The table goes into ``benchmarks/README.md``.
+ready; and evaluation. The rows that take longest come last, and after them the compiled network.
+What no longer fits into its minutes is left out, and named in the JSON. A row that fails is kept
+with its error, and the others go on. The table goes into ``benchmarks/README.md``.
 """
 
 from __future__ import annotations
@@ -16,17 +15,11 @@ from __future__ import annotations
 import copy
 import gc
 import json
-import os
-import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import cache, partial
-from importlib import import_module
-from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
@@ -37,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
-from benchmarks.command import make_parser, run_to_end
+from benchmarks.command import make_parser, run_to_end, write_between
 from benchmarks.step import (
     CHANGES,
     COMPILED,
@@ -64,7 +57,6 @@ from colab_utils.training.evaluate import evaluate
 from colab_utils.training.model import GPU_MODEL
 
 __all__ = [
-    "find_missing",
     "list_runs",
     "main",
     "make_batch",
@@ -72,87 +64,23 @@ __all__ = [
     "measure_real_data",
     "measure_references",
     "measure_rows",
-    "run_tests",
     "tabulate_results",
-    "write_table",
 ]
 
 MODELS = ("maskrcnn_resnet50_fpn", GPU_MODEL)
 BATCH_SIZES = (2, 8, 16)
 # A T4 takes 5 to 8 seconds for a step of more images.
 LARGE_BATCH = 8
-# Of the minutes, so much may be the tests'.
-TESTS_SHARE = 0.25
 # Steps before the rate of a loop is measured, and those that are timed.
 WARMUP_STEPS = 4
 TIMED_STEPS = 30
 # Characters of an error in the table.
 SHOWN = 60
 MARKS = "<!-- gpu: written by benchmarks.gpu -->", "<!-- end of gpu -->"
-README = Path(__file__).with_name("README.md")
-TESTS = (
-    "tests/training/test_on_gpu.py",
-    "tests/training/test_losses.py",
-    "tests/loading",
-)
 
 
-# What a row needs beside torch, or a test, and what pip installs it as.
-PACKAGES = {
-    "pycocotools": "pycocotools",
-    "pytest": "pytest",
-    "pytest_timeout": "pytest-timeout",
-    "hypothesis": "hypothesis",
-}
-# The plugins of pytest that the tests use.
-PLUGINS = ("xdist", "pytest_timeout", "_hypothesis_pytestplugin")
 Run = tuple[dict[str, Any], Callable[[], dict[str, float]]]
 """What names a measurement, and the measurement."""
-
-
-def find_missing() -> list[str]:
-    """Return what this machine lacks of that which the tests and the rows need, each with its cure.
-
-    Without it, most of them run all the same.
-    """
-    missing = []
-    for name, package in PACKAGES.items():
-        try:
-            import_module(name)
-        except ImportError:
-            missing.append(f"{package} (pip install {package})")
-    compilers = [os.environ.get("CC"), "cc", "gcc", "clang"]
-    if not any(shutil.which(name) for name in compilers if name):
-        missing.append("a C compiler (apt-get install gcc), for the compiled network")
-    return missing
-
-
-def run_tests(paths: Sequence[str] = TESTS, *, limit_s: float) -> str:
-    """Return the last line of pytest over the tests that want a GPU, and which of them failed."""
-    # The settings of the repository say -q already: with one more, no line says how many passed.
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
-    # Where pytest-timeout is missing its setting is unknown; where hypothesis is, one file fails.
-    command += ["-W", "ignore::pytest.PytestConfigWarning", "--continue-on-collection-errors"]
-    # What else this machine has for pytest may warn, and warnings are errors.
-    for name in PLUGINS:
-        if find_spec(name):
-            command += ["-p", name]
-    if find_spec("xdist"):
-        command += ["-n", "auto", "--dist", "loadfile"]
-    try:
-        done = subprocess.run(
-            [*command, *paths],
-            cwd=README.parent.parent,
-            capture_output=True,
-            text=True,
-            timeout=limit_s,
-            env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-        )
-    except subprocess.TimeoutExpired:
-        return f"stopped after {limit_s:.0f} s"
-    lines = (done.stdout.strip() or done.stderr.strip() or "no output").splitlines()
-    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    return "; ".join([*failed, lines[-1]])
 
 
 def make_batch(size: int, *, objects: int, height: int = 480, width: int = 640) -> Batch:
@@ -341,9 +269,11 @@ def list_runs(
         runs.append(name_run("real data", name, 8, REFERENCES, usual))
         test = partial(measure_evaluation, make_data, name, **full)
         runs.append(name_run("evaluation", name, 8, "", test))
-    for sizes_of_batches, numbers in ((small, between), (large, ends), (large, between)):
-        for name in models:
-            runs += [add_step(name, size, n) for size in sizes_of_batches for n in numbers]
+    runs += [
+        add_step(name, size, number) for size in small for name in models for number in between
+    ]
+    for number in (*ends, *between):
+        runs += [add_step(name, size, number) for size in large for name in models]
     for name in models:
         compiled = partial(measure_step, name, 8, (*CHANGES, COMPILED), **full)
         runs.append(name_run("step", name, 8, f"+ {COMPILED}", compiled))
@@ -423,26 +353,6 @@ def tabulate_results(rows: Sequence[dict[str, Any]]) -> str:
     return str(make_table(table)) if table else "nothing was measured"
 
 
-def write_table(text: str, path: Path = README) -> None:
-    """Put the table between its marks."""
-    content = path.read_text(encoding="utf-8")
-    between = re.compile(f"({re.escape(MARKS[0])}).*?({re.escape(MARKS[1])})", re.DOTALL)
-    if not between.search(content):
-        raise ColabUtilsError(
-            f"expected the marks {MARKS[0]} and {MARKS[1]} in {path}, found none: put them back"
-        )
-    write_file(path, between.sub(lambda match: f"{match[1]}\n{text}\n{match[2]}", content).encode())
-
-
-def describe_run(results: dict[str, Any]) -> str:
-    """Return what the rows were measured on, and how the tests ended there."""
-    machine = results["machine"]
-    text = f"{machine['gpu']}, {machine['software']}, {machine['cpu']}. Tests: {results['tests']}"
-    if results["missing"]:
-        text += f". Missing: {', '.join(results['missing'])}"
-    return text
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = make_parser("gpu", __doc__, builtin="gpu")
@@ -458,8 +368,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     results: dict[str, Any] = {
         "machine": asdict(describe_machine()),
-        "missing": find_missing(),
-        "tests": "",
         "left_out": [],
         "rows": [],
     }
@@ -468,11 +376,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.device == "cuda" and not torch.cuda.is_available():
             raise ColabUtilsError("expected a GPU, found none: run this on a machine that has one")
         until_s = perf_counter() + 60 * options.minutes
-        for name in results["missing"]:
-            print(f"note: this machine lacks {name}", file=sys.stderr)
-        if options.device == "cuda":
-            results["tests"] = run_tests(limit_s=60 * options.minutes * TESTS_SHARE)
-            print(results["tests"], file=sys.stderr)
         runs = list_runs(
             options.models,
             options.batch_sizes,
@@ -485,7 +388,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         finally:
             if options.device == "cuda":
                 table = tabulate_results(results["rows"])
-                write_table(f"{describe_run(results)}\n\n```text\n{table}\n```")
+                machine = describe_machine()
+                head = f"{machine.gpu}, {machine.software}, {machine.cpu}."
+                write_between(MARKS, f"{head}\n\n```text\n{table}\n```")
         failed = [row for row in results["rows"] if "error" in row]
         if failed:
             raise ColabUtilsError(

@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -28,7 +27,6 @@ from benchmarks.worker import Job
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import write_file
 from colab_utils.machine import describe_machine
-from colab_utils.units import format_bytes
 
 __all__ = ["main", "run_apart", "run_scenario"]
 
@@ -36,8 +34,6 @@ ROOT = Path(__file__).parents[1]
 _COMMAND = ["-m", "benchmarks.worker"]
 # A trial takes this share of the time of a repeat.
 TRIAL_S = 0.4
-# An image in a prepared form has at most so many bytes.
-LARGEST_BYTES = 4.5e6
 
 
 @dataclass
@@ -56,31 +52,17 @@ class Row:
 
     def describe(self) -> dict[str, Any]:
         """Ready for JSON."""
-        figures = summarise(self.repeats) if self.repeats else None
-        crew = str(self.crew) if self.crew else ""
-        known = {
+        return {
+            **vars(self),
+            "job": self.job.system,
             "system": self.job.system,
-            "data": self.job.data.name,
-            "crew": crew,
-            "figures": figures,
+            "crew": str(self.crew) if self.crew else "",
+            "figures": summarise(self.repeats) if self.repeats else None,
         }
-        return {**{name: value for name, value in vars(self).items() if name != "job"}, **known}
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the command line says."""
-
-    work: Path
-    images: Sequence[Path]
-    annotations: Sequence[Path]
-    samples: int
-    repeats: int
-    seconds: float
 
 
 def run_scenario(
-    scenario: Scenario, systems: Sequence[str], settings: Settings
+    scenario: Scenario, systems: Sequence[str], settings: argparse.Namespace
 ) -> tuple[dict[str, Any], list[Row]]:
     """Prepare, try, check, measure in turns; what could not be done has a reason in its row."""
     rows = [_plan_row(scenario, system, settings) for system in systems]
@@ -105,7 +87,7 @@ def run_scenario(
     }, rows
 
 
-def _plan_row(scenario: Scenario, system: str, settings: Settings) -> Row:
+def _plan_row(scenario: Scenario, system: str, settings: argparse.Namespace) -> Row:
     kind = get_system(system)
 
     def make(name: str) -> Data:
@@ -119,7 +101,7 @@ def _plan_row(scenario: Scenario, system: str, settings: Settings) -> Row:
     return Row(Job("prepare", system, data, reference, folder.absolute(), step_ms=scenario.step_ms))
 
 
-def _attempt(row: Row, task: Any, settings: Settings, number: str = "") -> None:
+def _attempt(row: Row, task: Any, settings: argparse.Namespace, number: str = "") -> None:
     if row.reason:
         return
     print(f"{row.job.system}, {row.job.data.name}: {task}{number}", file=sys.stderr, flush=True)
@@ -130,7 +112,7 @@ def _attempt(row: Row, task: Any, settings: Settings, number: str = "") -> None:
         print(f"  {row.reason}", file=sys.stderr, flush=True)
 
 
-def _prepare(row: Row, settings: Settings) -> None:
+def _prepare(row: Row, settings: argparse.Namespace) -> None:
     job = row.job
     done = row.job.folder / ".done"
     python = find_python(get_system(job.system).environment, settings.work)
@@ -138,20 +120,12 @@ def _prepare(row: Row, settings: Settings) -> None:
     if not get_system(job.system).store or (done.exists() and done.read_text() == made_from):
         return
     shutil.rmtree(job.folder, ignore_errors=True)
-    needed = LARGEST_BYTES * job.data.records
-    free = shutil.disk_usage(settings.work).free
-    if needed > free:
-        wanted = format_bytes(needed)
-        raise ColabUtilsError(
-            f"{wanted} of free disk are needed, and {format_bytes(free)} are free. "
-            "Use fewer --samples."
-        )
     job.folder.mkdir(parents=True)
     run_apart(job, python, timeout_s=1800)
     done.write_text(made_from)
 
 
-def _try_crews(row: Row, settings: Settings) -> None:
+def _try_crews(row: Row, settings: argparse.Namespace) -> None:
     system = get_system(row.job.system)
     python = find_python(system.environment, settings.work)
     job = replace(row.job, task="trial", seconds=TRIAL_S * settings.seconds)
@@ -167,13 +141,13 @@ def _try_crews(row: Row, settings: Settings) -> None:
     row.job = replace(row.job, crew=row.crew, batches=batches, seconds=10 * settings.seconds)
 
 
-def _check(row: Row, settings: Settings) -> None:
+def _check(row: Row, settings: argparse.Namespace) -> None:
     python = find_python(get_system(row.job.system).environment, settings.work)
     row.check = run_apart(replace(row.job, task="check"), python, timeout_s=300)
     row.difference = row.check["difference"]
 
 
-def _measure(row: Row, settings: Settings) -> None:
+def _measure(row: Row, settings: argparse.Namespace) -> None:
     python = find_python(get_system(row.job.system).environment, settings.work)
     row.repeats.append(
         run_apart(replace(row.job, task="measure"), python, timeout_s=180 + row.job.seconds)
@@ -237,9 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--work", type=Path, default=Path("runs/benchmarks"), help="for data, forms, environments"
     )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="all that is measured; its other scenarios stay"
-    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="all that is measured")
     parser.add_argument(
         "--readme",
         type=Path,
@@ -273,19 +245,10 @@ def _run_all(parser: argparse.ArgumentParser, options: argparse.Namespace) -> No
         raise ColabUtilsError(
             f"expected systems among {', '.join(SYSTEMS)}; found {', '.join(unknown)}: choose again"
         )
-    settings = Settings(
-        options.work,
-        options.images,
-        options.annotations,
-        options.samples,
-        options.repeats,
-        options.seconds,
-    )
     options.work.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {
         "machine": asdict(describe_machine()),
         "date": date.today().isoformat(),
-        "command": _describe_command(options),
         "versions": {},
         "samples": options.samples,
         "repeats": options.repeats,
@@ -295,60 +258,20 @@ def _run_all(parser: argparse.ArgumentParser, options: argparse.Namespace) -> No
     }
     todo = [SCENARIOS[name] for name in options.scenario or SCENARIOS]
     todo = [scenario for scenario in todo if any(name in wanted for name in scenario.systems)]
-    kept = _read_earlier(options.json, results, [scenario.name for scenario in todo])
     for number, scenario in enumerate(todo):
         result, rows = run_scenario(
-            scenario, [name for name in scenario.systems if name in wanted], settings
+            scenario, [name for name in scenario.systems if name in wanted], options
         )
-        kept[scenario.name] = result
-        results["scenarios"] = [kept[name] for name in SCENARIOS if name in kept]
+        results["scenarios"].append(result)
         for row in rows:
             results["versions"].update(row.versions)
         write_file(options.json, json.dumps(results, indent=1, default=str).encode())
         print(format_scenario(result), end="\n\n", flush=True)
         later = {later.data for later in todo[number + 1 :]}
-        # Ten forms of raw pixels are 50 GB.
+        # All forms together would fill a small disk.
         for row in rows:
             if row.job.data.name not in later:
                 shutil.rmtree(row.job.folder, ignore_errors=True)
-
-
-def _describe_command(options: argparse.Namespace) -> str:
-    """The command without the folders of one machine."""
-    paths = [path.absolute() for path in (*options.images, *options.annotations)]
-    above = Path(os.path.commonpath(paths)).parent
-    names = [str(path.relative_to(above)) for path in paths]
-    count = len(options.images)
-    words = [
-        "--images",
-        *names[:count],
-        "--annotations",
-        *names[count:],
-        "--samples",
-        str(options.samples),
-    ]
-    words += ["--repeats", str(options.repeats), "--seconds", f"{options.seconds:g}"]
-    words += ["--systems", options.systems] if options.systems else []
-    return shlex.join(["python", "-m", "benchmarks.loaders", *words, "--json", options.json.name])
-
-
-def _read_earlier(path: Path, results: dict[str, Any], anew: Sequence[str]) -> dict[str, Any]:
-    """The scenarios in a file of earlier results that are not measured anew: of this machine, with
-    these settings.
-    """
-    if not path.exists():
-        return {}
-    earlier = json.loads(path.read_text())
-    same = ("samples", "repeats", "seconds", "batch_size")
-    if earlier["machine"] != results["machine"] or any(
-        earlier[name] != results[name] for name in same
-    ):
-        raise ColabUtilsError(
-            f"expected results of this machine with these settings in {path}, found others. "
-            "Name another --json file, or move this one away."
-        )
-    results["versions"] = earlier["versions"]
-    return {result["name"]: result for result in earlier["scenarios"] if result["name"] not in anew}
 
 
 if __name__ == "__main__":

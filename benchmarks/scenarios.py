@@ -40,7 +40,7 @@ class Scenario:
     step_ms: float | None = None
 
 
-_PEERS = ("spdl", "memmap", "pt_files", "litdata", "mosaicml", "webdataset", "tf_data")
+_PEERS = ("spdl", "memmap", "litdata", "mosaicml", "webdataset")
 
 
 def _step(step_ms: float, largest_share: float) -> Scenario:
@@ -69,28 +69,10 @@ SCENARIOS = {
             ),
         ),
         Scenario(
-            "pixels_800",
-            "raw pixels at 800/1333, packed; the ceiling is hand-made, peers deliver dense ones",
-            "pixels_800",
-            ("packed", "ceiling", "spdl", "memmap", "references_800"),
-            (
-                Target("packed", "images_per_second", ("spdl", "memmap"), at_least=4),
-                Target("packed", "images_per_second", ("references_800",), at_least=35),
-                Target("packed", "cpu_ms_per_image", at_most=1.2),
-            ),
-        ),
-        Scenario(
-            "dense_pixels_800",
-            "the same pixels, delivered as dense uint8 images and masks, flipped at random",
-            "pixels_800",
-            ("dense", "dense_float", *_PEERS),
-            (Target("dense", "images_per_second", _PEERS, at_least=1.8),),
-        ),
-        Scenario(
             "dense_jpeg_800",
-            "the same as JPEGs of quality 95",
+            "JPEGs of quality 95 at 800/1333, as dense uint8 images and masks, flipped at random",
             "jpg_800",
-            ("dense", "dense_float", *_PEERS),
+            ("dense", *_PEERS),
             (Target("dense", "images_per_second", _PEERS, at_least=1.5),),
         ),
         Scenario(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.memory import CountedMemory
+from tests.counted_memory import CountedMemory
 
 __all__ = ["GpuTensor", "SimulatedGpu"]
 

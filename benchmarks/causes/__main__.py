@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.causes import CAUSES, get_cause
 from benchmarks.causes.healthy import HEALTHY
 from benchmarks.causes.loop import run_loop
+from benchmarks.causes.planted import CAUSES
 from benchmarks.command import make_parser, run_to_end
 from colab_utils.diagnosis import fixes
 from colab_utils.diagnosis.cures import Cause
@@ -70,7 +70,7 @@ def watch_loop(
 
 def try_cause(name: str, *, seconds: float) -> dict[str, Any]:
     """Run a planted cause, and say whether it was named."""
-    planted = get_cause(name)
+    planted = CAUSES[name]
     with TemporaryDirectory() as folder:
         timeout_s = TIMEOUT_S if name in ENDING else PATIENCE_S
         seen, truth = watch_loop(planted.make_loop, Path(folder), seconds, timeout_s)
@@ -80,8 +80,8 @@ def try_cause(name: str, *, seconds: float) -> dict[str, Any]:
         else:
             seen_there = []
     first = [causes[0] for causes in map(leave_out_machine, (seen, seen_there)) if causes]
-    right = [cause for cause in first if cause.id == planted.EXPECTED]
-    fits = any(re.search(planted.NEXT, cause.next) for cause in right)
+    right = [cause for cause in first if cause.id == planted.expected]
+    fits = any(re.search(planted.advice, cause.next) for cause in right)
     return {
         "planted": name,
         "truth": truth,

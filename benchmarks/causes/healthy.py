@@ -12,14 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from benchmarks.causes import accumulation, copy_on_access, cut_file, sampler, two_loaders
-from benchmarks.causes.batched import Batched
-from benchmarks.causes.database import Stored
-from benchmarks.causes.first_samples import Files
-from benchmarks.causes.helper_threads import Threaded
-from benchmarks.causes.lock import Locked
 from benchmarks.causes.loop import Loop, Photos, Step, burn, make_plain_loader
-from benchmarks.causes.other_process import Asking
+from benchmarks.causes.machine import make_copy_on_access
+from benchmarks.causes.reading import Files, Stored, make_cut_file
+from benchmarks.causes.stepping import make_accumulation, make_sampler, make_two_loaders
+from benchmarks.causes.working import Asking, Batched, Locked, Threaded
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.emulated_step import EmulatedStep
 from colab_utils.loading.loader import make_loader
@@ -39,11 +36,6 @@ def make_in_memory(folder: Path) -> Loop:
         Step(),
         None,
     )
-
-
-def make_one_worker(folder: Path) -> Loop:
-    """Files, one worker."""
-    return make_plain_loader(Photos(folder), workers=1), Step(STEP_MS), None
 
 
 def make_two_workers(folder: Path) -> Loop:
@@ -130,13 +122,13 @@ def make_quick_lock(folder: Path) -> Loop:
 
 def make_quick_sampler(folder: Path) -> Loop:
     """A sampler that takes a millisecond for an epoch."""
-    loader, _, _ = sampler.make_loop(folder, cpu_ms=1)
+    loader, _, _ = make_sampler(folder, cpu_ms=1)
     return loader, Step(STEP_MS), None
 
 
 def make_quiet_accumulation(folder: Path) -> Loop:
     """Gradients of eight batches, and a millisecond of logging after each."""
-    return accumulation.make_loop(folder, step_ms=STEP_MS, log_ms=1)
+    return make_accumulation(folder, step_ms=STEP_MS, log_ms=1)
 
 
 def make_quick_files(folder: Path) -> Loop:
@@ -167,18 +159,18 @@ def make_quick_batched(folder: Path) -> Loop:
 
 def make_short_list(folder: Path) -> Loop:
     """A list of Python objects that is soon copied."""
-    loader, _, _ = copy_on_access.make_loop(folder, names=12_000)
+    loader, _, _ = make_copy_on_access(folder, names=12_000)
     return loader, Step(STEP_MS), None
 
 
 def make_quick_loaders(folder: Path) -> Loop:
     """Two loaders in one loop, both in time."""
-    return two_loaders.make_loop(folder, cpu_ms=0)
+    return make_two_loaders(folder, cpu_ms=0)
 
 
 def make_whole_file(folder: Path) -> Loop:
     """A mapped file that stays as it is."""
-    loader, _, _ = cut_file.make_loop(folder, cut_at=None)
+    loader, _, _ = make_cut_file(folder, cut_at=None)
     return loader, Step(STEP_MS), None
 
 
@@ -243,7 +235,6 @@ def make_lists(folder: Path) -> Loop:
 
 HEALTHY: dict[str, Callable[[Path], Loop]] = {
     "in_memory": make_in_memory,
-    "one_worker": make_one_worker,
     "two_workers": make_two_workers,
     "dict_batches": make_dict_batches,
     "iterable": make_iterable,

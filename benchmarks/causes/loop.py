@@ -144,41 +144,15 @@ class Truth:
     starts: tuple[int, ...]
     """The number of each epoch's first batch, from 0."""
 
-    def _find_share(self, seconds: Iterable[float]) -> float:
-        return sum(seconds) / max(sum(self.wait_s[1:] + self.step_s + self.between_s), 1e-9)
-
-    @property
-    def wait_share(self) -> float:
-        """Of the time, 0 to 1: waiting for batches, every later start of an epoch included."""
-        return self._find_share(self.wait_s[1:])
-
-    @property
-    def start_share(self) -> float:
-        """Of the time, 0 to 1: waiting for the first batch of the second and later epochs."""
-        return self._find_share(self.wait_s[number] for number in self.starts[1:])
-
-    @property
-    def step_share(self) -> float:
-        """Of the time, 0 to 1: in steps."""
-        return self._find_share(self.step_s)
-
-    @property
-    def between_share(self) -> float:
-        """Of the time, 0 to 1: after steps."""
-        return self._find_share(self.between_s)
-
-    @property
-    def step_ms(self) -> float:
-        """Median of the steps, milliseconds."""
-        return 1000 * median(self.step_s)
-
     def __str__(self) -> str:
-        shares = (
-            f"wait {self.wait_share:.0%} (starts {self.start_share:.0%}), "
-            f"step {self.step_share:.0%}, between {self.between_share:.0%}"
+        total_s = max(sum(self.wait_s[1:] + self.step_s + self.between_s), 1e-9)
+        starts_s = [self.wait_s[number] for number in self.starts[1:]]
+        return (
+            f"wait {sum(self.wait_s[1:]) / total_s:.0%} (starts {sum(starts_s) / total_s:.0%}), "
+            f"step {sum(self.step_s) / total_s:.0%}, between {sum(self.between_s) / total_s:.0%}; "
+            f"a step takes {1000 * median(self.step_s):.0f} ms; "
+            f"{len(self.step_s)} batches, {len(self.starts)} epochs in {self.wall_s:.1f} s"
         )
-        count = f"{len(self.step_s)} batches, {len(self.starts)} epochs in {self.wall_s:.1f} s"
-        return f"{shares}; a step takes {self.step_ms:.0f} ms; {count}"
 
 
 def run_loop(

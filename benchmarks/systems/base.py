@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -20,13 +20,12 @@ from colab_utils.loading.targets import Target
 __all__ = [
     "BATCH_SIZE",
     "Crew",
-    "Records",
     "Sample",
     "System",
     "collate",
     "finish",
     "flip",
-    "group",
+    "list_records",
 ]
 
 BATCH_SIZE = 4
@@ -58,8 +57,6 @@ class System:
     size_800: ClassVar[bool] = False
     """Whether it resizes to 800/1333 itself: its samples are compared with those of that size."""
     crews: ClassVar[tuple[Crew, ...]] = tuple(Crew(size, "workers") for size in range(4))
-    flips: ClassVar[bool] = True
-    """Whether it mirrors samples at random; `benchmarks.peers` wants them as they are."""
 
     def __init__(self, data: Data, folder: Path, crew: Crew) -> None:
         self.data = data
@@ -88,57 +85,39 @@ class System:
             iterator._shutdown_workers()
 
 
-class Records:
-    """Every record of a dataset at 800/1333 as one piece of bytes, with the least left to do when
-    it is loaded.
+def list_records(data: Data) -> Iterator[bytes]:
+    """Yield every record of a dataset at 800/1333 as one piece of bytes, with the least left to do
+    when it is loaded.
 
     Seven int64 (image_id, height, width, and the bytes of each part), then labels int64 [N], boxes
-    float32 [N, 4], the dense masks [N, H, W] at one bit a pixel, and the image: JPEG as it is, else
-    uint8 [3, H, W].
+    float32 [N, 4], the dense masks [N, H, W] at one bit a pixel, and the image's JPEG.
     """
+    folder = data.open()
 
-    def __init__(self, data: Data) -> None:
-        self._data = data
-        self._folder = data.open()
-        # Copies of an image must not lie beside each other, so that the rows are not sorted by
-        # image.
-        self._rows = [
-            row for copy in range(data.copies) for row in range(copy, data.records, data.copies)
-        ]
-        self._read = lru_cache(maxsize=256)(self._read_parts)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> bytes:
-        row = self._rows[index]
-        head, *parts = self._read(row - row % self._data.copies)
-        return b"".join((np.int64(self._folder.image_ids[row]).tobytes(), head, *parts))
-
-    def __iter__(self) -> Iterator[bytes]:
-        return (self[index] for index in range(len(self)))
-
-    def _read_parts(self, row: int) -> tuple[bytes, ...]:
-        image, target = self._folder[row]
-        pixels = self._folder.read(row) if self._data.is_jpeg else image.numpy().tobytes()
+    @lru_cache(maxsize=256)
+    def read_parts(row: int) -> tuple[bytes, ...]:
+        image, target = folder[row]
         tables = (
             target["labels"].numpy(),
             target["boxes"].numpy(),
             np.packbits(target["masks"].numpy()),
         )
-        parts = (*(table.tobytes() for table in tables), bytes(pixels))
+        parts = (*(table.tobytes() for table in tables), folder.read(row))
         return np.array([*image.shape[1:], *map(len, parts)]).tobytes(), *parts
 
+    # Copies of an image must not lie beside each other, so that the rows are not sorted by image.
+    for copy in range(data.copies):
+        for row in range(copy, data.records, data.copies):
+            image_id = np.int64(folder.image_ids[row]).tobytes()
+            yield b"".join((image_id, *read_parts(row - copy)))
 
-def finish(record: bytes | NDArray[np.uint8], *, flips: bool = True) -> Sample:
+
+def finish(record: bytes | NDArray[np.uint8]) -> Sample:
     """Do the work that a record leaves: decode, make the masks dense, flip at random."""
     data = np.frombuffer(record, np.uint8)
     image_id, height, width, *lengths = data[:56].view(np.int64).tolist()
     labels, boxes, bits, image, *_ = np.split(data[56:], np.cumsum(lengths))
-    if len(image) == 3 * height * width:
-        pixels = torch.from_numpy(image).view(3, height, width)
-    else:
-        pixels = torch.from_numpy(decode_pixels(image.tobytes())).permute(2, 0, 1)
+    pixels = torch.from_numpy(decode_pixels(image.tobytes())).permute(2, 0, 1)
     count = lengths[0] // 8
     masks = np.unpackbits(bits, count=count * height * width).reshape(count, height, width)
     target = {
@@ -147,7 +126,7 @@ def finish(record: bytes | NDArray[np.uint8], *, flips: bool = True) -> Sample:
         "labels": torch.from_numpy(labels.view(np.int64)),
         "image_id": image_id,
     }
-    return flip(pixels, target) if flips else (pixels, target)
+    return flip(pixels, target)
 
 
 def flip(image: Tensor, target: Target) -> Sample:
@@ -164,15 +143,3 @@ def collate(samples: list[Sample]) -> tuple[tuple[Tensor, ...], tuple[Target, ..
     """A batch as torchvision's references make it."""
     images, targets = zip(*samples, strict=True)
     return images, targets
-
-
-def group(samples: Iterable[Sample]) -> Iterator[Any]:
-    """Batches of samples that come one by one."""
-    part: list[Sample] = []
-    for sample in samples:
-        part.append(sample)
-        if len(part) == BATCH_SIZE:
-            yield collate(part)
-            part = []
-    if part:
-        yield collate(part)

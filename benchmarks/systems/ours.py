@@ -17,9 +17,7 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.shards.write import write_shards
 
-__all__ = ["Dense", "DenseFloat", "Packed", "PackedFiles"]
-
-_FORMS = {"pixels_800": "pixels", "photos_12mp": "shrink"}
+__all__ = ["Dense", "Packed", "PackedFiles"]
 
 
 class Packed(System):
@@ -41,8 +39,8 @@ class Packed(System):
 
     @classmethod
     def prepare(cls, data: Data, folder: Path) -> None:
-        """Write shards: raw pixels of what is at 800/1333 already, photos shrunk, JPEGs kept."""
-        form: Any = _FORMS.get(data.name, "keep")
+        """Write shards: large photos shrunk, other JPEGs kept."""
+        form: Any = "shrink" if data.name == "photos_12mp" else "keep"
         write_shards(data.images, data.annotations, shards=folder, storage=form)
 
     def open_dataset(self) -> Dataset[Any]:
@@ -79,15 +77,13 @@ class PackedFiles(Packed):
 class Dense(Packed):
     """``deliver="dense"``: what the peers deliver, uint8 images and masks, mirrored at random."""
 
-    image_dtype: ClassVar[torch.dtype] = torch.uint8
-
     def __init__(self, data: Data, folder: Path, crew: Crew) -> None:
         from torchvision.transforms import v2
 
         self.options = {  # type: ignore[misc]
             "deliver": "dense",
             "transforms": v2.RandomHorizontalFlip(0.5),
-            "image_dtype": self.image_dtype,
+            "image_dtype": torch.uint8,
         }
         super().__init__(data, folder, crew)
 
@@ -98,11 +94,3 @@ class Dense(Packed):
     def unpack(self, batch: Any) -> list[Sample]:
         """The samples as they are."""
         return System.unpack(self, batch)
-
-
-class DenseFloat(Dense):
-    """The same with float32 images, as torchvision's references deliver them: more work than the
-    peers do.
-    """
-
-    image_dtype: ClassVar[torch.dtype] = torch.float32

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch.utils.data import DataLoader
 
 from benchmarks.data import Data
-from benchmarks.systems.base import BATCH_SIZE, Crew, Records, Sample, System, collate, finish
+from benchmarks.systems.base import BATCH_SIZE, Crew, Sample, System, collate, finish, list_records
 
 __all__ = ["LitData", "MosaicML", "WebDataset"]
 
@@ -30,7 +30,7 @@ class WebDataset(System):
         with webdataset.ShardWriter(
             f"{folder}/%05d.tar", maxsize=_SHARD_BYTES, verbose=0
         ) as writer:
-            for number, record in enumerate(Records(data)):
+            for number, record in enumerate(list_records(data)):
                 writer.write({"__key__": f"{number:07d}", "bin": record})
 
     def __init__(self, data: Data, folder: Path, crew: Crew) -> None:
@@ -40,7 +40,7 @@ class WebDataset(System):
         samples = webdataset.WebDataset(
             sorted(map(str, folder.glob("*.tar"))), shardshuffle=100
         ).shuffle(100)
-        records = samples.map(lambda fields: finish(fields["bin"], flips=self.flips))
+        records = samples.map(lambda fields: finish(fields["bin"]))
         batches = records.batched(BATCH_SIZE, collation_fn=collate)
         self._loader = webdataset.WebLoader(
             batches, batch_size=None, num_workers=crew.size, persistent_workers=crew.size > 0
@@ -61,7 +61,7 @@ class LitData(System):
         from litdata.streaming.writer import BinaryWriter
 
         writer = BinaryWriter(str(folder), chunk_bytes=_SHARD_BYTES)
-        for number, record in enumerate(Records(data)):
+        for number, record in enumerate(list_records(data)):
             writer[number] = record
         writer.done()
         writer.merge()
@@ -69,11 +69,9 @@ class LitData(System):
     def __init__(self, data: Data, folder: Path, crew: Crew) -> None:
         from litdata import StreamingDataLoader, StreamingDataset
 
-        flips = self.flips
-
         class Samples(StreamingDataset):
             def __getitem__(self, index: Any) -> Sample:
-                return finish(super().__getitem__(index), flips=flips)
+                return finish(super().__getitem__(index))
 
         super().__init__(data, folder, crew)
         self._loader = StreamingDataLoader(
@@ -102,18 +100,16 @@ class MosaicML(System):
         with MDSWriter(
             out=str(folder), columns={"sample": "bytes"}, size_limit=_SHARD_BYTES
         ) as writer:
-            for record in Records(data):
+            for record in list_records(data):
                 writer.write({"sample": record})
 
     def __init__(self, data: Data, folder: Path, crew: Crew) -> None:
         from streaming import StreamingDataset
         from streaming.base.util import clean_stale_shared_memory
 
-        flips = self.flips
-
         class Samples(StreamingDataset):
             def __getitem__(self, index: Any) -> Sample:
-                return finish(super().__getitem__(index)["sample"], flips=flips)
+                return finish(super().__getitem__(index)["sample"])
 
         super().__init__(data, folder, crew)
         clean_stale_shared_memory()

@@ -4,17 +4,24 @@ table.
 
 from __future__ import annotations
 
+import copy
 import json
-import subprocess
-import sys
 
 import pytest
 
 from benchmarks import gpu
-from benchmarks.gpu import MARKS, find_missing, main, run_tests, tabulate_results, write_table
-from benchmarks.step import COMPILED
+from benchmarks.gpu import main, tabulate_results
+from benchmarks.step import (
+    CHANGES,
+    COMPILED,
+    compare_losses,
+    make_model,
+    make_step,
+    time_steps,
+)
 from colab_utils.errors import ColabUtilsError
 from colab_utils.sample_data import make_dataset
+from colab_utils.training import losses
 from tests.tiny_model import TINY_MODEL
 
 
@@ -111,46 +118,6 @@ def test_a_row_is_begun_only_where_the_slowest_one_would_end_in_time(tmp_path, m
     }
 
 
-@pytest.fixture
-def block(tmp_path, monkeypatch):
-    """Let packages be missing in the programs that a test starts."""
-
-    def write(*names):
-        for name in names:
-            text = f"raise ModuleNotFoundError(\"No module named '{name}'\", name='{name}')\n"
-            (tmp_path / f"{name}.py").write_text(text)
-        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{gpu.README.parent.parent}")
-
-    return write
-
-
-def test_what_is_missing_is_named(block, monkeypatch):
-    assert find_missing() == []
-    block("pycocotools", "pytest_timeout", "hypothesis")
-    monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.delenv("CC", raising=False)
-    code = "from benchmarks.gpu import find_missing; print(*find_missing(), sep='\\n')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [
-        "pycocotools (pip install pycocotools)",
-        "pytest-timeout (pip install pytest-timeout)",
-        "hypothesis (pip install hypothesis)",
-        "a C compiler (apt-get install gcc), for the compiled network",
-    ]
-
-
-def test_tests_run_without_the_plugins_of_pytest(block, monkeypatch):
-    block("hypothesis")
-    # Where a plugin is missing its settings are unknown.
-    monkeypatch.setattr(gpu, "PLUGINS", ("xdist",))
-    paths = ("tests/test_machine.py", "tests/loading/test_masks.py")
-    last = run_tests(paths, limit_s=300)
-    assert "ERROR tests/loading/test_masks.py" in last
-    assert "1 error" in last
-    assert " passed" in last
-    assert run_tests(paths, limit_s=0.1) == "stopped after 0 s"
-
-
 def test_what_does_not_fit_into_its_minutes_is_named(tmp_path, monkeypatch, one_thread):
     monkeypatch.setattr(gpu, "make_pictures", lambda folder, images: None)
     path = tmp_path / "found.json"
@@ -171,7 +138,7 @@ def test_what_does_not_fit_into_its_minutes_is_named(tmp_path, monkeypatch, one_
     assert len(json.loads(path.read_text())["left_out"]) > 10
 
 
-def test_the_table_stands_beside_the_references(tmp_path):
+def test_the_table_stands_beside_the_references():
     row = {"what": "step", "model": "v1", "batch_size": 8}
     rows = [
         row | {"step": gpu.REFERENCES, "step_ms": 90.0},
@@ -179,11 +146,37 @@ def test_the_table_stands_beside_the_references(tmp_path):
     ]
     text = tabulate_results(rows)
     assert "3.00" in text
-    path = tmp_path / "README.md"
-    path.write_text(f"before\n{MARKS[0]}\nold\n{MARKS[1]}\nafter\n")
-    write_table(text, path)
-    assert path.read_text() == f"before\n{MARKS[0]}\n{text}\n{MARKS[1]}\nafter\n"
-    path.write_text("no marks")
-    with pytest.raises(ColabUtilsError, match="expected the marks"):
-        write_table(text, path)
-    assert all(mark in gpu.README.read_text() for mark in MARKS)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """It samples all anchors and all regions, so that nothing is left to chance."""
+    made = make_model(TINY_MODEL, num_classes=2, min_size=64)
+    made.rpn.fg_bg_sampler.batch_size_per_image = 100_000
+    made.roi_heads.fg_bg_sampler.batch_size_per_image = 100_000
+    return made
+
+
+@pytest.fixture(scope="module")
+def batches():
+    return [gpu.make_batch(2, objects=objects, height=120, width=160) for objects in (3, 5)]
+
+
+@pytest.mark.parametrize("count", range(1, len(CHANGES) + 1))
+def test_every_change_trains_as_the_references_do(model, batches, count, one_thread):
+    def train(changes):
+        step = make_step(copy.deepcopy(model), "cpu", changes)
+        return [step(batch).item() for batch in batches]
+
+    assert train(CHANGES[:count]) == pytest.approx(train(()), rel=0.01)
+
+
+def test_other_losses_are_not_timed(model, batches, monkeypatch, one_thread):
+    assert compare_losses(model, batches[:1], "cpu") < 1e-3
+    assert time_steps(model, batches, "cpu", CHANGES)["step_ms"] > 0
+    real = losses.compute_losses
+    monkeypatch.setattr(
+        losses, "compute_losses", lambda model, batch: real(model, batches[1].packed)
+    )
+    with pytest.raises(ColabUtilsError, match="expected losses within 1%"):
+        compare_losses(model, batches[:1], "cpu")

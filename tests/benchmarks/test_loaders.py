@@ -2,15 +2,18 @@
 
 import doctest
 import json
+from functools import partial
 from importlib import import_module
 
 import pytest
 
-from benchmarks import loaders
-from benchmarks.report import BEGIN, END, README, write_readme
+from benchmarks import gpu, loaders, report
+from benchmarks.command import README, write_between
+from benchmarks.report import MARKS
 from benchmarks.scenarios import SCENARIOS
 from benchmarks.systems import SYSTEMS, get_system
 from benchmarks.worker import run_job
+from colab_utils.errors import ColabUtilsError
 
 
 def test_scenarios_name_systems_that_there_are():
@@ -73,7 +76,7 @@ def run_kept_jpeg(tiny_dataset, work):
 def test_a_run_measures_what_is_installed_and_names_what_is_not(results):
     (scenario,) = results["scenarios"]
     ours, peer = scenario["rows"]
-    assert ours["check"] == {"difference": "", "seen": 12, "whole_epoch": True, "compared": 12}
+    assert ours["check"] == {"difference": "", "seen": 12, "compared": 12}
     assert len(ours["repeats"]) == 1
     assert (
         ours["figures"]["lowest"]
@@ -85,22 +88,28 @@ def test_a_run_measures_what_is_installed_and_names_what_is_not(results):
     assert "make peers" in peer["reason"]
     assert [target["value"] for target in scenario["targets"]] == [None] * 3
     assert results["machine"]["cores"] >= 1
-    assert "--systems packed,spdl_files" in results["command"]
 
 
-def test_the_readme_gets_the_tables_between_its_markers(results, tmp_path):
+def test_the_readme_gets_the_tables_between_its_marks(results, tmp_path, monkeypatch):
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    write_readme(results, readme)
+    readme.write_text(f"before\n{MARKS[0]}\nold\n{MARKS[1]}\nafter\n")
+    monkeypatch.setattr(report, "write_between", partial(write_between, path=readme))
+    report.write_readme(results)
     text = readme.read_text()
-    assert text.startswith(f"before\n{BEGIN}\n\n")
-    assert text.endswith(f"\n{END}\nafter\n")
+    assert text.startswith(f"before\n{MARKS[0]}\n")
+    assert text.endswith(f"\n{MARKS[1]}\nafter\n")
     assert "old" not in text
-    assert "| packed |" in text
+    assert "\npacked " in text
     # The targets stand beside systems that were not there.
     assert "not measured" in text
-    assert BEGIN in README.read_text()
-    assert END in README.read_text()
+    readme.write_text("no marks")
+    with pytest.raises(ColabUtilsError, match="expected the marks"):
+        report.write_readme(results)
+
+
+@pytest.mark.parametrize("marks", [report.MARKS, gpu.MARKS])
+def test_the_readme_has_the_marks(marks):
+    assert all(mark in README.read_text() for mark in marks)
 
 
 @pytest.mark.parametrize("module", ["environments", "scenarios"])
