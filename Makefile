@@ -40,7 +40,7 @@ site: setup
 
 # Five notebooks with the package inside, to hand out: runs/workshop
 workshop: setup
-	$(RUN) -m tools.workshop
+	$(RUN) -m tools.cells workshop
 
 # Three processes, since many tests wait, for all that does not look at clocks; the rest alone. A
 # failure of the first run does not keep the second one from running. The slowest tests are named.
@@ -64,7 +64,7 @@ test-browser: setup
 
 # The notebooks with the versions that Colab has; downloads them once, about 3 GB, to runs/colab
 test-colab: setup
-	$(RUN) -m tools.run_as_colab
+	$(RUN) -m tests.colab.run_scenarios
 
 # The tests with the lowest versions that requirements.txt allows; downloads 3 GB to runs/lowest.
 # The newest ones, which make test has, would hide what these do not know yet
@@ -133,8 +133,8 @@ gpu:
 # Badges and install lines name a repository: make badges REPO=owner/name. On GitHub, the workflow
 # Notebooks does this at each push
 badges:
-	@$(PYTHON) -m tools.set_badges "$(REPO)"
+	@$(PYTHON) -m tools.cells badges "$(REPO)"
 
 # After a change of tools/setup_cell.txt: writes it into the notebooks
 setup-cells:
-	@$(PYTHON) -m tools.setup_cell
+	@$(PYTHON) -m tools.cells setup

@@ -26,7 +26,7 @@ from colab_utils.shards.index import read_index
 from colab_utils.show.questions import collect_answers
 from colab_utils.training import train as loop
 from tests.tiny_model import TINY_MODEL
-from tools.workshop import build_wheel
+from tools.cells import build_wheel
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = ("check", "diagnose", "preprocess", "verify", "copy", "train", "compare")

@@ -21,10 +21,9 @@ from urllib.parse import unquote, urlsplit
 
 import colab_utils
 from colab_utils.errors import ColabUtilsError
+from tools.cells import PLACEHOLDER, ROOT, read_slug, set_title
 from tools.pages import WIDGET, collapse_progress
 from tools.run_notebooks import run_demo
-from tools.set_badges import PLACEHOLDER, read_slug, set_title
-from tools.setup_cell import ROOT
 
 __all__ = ["build_site", "find_broken_links", "main", "prepare_notebook", "write_first_page"]
 

@@ -16,9 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from colab_utils.errors import ColabUtilsError
-from tools.set_badges import set_badges
-from tools.setup_cell import ROOT
-from tools.workshop import write_workshop
+from tools.cells import ROOT, set_badges, write_workshop
 
 __all__ = ["main", "publish_notebooks"]
 
@@ -53,12 +51,12 @@ def publish_notebooks(root: Path, slug: str, ref: str) -> list[str]:
         A line on each thing that was done, or refused.
 
     Raises:
-        ColabUtilsError: the wheel cannot be built, or the branch cannot be pushed.
-        ValueError: the repository's name or the ref is none.
+        ColabUtilsError: the repository's name or the ref is none, the wheel cannot be built, or the
+            branch cannot be pushed.
     """
     match = _REF.fullmatch(ref)
     if match is None:
-        raise ValueError(
+        raise ColabUtilsError(
             f"{ref!r} is no ref to publish. Give refs/heads/main, or refs/tags/ and a tag, such as "
             "v1.0."
         )
@@ -155,7 +153,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     try:
         lines = publish_notebooks(ROOT, *arguments)
-    except (ColabUtilsError, ValueError) as error:
+    except ColabUtilsError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print("\n".join(lines))

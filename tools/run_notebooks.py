@@ -27,7 +27,6 @@ from colab_utils.files import write_file
 from colab_utils.progress import show_progress
 from colab_utils.units import format_count
 from tools.pages import NotebookRun, read_title, write_demo_index, write_notebook_page
-from tools.receipts import find_contradictions
 from tools.sentences import Check, Judgement, add_notes, judge, read_checks
 
 __all__ = [
@@ -332,9 +331,8 @@ def _read_comparison(work: Path, name: str) -> dict[str, Any] | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
-def find_faults(report: DemoReport, again: DemoReport | None = None) -> list[str]:
-    """Return a line for each sentence that two runs contradict, and for each of the receipt and the
-    index that their own numbers do.
+def find_faults(report: DemoReport, again: DemoReport) -> list[str]:
+    """Return a line for each sentence that two runs contradict.
 
     Args:
         report: a demo.
@@ -342,15 +340,8 @@ def find_faults(report: DemoReport, again: DemoReport | None = None) -> list[str
             decides.
     """
     doubted = {judgement.check for judgement in report.contradictions}
-    second = again.contradictions if again else []
-    lines = [str(judgement) for judgement in second if judgement.check in doubted]
-    comparison = _read_comparison(report.work, "comparison.json")
-    if comparison:
-        good_day = _read_comparison(report.work, "comparison_good_day.json")
-        receipt = report.work / "drive" / "receipt" / "index.html"
-        lines += find_contradictions(receipt, comparison)
-        lines += find_contradictions(report.index, comparison, good_day)
-    return lines
+    second = [judgement for judgement in again.contradictions if judgement.check in doubted]
+    return [str(judgement) for judgement in second]
 
 
 def _prepare_output(output: Path, names: list[str]) -> None:
@@ -424,13 +415,11 @@ def _run(options: argparse.Namespace) -> int:
     for judgement in report.contradictions:
         print(judgement, file=sys.stderr)
     print(report)
-    if not options.strict:
+    if not options.strict or not report.contradictions:
         return 0
-    again = None
-    if report.contradictions:
-        names = {judgement.check.notebook for judgement in report.contradictions}
-        again = run_demo(f"{options.output}-again", **dataset, only=names)
-        print(again)
+    names = {judgement.check.notebook for judgement in report.contradictions}
+    again = run_demo(f"{options.output}-again", **dataset, only=names)
+    print(again)
     faults = find_faults(report, again)
     if faults:
         print("error: the run contradicts these sentences:", *faults, sep="\n", file=sys.stderr)

@@ -16,26 +16,19 @@ from __future__ import annotations
 
 import ast
 import re
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from colab_utils.errors import ColabUtilsError
 
-__all__ = ["Check", "Judgement", "add_notes", "find_unmarked", "judge", "read_checks"]
+__all__ = ["Check", "Judgement", "add_notes", "judge", "read_checks", "split_sentences"]
 
 _MARK = re.compile(r"<!--\s*check\b(.*?)\s*-->", re.DOTALL)
 _CHECK = re.compile(r'\s+"([^"]+)":\s*(\S.*)', re.DOTALL)
 _HOW = 'Write <!-- check "the words of the text": 0.90 <= a_name <= 0.98 --> in the same cell.'
 _PARAGRAPHS = re.compile(r"\n\s*\n")
 _NUMBER = r"\d[\d,]*(?:\.\d+)?"
-_FIGURE = re.compile(
-    rf"{_NUMBER}\s*(?:%|ms\b|s\b|seconds\b|minutes\b|hours\b|times\b|images/s|[MG]B\b)"
-    r"|\b(?:half|twice|tens|per cent|many times)\b"
-    r"|\ban? (?:dozen|tenth|fifth|quarter|third|millisecond|second|minute|hour)\b"
-)
-_SEE = "What you should see"
 # From this share of the cores on, the work of other programs explains another measurement.
 _BUSY = 0.2
 
@@ -156,7 +149,7 @@ def _read_check(mark: str, cell: Any, name: str) -> Check:
     comparison = ast.unparse(compare)
     sides = [compare.left, *compare.comparators]
     operands = tuple(ast.unparse(side) for side in sides if _has_name(side))
-    sentences = [text for text in _split_sentences(cell.source) if words in text]
+    sentences = [text for text in split_sentences(cell.source) if words in text]
     if not sentences:
         raise ColabUtilsError(
             f'{place}: the text has no words "{words}". Quote it as it stands in this cell.'
@@ -208,7 +201,7 @@ def _to_number(text: str) -> float:
     return float(text.replace(",", ""))
 
 
-def _split_sentences(source: str) -> list[str]:
+def split_sentences(source: str) -> list[str]:
     """Return the sentences of a cell, and the rows of its tables, without its checks."""
     text = _MARK.sub("", source)
     blocks: list[str] = []
@@ -226,25 +219,6 @@ def _split_sentences(source: str) -> list[str]:
 def _join(text: str) -> str:
     """Return a text in one line, with single spaces."""
     return " ".join(text.split())
-
-
-def find_unmarked(notebook: Any) -> list[str]:
-    """Return the sentences of *What you should see* that hold a figure and carry no check.
-
-    Args:
-        notebook: an nbformat notebook.
-    """
-    checks = read_checks(notebook, "notebook")
-    unmarked: list[str] = []
-    for cell in notebook.cells:
-        if cell.cell_type != "markdown" or _SEE not in cell.source:
-            continue
-        judged = [check.words for check in checks.get(cell.id, ())]
-        for sentence in _split_sentences(cell.source):
-            is_judged = any(words in sentence for words in judged)
-            if _FIGURE.search(sentence) and not is_judged:
-                unmarked.append(f"cell {cell.id}: {textwrap.shorten(sentence, 100)}")
-    return unmarked
 
 
 def add_notes(notebook: Any, judgements: Sequence[Judgement]) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import bisect
 import io
 import itertools
 import json
@@ -23,9 +24,10 @@ from PIL import Image
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import write_file
 from colab_utils.show import render
-from tools.stills import draw_stills
+from colab_utils.show.pictures import PALETTE
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = ["Slide", "find_animations", "find_slides", "main", "write_slides"]
@@ -40,6 +42,9 @@ _TALLEST = 1.1
 _FLATTEST = 0.36
 _PART = 0.85
 _LINES = 7
+# An animation is drawn at these shares of its time, with places for so many batches that wait.
+_MOMENTS = (0.1, 0.5, 1.0)
+_PLACES = 14
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ def find_slides(notebook: Path) -> list[Slide]:
             png = base64.b64decode("".join(data["image/png"]))
             words = _find_words(output)
         elif animation is not None:
-            png = draw_stills(*animation)
+            png = _draw_stills(*animation)
             words = ()
         else:
             continue
@@ -134,6 +139,98 @@ def _read_animation(data: Mapping[str, Any]) -> tuple[dict[str, Any], str] | Non
         return None
     sentence = re.search(r"<p><b>(.*?)</b></p>", html, re.DOTALL)
     return json.loads(match[1]), sentence[1] if sentence else ""
+
+
+def _draw_stills(spans: Mapping[str, Any], sentence: str) -> bytes:
+    """Draw an animation at three moments below its sentence; returns a PNG file.
+
+    ``spans`` has ``seconds``, the ``lanes`` of the workers and ``steps``, each as lists of batches,
+    starts and ends.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 6), facecolor="white")
+    figure.suptitle(
+        sentence,
+        x=0.02,
+        y=0.97,
+        ha="left",
+        fontsize=19,
+        parse_math=False,
+    )
+    for row, share in enumerate(_MOMENTS):
+        axes = figure.add_axes((0.02, 0.68 - 0.25 * row, 0.96, 0.2))
+        _draw_moment(axes, spans, share * spans["seconds"])
+    axes = figure.add_axes((0.02, 0.09, 0.96, 0.06))
+    _, starts, ends = spans["steps"]
+    bars = [(start, end - start) for start, end in zip(starts, ends, strict=True)]
+    axes.broken_barh(bars, (0, 1), facecolor=PALETTE[1])
+    axes.set_xlim(0, spans["seconds"])
+    axes.set_yticks([])
+    axes.set_xlabel("seconds; orange is a step, white is waiting", fontsize=12)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=110)
+    return picture.getvalue()
+
+
+def _draw_moment(axes: Axes, spans: Mapping[str, Any], now: float) -> None:
+    """Draw a box for each worker, each batch that is ready, and the model, at one moment."""
+    lanes = spans["lanes"]
+    taken = bisect.bisect_right(spans["steps"][1], now)
+    ready = set()
+    for batches, _, ends in lanes:
+        ready.update(batches[: bisect.bisect_right(ends, now)])
+    boxes = [_find_batch(lane, now) for lane in lanes]
+    for batch in range(taken + _PLACES - 1, taken - 1, -1):
+        boxes.append((f"{batch}", 1.0) if batch in ready else ("", 0.0))
+    batch, done = _find_batch(spans["steps"], now)
+    boxes.append((batch or "waits", done))
+    # A gap stands before the batches that are ready, and one before the model.
+    places = [*range(len(lanes)), *range(len(lanes) + 1, len(boxes)), len(boxes) + 1]
+    colours = [PALETTE[0]] * (len(boxes) - 1) + [PALETTE[1]]
+    shares = [share for _, share in boxes]
+    axes.bar(
+        places,
+        shares,
+        width=0.9,
+        color=colours,
+        alpha=0.5,
+    )
+    axes.bar(
+        places,
+        1,
+        width=0.9,
+        fill=False,
+        edgecolor="#666666",
+    )
+    for place, (text, _) in zip(places, boxes, strict=True):
+        axes.text(
+            place,
+            0.5,
+            text,
+            ha="center",
+            va="center",
+            fontsize=12,
+        )
+    finished = bisect.bisect_right(spans["steps"][2], now)
+    notes = {
+        0: f"after {now:.0f} s: {finished} batches",
+        len(lanes): "ready, the next one on the right",
+        -1: "the model",
+    }
+    for place, note in notes.items():
+        axes.text(places[place] - 0.45, 1.2, note, fontsize=14)
+    axes.set_ylim(0, 1.5)
+    axes.set_axis_off()
+
+
+def _find_batch(lane: Sequence[Sequence[float]], now: float) -> tuple[str, float]:
+    """Return the batch that is worked on at this moment, and the share that is done."""
+    place = bisect.bisect_right(lane[1], now) - 1
+    if place < 0 or now >= lane[2][place]:
+        return "", 0.0
+    start = lane[1][place]
+    return f"{lane[0][place]:.0f}", (now - start) / (lane[2][place] - start)
 
 
 def _find_words(output: _Output) -> tuple[str, ...]:

@@ -9,10 +9,8 @@ import subprocess
 import pytest
 
 from colab_utils.errors import ColabUtilsError
+from tools.cells import ROOT, build_wheel, find_slugs, list_files, read_slug, set_badges, set_title
 from tools.publish_notebooks import main, publish_notebooks
-from tools.set_badges import find_slugs, list_files, read_slug, set_badges, set_title
-from tools.setup_cell import ROOT
-from tools.workshop import build_wheel
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 BADGE = (
@@ -89,7 +87,7 @@ def test_a_title_has_a_badge_where_there_is_a_repository():
     ],
 )
 def test_a_slug_that_is_none_is_refused(tmp_path, slug):
-    with pytest.raises(ValueError, match="is no name of a repository"):
+    with pytest.raises(ColabUtilsError, match="is no name of a repository"):
         set_badges(tmp_path, slug)
 
 
@@ -143,7 +141,7 @@ def wheel(tmp_path_factory):
 @pytest.fixture
 def built(wheel, monkeypatch):
     """Builds no wheel: for tests that do not look at its bytes."""
-    monkeypatch.setattr("tools.workshop.build_wheel", lambda folder, *, root: wheel)
+    monkeypatch.setattr("tools.cells.build_wheel", lambda folder, *, root: wheel)
 
 
 def test_the_first_push_names_the_repository_and_the_second_changes_nothing(checkout, tmp_path):

@@ -24,9 +24,8 @@ from pathlib import Path
 import pytest
 
 from tests.notebooks.test_run_notebooks import TINY
+from tools.cells import ROOT, write_workshop
 from tools.run_notebooks import inject_parameters
-from tools.setup_cell import ROOT
-from tools.workshop import write_workshop
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(3600)]
 NAMES = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from html import unescape
 from pathlib import Path
 
@@ -11,9 +12,14 @@ import pytest
 
 from colab_utils.errors import ColabUtilsError
 from tools.run_notebooks import main, run_demo
-from tools.sentences import find_unmarked, read_checks
+from tools.sentences import read_checks, split_sentences
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
+FIGURE = re.compile(
+    r"\d\s*(?:%|ms\b|s\b|seconds\b|minutes\b|hours\b|times\b|images/s|[MG]B\b)"
+    r"|\b(?:half|twice|tens|per cent|many times)\b"
+    r"|\ban? (?:dozen|tenth|fifth|quarter|third|millisecond|second|minute|hour)\b"
+)
 SEE = """*What you should see:* much white. The loop **waits** 90 % to 98 %
 of the time.
 
@@ -238,6 +244,21 @@ def test_words_and_comparison_hold_the_same_numbers_in_either_form(words, compar
     (check,) = read_checks(notebook, "01")["see"]
     assert check.sentence == f"It is {words} here."
     assert check.operands
+
+
+def find_unmarked(notebook):
+    """Return the sentences of *What you should see* that hold a figure and carry no check."""
+    checks = read_checks(notebook, "notebook")
+    unmarked = []
+    for cell in notebook.cells:
+        if cell.cell_type != "markdown" or "What you should see" not in cell.source:
+            continue
+        judged = [check.words for check in checks.get(cell.id, ())]
+        for sentence in split_sentences(cell.source):
+            is_judged = any(words in sentence for words in judged)
+            if FIGURE.search(sentence) and not is_judged:
+                unmarked.append(f"cell {cell.id}: {textwrap.shorten(sentence, 100)}")
+    return unmarked
 
 
 @pytest.mark.parametrize(

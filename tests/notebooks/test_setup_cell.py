@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.setup_cell import ROOT, read_setup_cell, write_setup_cells
-from tools.workshop import build_wheel, carry_wheel
+from tools.cells import ROOT, build_wheel, carry_wheel, read_setup_cell, write_setup_cells
 
 # Mail and learning platforms take such a notebook, and Colab opens it at once.
 MOST_BYTES = 520_000
@@ -95,7 +94,7 @@ def workshop(tmp_path_factory):
     """What the command of the workshop prints, and the folder that it wrote."""
     folder = tmp_path_factory.mktemp("workshop") / "out"
     done = subprocess.run(
-        [sys.executable, "-m", "tools.workshop", "--output", folder],
+        [sys.executable, "-m", "tools.cells", "workshop", folder],
         cwd=ROOT,
         capture_output=True,
         text=True,

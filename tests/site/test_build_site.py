@@ -7,8 +7,7 @@ import pytest
 
 from colab_utils.errors import ColabUtilsError
 from tools.build_site import build_site, find_broken_links, prepare_notebook, write_first_page
-from tools.set_badges import PLACEHOLDER
-from tools.setup_cell import ROOT
+from tools.cells import PLACEHOLDER, ROOT
 
 BADGE = (
     "[![Open In Colab](https://colab.research.google.com/assets/colab-badge.svg)]"

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from tools.setup_cell import ROOT
+from tools.cells import ROOT
 
 FIRST = ROOT / "docs" / "site" / "first"
 PICTURES = ROOT / "runs" / "browser"

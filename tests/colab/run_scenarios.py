@@ -25,13 +25,13 @@ from time import perf_counter
 from typing import Any
 
 from colab_utils.errors import ColabUtilsError
+from tests.notebooks.test_run_notebooks import TINY
+from tools.cells import ROOT, write_workshop
 from tools.run_notebooks import _list_settings, inject_parameters
-from tools.setup_cell import ROOT
-from tools.workshop import write_workshop
 
 __all__ = ["Run", "Scenario", "build_environment", "main", "run_notebook"]
 
-COLAB = ROOT / "tests" / "colab"
+COLAB = Path(__file__).parent
 _CONTENT = Path("/content")
 _HOST = Path("/var/colab")
 _START = """
@@ -189,8 +189,6 @@ def run_notebook(
     """
     import nbformat
 
-    from tests.notebooks.test_run_notebooks import TINY
-
     with tempfile.TemporaryDirectory(prefix="colab-") as machine:
         home = Path(machine)
         for name in ("content", "host", "profile_default/startup"):
@@ -314,7 +312,9 @@ def _make_drive(work: Path, scenario: Scenario, *, is_first: bool) -> Path:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all scenarios from a terminal; returns 0 where nothing went wrong."""
-    parser = argparse.ArgumentParser(prog="python -m tools.run_as_colab", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.colab.run_scenarios", description=__doc__
+    )
     parser.add_argument(
         "--work", metavar="DIR", type=Path, default=ROOT / "runs" / "colab", help="runs/colab"
     )
