@@ -14,7 +14,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    TensorDataset,
+)
 
 from colab_utils.diagnosis import summary as module
 from colab_utils.diagnosis.watch import watch
@@ -72,14 +78,23 @@ def test_watching_changes_neither_order_nor_random_numbers(workers, capsys):
 
 
 def test_attributes_of_the_loader_are_reachable():
-    loader = DataLoader(_Items(4), batch_size=2)
+    items = _Items(8)
+    sampler = DistributedSampler(items, num_replicas=2, rank=0)
+    loader = DataLoader(
+        items, batch_size=2, sampler=sampler, multiprocessing_context="fork", num_workers=1
+    )
     watched = watch(loader)
     assert (len(watched), watched.batch_size, watched.dataset) == (2, 2, loader.dataset)
-    assert watched.sampler is loader.sampler
+    assert watched.multiprocessing_context is loader.multiprocessing_context
+    assert watched.batch_sampler is loader.batch_sampler
+    watched.sampler.set_epoch(3)
+    assert sampler.epoch == 3
     # A framework sets a function of its own like this.
     watched.worker_init_fn = print
     assert loader.worker_init_fn is print
     assert isinstance(watched, DataLoader)
+    with pytest.raises(AttributeError, match="no attribute"):
+        watched.streams  # noqa: B018
     with pytest.raises(ColabUtilsError, match="No batch was seen yet"):
         watched.summary()
 
