@@ -617,29 +617,64 @@ def test_the_wrong_image_folder_leaves_nothing(
     assert snapshot(folder) == snapshot(undisturbed)
 
 
-@pytest.mark.parametrize("name", ["shard-000001.tar", "shard-000001.arrays"])
-@pytest.mark.parametrize(
-    "damage", [lambda path: path.unlink(), lambda path: os.truncate(path, 2000)]
-)
-def test_a_lost_or_cut_shard_is_made_again(tiny_dataset, undisturbed, folder, name, damage):
-    shutil.copytree(undisturbed, folder)
-    damage(folder / name)
-    assert verify_shards(folder).bad
-    run((tiny_dataset.images, tiny_dataset.annotations), folder)
-    assert snapshot(folder) == snapshot(undisturbed)
+def keep_first_shard(folder):
+    """Leave what a copy of the first shard leaves."""
+    index = read_index(folder)
+    for shard in index.shards[1:]:
+        for name, _, _ in shard.files():
+            (folder / name).unlink()
+    write_index(folder, replace(index, shards=index.shards[:1], partial=True))
 
 
-@pytest.mark.parametrize("name", ["shard-000001.tar", "shard-000001.arrays"])
-def test_a_changed_file_is_made_again_once_it_is_deleted(tiny_dataset, undisturbed, folder, name):
-    """As the errors for damaged shards say. Its size is right, so that it looks finished."""
+def swap_arrays(folder):
+    first = (folder / "shard-000000.arrays").read_bytes()
+    (folder / "shard-000000.arrays").write_bytes((folder / "shard-000001.arrays").read_bytes())
+    (folder / "shard-000001.arrays").write_bytes(first)
+
+
+def rename_shard(folder):
+    for ending in ("tar", "arrays"):
+        shutil.copy(folder / f"shard-000001.{ending}", folder / f"shard-000000.{ending}")
+
+
+def change_byte(folder, find_place):
+    path = folder / "shard-000000.arrays"
+    content = bytearray(path.read_bytes())
+    content[find_place(content)] ^= 1
+    path.write_bytes(content)
+
+
+def lose_index(folder, damage):
+    """Damage a folder that is not finished."""
+    (folder / "index.json").unlink()
+    damage(folder)
+
+
+DAMAGES = {
+    "a lost tar": lambda folder: (folder / "shard-000001.tar").unlink(),
+    "lost arrays": lambda folder: (folder / "shard-000001.arrays").unlink(),
+    "a cut tar": lambda folder: os.truncate(folder / "shard-000001.tar", 2000),
+    "cut arrays": lambda folder: os.truncate(folder / "shard-000001.arrays", 2000),
+    "a partial copy": keep_first_shard,
+    "swapped arrays, no index": partial(lose_index, damage=swap_arrays),
+    "a renamed shard, no index": partial(lose_index, damage=rename_shard),
+    "another bit of a mask, no index": partial(
+        lose_index, damage=partial(change_byte, find_place=lambda content: len(content) - 3)
+    ),
+    "another number in a head, no index": partial(
+        lose_index,
+        damage=partial(
+            change_byte, find_place=lambda content: content.index(b'"annotations": ') + 15
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_the_same_call_makes_damaged_shards_again(tiny_dataset, undisturbed, folder, damage):
     shutil.copytree(undisturbed, folder)
-    content = bytearray((folder / name).read_bytes())
-    content[len(content) // 2] ^= 1
-    (folder / name).write_bytes(content)
-    (bad,) = verify_shards(folder).bad
-    assert bad.reason.startswith(f"{name} has another checksum")
-    (folder / name).unlink()
-    run((tiny_dataset.images, tiny_dataset.annotations), folder)
+    damage(folder)
+    assert run((tiny_dataset.images, tiny_dataset.annotations), folder).images == 12
     assert snapshot(folder) == snapshot(undisturbed)
 
 
@@ -657,16 +692,6 @@ def test_a_lost_index_is_written_again(tiny_dataset, undisturbed, folder, damage
     run(data, folder)
     assert snapshot(folder) == snapshot(undisturbed)
     assert {path: path.stat().st_mtime_ns for path in times} == times
-
-
-def test_a_partial_copy_is_completed(tiny_dataset, undisturbed, folder):
-    folder.mkdir()
-    index = read_index(undisturbed)
-    for name, _, _ in index.shards[0].files():
-        shutil.copy(undisturbed / name, folder)
-    write_index(folder, replace(index, shards=index.shards[:1], partial=True))
-    assert run((tiny_dataset.images, tiny_dataset.annotations), folder).images == 12
-    assert snapshot(folder) == snapshot(undisturbed)
 
 
 def test_other_data_in_the_folder_stays(tiny_dataset, dataset, undisturbed, tmp_path):
@@ -730,29 +755,6 @@ def test_finished_shards_on_a_read_only_disk_are_left_as_they_are(tiny_dataset, 
     assert snapshot(read_only) == before
 
 
-@pytest.mark.parametrize("edit", ["swapped", "renamed", "bits", "head"])
-def test_shards_that_were_damaged_while_they_were_unfinished_are_made_again(
-    tiny_dataset, undisturbed, tmp_path, edit
-):
-    folder = Path(shutil.copytree(undisturbed, tmp_path / "shards"))
-    (folder / "index.json").unlink()
-    arrays_path = folder / "shard-000000.arrays"
-    other = folder / "shard-000001.arrays"
-    content = bytearray(arrays_path.read_bytes())
-    place = {"bits": len(content) - 3, "head": content.index(b'"annotations": ') + 15}.get(edit)
-    if edit == "swapped":
-        arrays_path.write_bytes(other.read_bytes())
-        other.write_bytes(content)
-    elif edit == "renamed":
-        arrays_path.write_bytes(other.read_bytes())
-        shutil.copy(other.with_suffix(".tar"), arrays_path.with_suffix(".tar"))
-    else:
-        content[place] ^= 1
-        arrays_path.write_bytes(content)
-    assert run((tiny_dataset.images, tiny_dataset.annotations), folder).images == 12
-    assert snapshot(folder) == snapshot(undisturbed)
-
-
 def test_files_of_the_user_in_the_folder_stay(tiny_dataset, folder):
     folder.mkdir()
     (folder / "notes.txt").write_text("mine")
@@ -811,10 +813,15 @@ def test_missing_input_and_unwritable_output(dataset, folder, tmp_path):
         {"workers": "many"},
         {"max_bad": 1.5},
         {"max_bad": -0.1},
+        {"storage": "zip"},
+        {"storage": None},
+        {"storage": ["shrink"]},
     ],
 )
-def test_numbers_out_of_range_are_refused(tiny_dataset, folder, options):
-    with pytest.raises(ColabUtilsError, match=f"expected {next(iter(options))} (between|of|as)"):
+def test_settings_out_of_range_are_refused(tiny_dataset, folder, options):
+    name = next(iter(options))
+    words = f"expected {name} (between|of|as)|storage must be one of keep, shrink, pixels"
+    with pytest.raises(ColabUtilsError, match=words):
         run((tiny_dataset.images, tiny_dataset.annotations), folder, **options)
     assert not folder.exists()
 
@@ -954,13 +961,6 @@ def test_other_settings_are_refused(tiny_dataset, undisturbed, folder):
         with pytest.raises(ColabUtilsError, match="shards made with other settings"):
             run((tiny_dataset.images, tiny_dataset.annotations), folder, **options)
     assert snapshot(folder) == snapshot(undisturbed)
-
-
-@pytest.mark.parametrize("storage", ["zip", "auto", None, ["shrink"]])
-def test_an_unknown_storage_is_refused(tiny_dataset, folder, storage):
-    with pytest.raises(ColabUtilsError, match="storage must be one of keep, shrink, pixels"):
-        run((tiny_dataset.images, tiny_dataset.annotations), folder, storage=storage)
-    assert not folder.exists()
 
 
 def test_the_recipe_of_a_folder(dataset, folder, tmp_path, monkeypatch):
