@@ -522,7 +522,7 @@ AT_WORKERS = {"wait": {"the workers": 20}}
                 "workers": 4,
                 "others_s": 14.0,
             },
-            {"other_programs": 0.5},
+            {"other_programs": 0.5, "work": 0.5},
             "other programs keep 1.4 of 2 cores busy",
         ),
         ({"queued_s": 7.0, "others_s": 14.0}, {"other_programs": 0.7}, ""),
