@@ -128,7 +128,7 @@ benchmark: setup
 # pytest and its plugins are there. A row that fails is named, and the others go on
 gpu:
 	-PYTHONPATH=. timeout 375 $(PYTHON) -m pytest -p no:cacheprovider -W ignore::pytest.PytestConfigWarning --continue-on-collection-errors tests/training/test_on_gpu.py tests/training/test_losses.py tests/loading
-	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu --minutes 18 --json runs/benchmarks/gpu.json
+	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu --json runs/benchmarks/gpu.json --minutes 18
 
 # Badges and install lines name a repository: make badges REPO=owner/name. On GitHub, the workflow
 # Notebooks does this at each push
