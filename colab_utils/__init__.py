@@ -26,6 +26,7 @@ __all__ = [  # noqa: RUF022
     "compare",
     "copy_shards",
     "diagnose",
+    "finish_shards",
     "load_trained_model",
     "make_loader",
     "open_dataset",
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from colab_utils.loading.loader import make_loader
     from colab_utils.loading.opening import open_dataset
     from colab_utils.shards.copy import copy_shards
+    from colab_utils.shards.parts import finish_shards
     from colab_utils.shards.verify import verify_shards
     from colab_utils.shards.write import write_shards
     from colab_utils.training.model import build_mask_rcnn, load_trained_model
@@ -67,6 +69,7 @@ _MODULES = {
     "compare": "colab_utils.comparison.compare",
     "copy_shards": "colab_utils.shards.copy",
     "diagnose": "colab_utils.diagnosis.diagnose",
+    "finish_shards": "colab_utils.shards.parts",
     "load_trained_model": "colab_utils.training.model",
     "make_loader": "colab_utils.loading.loader",
     "open_dataset": "colab_utils.loading.opening",

@@ -271,9 +271,9 @@ def _add_diagnose_options(command: _Parser) -> None:
 
 
 def _preprocess(
+    images: str,
+    annotations: str,
     shards: str,
-    images: str = "",
-    annotations: str = "",
     plan: bool = False,
     part: tuple[int, int] | None = None,
     finish: bool = False,
@@ -281,17 +281,13 @@ def _preprocess(
     **settings: Any,
 ) -> Any:
     """Write a COCO dataset as shards."""
-    from colab_utils.shards import parts
     from colab_utils.shards.plan import Annotations, open_annotations, plan_shards
     from colab_utils.shards.write import find_recipe
 
     if finish:
         max_bad = {name: settings[name] for name in settings.keys() & {"max_bad"}}
-        return _name_skipped(parts.finish(shards, **max_bad))
-    if not (images and annotations):
-        raise ColabUtilsError(
-            "preprocess needs --images and --annotations, or --finish. See --help."
-        )
+        finish_shards = colab_utils.finish_shards
+        return _name_skipped(finish_shards(images, annotations, shards=shards, **max_bad))
     begun = find_recipe(shards) if storage == "auto" else None
     if begun:
         # Some shards are written already: without --storage, the others are stored the same way.
@@ -306,10 +302,10 @@ def _preprocess(
             return planned
         storage = planned.storage
         print(f"note: {planned}", file=sys.stderr)
-    settings |= {"shards": shards, "storage": storage}
+    settings |= {"shards": shards, "storage": storage, "part": part}
+    report = _name_skipped(colab_utils.write_shards(images, opened, **settings))
     if part is None:
-        return _name_skipped(colab_utils.write_shards(images, opened, **settings))
-    report = _name_skipped(parts.write_part(images, opened, part=part, **settings))
+        return report
     number, count = part
     print(
         f"note: part {number} of {count} is written. When all parts are written, run preprocess "
@@ -327,7 +323,7 @@ def _name_skipped(report: Any) -> Any:
 
 
 def _add_preprocess_options(command: _Parser) -> None:
-    _add_dataset(command)
+    _add_dataset(command, required=True)
     _add_place(command, "--shards", "DIR", "folder of shards", required=True)
     modes = command.add_mutually_exclusive_group()
     modes.add_argument(
@@ -515,7 +511,7 @@ def share_or_count(text: str) -> float:
 
 def part_of_all(text: str) -> tuple[int, int]:
     """Return the number of a part, and the number of all parts: (3, 16) for "3/16"."""
-    match = re.fullmatch(r"(\d+)/([1-9]\d*)", text, re.ASCII)
+    match = re.fullmatch(r"([1-9]\d*)/(\d+)", text, re.ASCII)
     if match is None or int(match[1]) > int(match[2]):
         raise argparse.ArgumentTypeError(
             f"'{text}' is not a part: name one of 1/N to N/N, such as 3/16"

@@ -100,6 +100,25 @@ def require_max_bad(value: Any) -> float:
     return require_number("max_bad", value, minimum=0, maximum=1)
 
 
+def require_part(value: Any) -> tuple[int, int] | None:
+    """Return the number of a part, from 1, and the number of all parts; None for None.
+
+    Raises:
+        ColabUtilsError: The value is not two whole numbers, or there is no such part.
+
+    Example:
+        >>> require_part((3, 16))
+        (3, 16)
+    """
+    if value is None:
+        return None
+    if isinstance(value, list | tuple) and len(value) == 2:
+        number, parts = value
+        parts = require_count("n of part=(i, n)", parts)
+        return require_count("i of part=(i, n)", number, maximum=parts), parts
+    raise ColabUtilsError(f"part is {_describe(value)}. Pass (i, n), such as (3, 16).")
+
+
 def _describe(value: Any) -> str:
     """Return the first line of a value's text, because the text of a model has many lines."""
     return repr(value).splitlines()[0]

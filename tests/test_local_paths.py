@@ -24,9 +24,8 @@ from colab_utils.diagnosis.watch import watch
 from colab_utils.errors import ColabUtilsError
 from colab_utils.places import require_local_path
 from colab_utils.sample_data import make_dataset
-from colab_utils.shards import finish, plan_jobs, write_shard
 from colab_utils.shards.index import read_index
-from colab_utils.shards.job_plan import ShardJob
+from colab_utils.shards.parts import finish_shards
 from colab_utils.shards.plan import plan_shards
 from colab_utils.shards.write import find_recipe, write_shards
 from colab_utils.show.receipts import read_receipts
@@ -141,11 +140,9 @@ REMOTE_CALLS = {
     "write_shards shards": lambda url: write_shards("images", "a.json", shards=url),
     "plan_shards images": lambda url: plan_shards(url, "a.json"),
     "plan_shards annotations": lambda url: plan_shards("images", url),
-    "plan_jobs images": lambda url: plan_jobs(url, "a.json", shards="shards"),
-    "plan_jobs annotations": lambda url: plan_jobs("images", url, shards="shards"),
-    "plan_jobs shards": lambda url: plan_jobs("images", "a.json", shards=url),
-    "write_shard": lambda url: write_shard(ShardJob(url, 0, "0-0")),
-    "finish": finish,
+    "finish_shards images": lambda url: finish_shards(url, "a.json", shards="shards"),
+    "finish_shards annotations": lambda url: finish_shards("images", url, shards="shards"),
+    "finish_shards shards": lambda url: finish_shards("images", "a.json", shards=url),
     "find_recipe": find_recipe,
     "read_index": read_index,
     "verify_shards": colab_utils.verify_shards,

@@ -8,7 +8,7 @@ from colab_utils.data.coco import CocoDataset
 from colab_utils.errors import ColabUtilsError
 from colab_utils.places import Place
 from colab_utils.reader import AHEAD_BYTES, Reader
-from colab_utils.shards.jobs import ShardPart
+from colab_utils.shards.jobs import ShardJob
 from colab_utils.shards.plan import complete_recipe, split_images
 from colab_utils.shards.records import read_image
 
@@ -44,13 +44,13 @@ class FirstFiles:
         rows = split_images(complete_recipe(recipe, _GUESSED_BYTES), self._count)[0]
         self._reader.prefetch(rows.tolist())
 
-    def fill(self, part: ShardPart) -> ShardPart:
-        """Return the part of shard 0 with the contents of its files, once they are read.
+    def fill(self, job: ShardJob) -> ShardJob:
+        """Return the job of shard 0 with the contents of its files, once they are read.
 
         A file that cannot be read is left out, and so are those after the first 64 MB: the process
         that writes the shard reads them.
         """
-        rows = split_images(part.recipe, self._count)[0].tolist()
+        rows = split_images(job.recipe, self._count)[0].tolist()
         self._reader.prefetch(row for row in rows if not self._reader.is_ahead(row))
         contents: dict[int, bytes] = {}
         for place, row in enumerate(rows):
@@ -59,7 +59,7 @@ class FirstFiles:
             with suppress(ColabUtilsError):
                 contents[place] = self._reader.take(row)
         self.close()
-        return part._replace(contents=contents, streams=self._streams)
+        return job._replace(contents=contents, streams=self._streams)
 
     def close(self) -> None:
         """Give up all files that were not taken."""

@@ -32,28 +32,28 @@ from colab_utils.loading.first_files import FirstFiles
 from colab_utils.loading.ranks import find_ranks
 from colab_utils.loading.readers import ShardFiles, load_shard
 from colab_utils.machine import count_cores
-from colab_utils.places import Place, UrlPath, open_place
+from colab_utils.places import Place, UrlPath
 from colab_utils.processes import ThreadPool, explain_lost_process, fork_pool, kill_pool
 from colab_utils.shards.arrays import convert_boxes
 from colab_utils.shards.copy import COPY_STREAMS, Copying
 from colab_utils.shards.index import ShardIndex, ShardInfo, write_index
-from colab_utils.shards.job_plan import make_plan
 from colab_utils.shards.jobs import (
-    ShardPart,
+    ShardJob,
     WorkerProgress,
     join_run,
     read_shard_index,
-    run_part,
+    run_job,
 )
 from colab_utils.shards.lock import hold_folder
 from colab_utils.shards.plan import order_shards
 from colab_utils.shards.records import MISSING
-from colab_utils.shards.source import keep_source
+from colab_utils.shards.source import describe_source, keep_source
 from colab_utils.shards.tables import fill_tables, make_tables
 from colab_utils.shards.write import (
+    ShardRun,
     begin_folder,
     check_bad,
-    cut_parts,
+    cut_jobs,
     find_common_recipe,
     join_index,
 )
@@ -123,8 +123,8 @@ class Writing(Arrival):
             # Images that Drive does not give are asked for again by `begin_folder` itself.
             with explain_write(ssd):
                 recipe = begin_folder(ssd, images, dataset, recipe)
-            self._plan = make_plan(ssd, images, dataset, recipe)
-            self.jobs = list(cut_parts(ssd, images, dataset, recipe, streams, drive))
+            self._run = ShardRun(ssd, images, dataset, recipe)
+            self.jobs = list(cut_jobs(self._run, streams, drive))
             self._prepare(
                 ssd,
                 images=[len(job.dataset) for job in self.jobs],
@@ -174,26 +174,25 @@ class Writing(Arrival):
         if number == 0 and self._first:
             job = self._first.fill(job)
         part = self._write_shard(job, priority)
-        images = open_place(self._plan.image_folder)
         names = [image.file_name for image in part.skipped if image.reason == MISSING]
-        if names and self.retries.find_again([images / name for name in names]):
+        if names and self.retries.find_again([self._run.images / name for name in names]):
             # Drive did not show these images for a while. The shard is written again.
             part = self._write_shard(job, priority)
         with self._lock:
             self._done.append(part)
-            check_bad(self._plan, self._done, self._max_bad)
+            check_bad(self._run.dataset, self._done, self._max_bad)
         self._note_shard(number, began_s)
         if self._drive is not None and part.images:
             self._sendings.append(self._senders.submit(self._send, part.shards[0]))
 
-    def _write_shard(self, job: ShardPart, priority: int) -> ShardIndex:
+    def _write_shard(self, job: ShardJob, priority: int) -> ShardIndex:
         part, cpu_s = self._pool.submit(_run_timed, job, priority).result()
         with self._lock:
             self.cpu_s += cpu_s
         return part
 
     def _describe(self) -> dict[str, Any]:
-        return {**super()._describe(), "recipe": self._plan.recipe}
+        return {**super()._describe(), "recipe": self._run.recipe}
 
     def _send(self, shard: ShardInfo) -> None:
         sending = self._sending
@@ -204,16 +203,16 @@ class Writing(Arrival):
         sending.retries.run(partial(sending.copy_file, *tar))
 
     def _finish(self) -> None:
-        index = join_index(self._plan, self._done)
+        index = join_index(self._run, self._done)
         write_index(self.target, index)
         for sending in self._sendings:
             sending.result()
         if self._drive is not None:
             self._sending.retries.write(self._drive, write_index, self._drive, index)
-        plan = self._plan
-        images = open_place(plan.image_folder)
+        run = self._run
+        source = describe_source(run.dataset)
         for folder in {self.target, self._drive or self.target}:
-            keep_source(folder, index, images, plan.source, plan.planned_ns)
+            keep_source(folder, index, run.images, source, run.began_ns)
 
     def __str__(self) -> str:
         sent = sum(sending.done() for sending in self._sendings)
@@ -237,7 +236,7 @@ class FollowedWriting(FollowedArrival):
         self._arrived = ArrivedShards(ssd, self.key)
         # If the other process has ended meanwhile, the recipe is read from its shards.
         recipe = read_status(ssd, self.key).get("recipe") or find_common_recipe([ssd], dataset)
-        self.jobs = list(cut_parts(ssd, images, dataset, recipe, 1))
+        self.jobs = list(cut_jobs(ShardRun(ssd, images, dataset, recipe), 1))
         self._prepare(
             ssd,
             images=[len(job.dataset) for job in self.jobs],
@@ -264,14 +263,14 @@ def name_writing(dataset: CocoDataset) -> str:
     return hash_bytes(f"writing {dataset.fingerprint}".encode())
 
 
-def _run_timed(job: ShardPart, priority: int) -> tuple[ShardIndex, float]:
+def _run_timed(job: ShardJob, priority: int) -> tuple[ShardIndex, float]:
     """Write a shard, and return its index and the CPU seconds that it took.
 
     The process keeps a priority that is lower already. Only root could raise it.
     """
     os.nice(max(0, priority - os.nice(0)))
     began_s = process_time()
-    return run_part(job), process_time() - began_s
+    return run_job(job), process_time() - began_s
 
 
 class WritingShards(ArrivingShards):
@@ -355,7 +354,7 @@ class WritingShards(ArrivingShards):
         }
 
     def _foresee_objects(
-        self, jobs: list[ShardPart], row: int
+        self, jobs: list[ShardJob], row: int
     ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Return boxes, float32 [N, 4], and labels of an image that is not written yet."""
         shard = int(self.shard_of[row])
@@ -424,7 +423,7 @@ def _plan_sizes(dataset: CocoDataset, recipe: dict[str, Any]) -> NDArray[np.int3
     return np.array([plan_size(*size, **limits) for size in sizes.tolist()], np.int32)
 
 
-def _foresee_shard(job: ShardPart) -> ShardInfo:
+def _foresee_shard(job: ShardJob) -> ShardInfo:
     """Return the entry for a shard that is not written yet, with its name and number of images."""
     path = job.path
     arrays_name = path.with_suffix(".arrays").name

@@ -1,4 +1,4 @@
-"""Write one shard, in any process: build it in memory and write it, unless it is finished."""
+"""Write one shard: build it in memory and write it, unless it is finished."""
 
 import tarfile
 from collections import Counter
@@ -6,22 +6,18 @@ from collections.abc import Generator
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-import colab_utils
 from colab_utils.data.coco import CocoDataset
-from colab_utils.data.image_paths import require_folder
 from colab_utils.drive import DriveLostError, Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import has_size, hash_bytes, read_whole, write_file
-from colab_utils.places import Place, UrlPath, open_place
+from colab_utils.places import Place, UrlPath
 from colab_utils.reader import Reader, Reading
 from colab_utils.shards.arrays import ArraysBuilder, describe_shard, dump_arrays
 from colab_utils.shards.copy import Copying
 from colab_utils.shards.index import ShardIndex, SkippedImage
-from colab_utils.shards.job_plan import RunStop, ShardJob, load_part, parse_job, read_plan
 from colab_utils.shards.records import read_image, try_sample
-from colab_utils.streams import require_streams
 
 # A file of arrays with more bytes than this is refused. The arrays of the largest shard have fewer.
 _MOST_ARRAYS_BYTES = 1e10
@@ -48,20 +44,23 @@ def name_shard(folder: Place, number: int) -> Place:
     return folder / f"shard-{number:06d}.tar"
 
 
-class ShardPart(NamedTuple):
-    """The part of a dataset that becomes one shard, and what a process needs to write it."""
+class ShardJob(NamedTuple):
+    """The images that become one shard, and what a process needs to write it."""
 
     path: Place
     """The tar to write."""
     dataset: CocoDataset
+    """The images of this shard alone."""
     images: Place
     recipe: dict[str, Any]
     streams: int | str = "auto"
     """Number of files that the process reads at the same time."""
     drive: Place | None = None
     """Folder that may hold the finished shard. If it does, the shard is copied from there."""
-    notes: Place | None = None
-    """Folder for the arrays of a shard that has no usable image. With None, they are not kept."""
+    keeps_empty: bool = False
+    """Whether to keep the arrays of a shard that has no usable image. They tell another machine
+    that this shard is done.
+    """
     contents: dict[int, bytes] | None = None
     """The files that were read already, by the place of the image in ``dataset``."""
 
@@ -73,9 +72,7 @@ class WorkerProgress:
     images_done: Any = None
     """Number of images that are done, in shared memory."""
     stop: Any = None
-    """Event that makes every process give up at its next image. Processes of an executor have a
-    `RunStop`.
-    """
+    """Event that makes every process give up at its next image."""
 
     def add(self, images: int) -> None:
         """Count images that are done.
@@ -102,92 +99,40 @@ def join_run(progress: WorkerProgress) -> None:
     _progress = progress
 
 
-def write_shard(job: ShardJob, *, streams: int | Literal["auto"] = "auto") -> ShardIndex:
-    """Write one shard of a plan; return an index that lists only this shard.
-
-    Any machine that sees the folders of the plan can write it. The bytes of a shard depend only on
-    the data and the recipe, and a file gets its name when it is complete. So two machines may write
-    the same shard at the same time, and a job that was killed can be run again. A shard that is
-    there already is left as it is, unless one of its bad images was repaired.
-
-    Args:
-        job: one of the ``jobs`` of `plan_jobs`. It may come as a list, as from JSON.
-        streams: number of files that are read at the same time; "auto" measures how many Drive can
-            serve.
-
-    Raises:
-        ColabUtilsError: if this machine does not see the folders, the shards were planned again,
-            another version of the package planned them, or the shard cannot be written.
-        DriveLostError: if Drive went away.
-
-    Example:
-        See `plan_jobs`.
-    """
-    job = parse_job(job)
-    folder = open_place(job.shards)
-    require_streams(streams)
-    plan = Retries().write(folder, read_plan, folder)
-    if (
-        plan is None
-        or plan.files != job.stop_file.parent
-        or plan.version != colab_utils.__version__
-    ):
-        raise ColabUtilsError(
-            f"The plan of this job is not in {folder}: its shards are finished, or were planned "
-            "again with other settings, another path of the images, or another version of "
-            f"colab_utils (this machine has {colab_utils.__version__}). Use the same settings, "
-            "path and version on every machine and plan again: it continues."
-        )
-    images = open_place(plan.image_folder)
-    require_folder(images)
-    part = ShardPart(
-        path=name_shard(folder, job.number),
-        dataset=Retries().run(partial(load_part, plan, job.number)),
-        images=images,
-        recipe=plan.recipe,
-        streams=streams,
-        notes=plan.files,
-    )
-    # A process that `run_here` started has joined its run already.
-    progress = _progress if _progress.stop else WorkerProgress(stop=RunStop(job))
-    return write_part(part, progress)
+def run_job(job: ShardJob) -> ShardIndex:
+    """Write a shard in a process that has joined a run; see `write_shard`."""
+    return write_shard(job, _progress)
 
 
-def run_part(part: ShardPart) -> ShardIndex:
-    """Write a part in a process that has joined a run; see `write_part`."""
-    return write_part(part, _progress)
-
-
-def write_part(part: ShardPart, progress: WorkerProgress) -> ShardIndex:
+def write_shard(job: ShardJob, progress: WorkerProgress) -> ShardIndex:
     """Write one shard unless it is finished; return an index that lists only this shard.
 
     The arrays are written before the tar. Their head holds the checksum of the tar. A shard whose
-    images are all bad has no files.
+    images are all bad has no tar.
 
     Raises:
         ColabUtilsError: if the shard cannot be written.
         DriveLostError: if Drive went away.
     """
-    folder = part.path.parent
+    folder = job.path.parent
     retries = Retries(progress.stop)
     # A job that waited while the run was stopped asks nothing of a server that may be gone.
     progress.add(0)
-    finished = retries.write(folder, _find_finished, part)
-    if finished is None and part.drive is not None:
-        finished = _copy_shard(part, part.drive, retries)
+    finished = retries.write(folder, _find_finished, job)
+    if finished is None and job.drive is not None:
+        finished = _copy_shard(job, job.drive, retries)
     if finished is not None:
-        progress.add(len(part.dataset))
+        progress.add(len(job.dataset))
         return finished
-    tar, arrays = _build_shard(part, progress)
+    tar, arrays = _build_shard(job, progress)
     index = _parse_shard_index(arrays)
     # If the run was stopped, this raises an error: another run may be writing already.
     progress.add(0)
     # Arrays come first, since a tar without arrays could be a file of the user.
+    if index.images or job.keeps_empty:
+        retries.write(folder, write_file, job.path.with_suffix(".arrays"), arrays)
     if index.images:
-        retries.write(folder, write_file, part.path.with_suffix(".arrays"), arrays)
-        retries.write(folder, write_file, part.path, *tar)
-    elif part.notes is not None:
-        retries.write(folder, write_file, part.notes / index.shards[0].arrays_name, arrays)
+        retries.write(folder, write_file, job.path, *tar)
     return index
 
 
@@ -201,9 +146,7 @@ def read_shard_index(arrays: Place) -> ShardIndex | None:
         return None
 
 
-def find_shard(
-    path: Place, fingerprint: str, recipe: dict[str, Any], notes: Place | None = None
-) -> ShardIndex | None:
+def find_shard(path: Place, fingerprint: str, recipe: dict[str, Any]) -> ShardIndex | None:
     """Return an index of one finished shard; None if the shard is missing, cut short, or of other
     data or settings.
 
@@ -211,12 +154,8 @@ def find_shard(
         path: the tar.
         fingerprint: the fingerprint of the annotations.
         recipe: how the images are stored.
-        notes: see `ShardPart`.
     """
-    arrays = path.with_suffix(".arrays")
-    index = read_shard_index(arrays)
-    if index is None and notes is not None:
-        index = read_shard_index(notes / arrays.name)
+    index = read_shard_index(path.with_suffix(".arrays"))
     if index is None or index.shards[0].name != path.name:
         return None
     if index.fingerprint != fingerprint or index.recipe != recipe:
@@ -252,23 +191,23 @@ def are_still_bad(index: ShardIndex, images: Place, dataset: CocoDataset) -> boo
         )
 
 
-def _find_finished(part: ShardPart) -> ShardIndex | None:
+def _find_finished(job: ShardJob) -> ShardIndex | None:
     """Return an index of the shard if an earlier run finished it; None if it has to be written."""
-    index = find_shard(part.path, part.dataset.fingerprint, part.recipe, part.notes)
-    if index is None or not are_still_bad(index, part.images, part.dataset):
+    index = find_shard(job.path, job.dataset.fingerprint, job.recipe)
+    if index is None or not are_still_bad(index, job.images, job.dataset):
         return None
     return index
 
 
-def _copy_shard(part: ShardPart, drive: Place, retries: Retries) -> ShardIndex | None:
+def _copy_shard(job: ShardJob, drive: Place, retries: Retries) -> ShardIndex | None:
     """Copy the finished shard of an earlier session; return an index of it.
 
     Return None if there is no such shard, or if it is damaged. Then the shard has to be written.
     """
-    index = retries.run(partial(_find_finished, part._replace(path=drive / part.path.name)))
+    index = retries.run(partial(_find_finished, job._replace(path=drive / job.path.name)))
     if index is None:
         return None
-    copying = Copying(drive, part.path.parent, retries, overwrite=True)
+    copying = Copying(drive, job.path.parent, retries, overwrite=True)
     try:
         for name, size, checksum in index.files():
             copying.copy_file(name, size, checksum)
@@ -279,7 +218,7 @@ def _copy_shard(part: ShardPart, drive: Place, retries: Retries) -> ShardIndex |
     return index
 
 
-def _build_shard(part: ShardPart, progress: WorkerProgress) -> tuple[list[bytes], bytes]:
+def _build_shard(job: ShardJob, progress: WorkerProgress) -> tuple[list[bytes], bytes]:
     """Build a shard in memory; return the parts of its tar and the content of its arrays file."""
     # The parts stay in a list: joining them would copy them, and raw pixels are megabytes each.
     tar: list[bytes] = []
@@ -288,10 +227,10 @@ def _build_shard(part: ShardPart, progress: WorkerProgress) -> tuple[list[bytes]
     annotations = 0
     skipped: list[SkippedImage] = []
     faults = Counter[str]()
-    with closing(_read_ahead(part, progress)) as readings:
+    with closing(_read_ahead(job, progress)) as readings:
         for i, reading in enumerate(readings):
             progress.add(1)
-            sample = try_sample(reading.take, part.dataset, i, part.recipe)
+            sample = try_sample(reading.take, job.dataset, i, job.recipe)
             if isinstance(sample, SkippedImage):
                 skipped.append(sample)
                 continue
@@ -305,10 +244,10 @@ def _build_shard(part: ShardPart, progress: WorkerProgress) -> tuple[list[bytes]
             faults.update(sample.faults)
     tar.append(bytes(2 * tarfile.BLOCKSIZE))
     head = {
-        "fingerprint": part.dataset.fingerprint,
-        "recipe": part.recipe,
-        "name": part.path.name,
-        "images": len(part.dataset) - len(skipped),
+        "fingerprint": job.dataset.fingerprint,
+        "recipe": job.recipe,
+        "name": job.path.name,
+        "images": len(job.dataset) - len(skipped),
         "annotations": annotations,
         "bytes": tar_bytes + len(tar[-1]),
         "xxh3_64": hash_bytes(*tar),
@@ -319,19 +258,19 @@ def _build_shard(part: ShardPart, progress: WorkerProgress) -> tuple[list[bytes]
     return tar, dump_arrays(head, builder.build())
 
 
-def _read_ahead(part: ShardPart, progress: WorkerProgress) -> Generator[Reading, None, None]:
+def _read_ahead(job: ShardJob, progress: WorkerProgress) -> Generator[Reading, None, None]:
     """Yield the files of the images in order.
 
     Files are read before they are needed, because each file on Drive takes long to open.
     """
     retries = Retries(progress.stop)
-    contents = part.contents or {}
+    contents = job.contents or {}
 
     def read(place: int) -> bytes:
-        return contents.get(place) or read_image(part.images, part.dataset, place, retries)
+        return contents.get(place) or read_image(job.images, job.dataset, place, retries)
 
-    with closing(Reader(read, place=part.images, streams=part.streams, retries=retries)) as reader:
-        yield from reader.read_all(range(len(part.dataset)))
+    with closing(Reader(read, place=job.images, streams=job.streams, retries=retries)) as reader:
+        yield from reader.read_all(range(len(job.dataset)))
 
 
 def _parse_shard_index(content: bytes) -> ShardIndex:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from colab_utils.data.coco import CocoDataset
 from colab_utils.data.image_paths import find_file
 from colab_utils.errors import ColabUtilsError, UnavailableError
 from colab_utils.files import FileStamp, read_file, stamp_file, write_file
@@ -43,6 +44,12 @@ class ShardSource:
     """
 
 
+def describe_source(dataset: CocoDataset) -> ShardSource:
+    """Return facts about the JSON that was read. By these facts it is recognised later."""
+    fingerprint = dataset.fingerprint
+    return ShardSource(fingerprint, dataset.stamp, len(dataset.ids), dataset.crowds)
+
+
 def read_source(folder: Place, fingerprint: str) -> ShardSource | None:
     """Read the notes on the shards of a folder; None if there are none.
 
@@ -52,17 +59,12 @@ def read_source(folder: Place, fingerprint: str) -> ShardSource | None:
             shards, and are not returned.
     """
     with suppress(OSError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
-        source = parse_source(json.loads(read_file(folder / SOURCE_NAME)))
+        source = _parse(json.loads(read_file(folder / SOURCE_NAME)))
         return source if source.fingerprint == fingerprint else None
     return None
 
 
-def parse_source(content: dict[str, Any]) -> ShardSource:
-    """Return the notes from their JSON.
-
-    Raises:
-        AttributeError, KeyError, TypeError: if the JSON is not what `keep_source` writes.
-    """
+def _parse(content: dict[str, Any]) -> ShardSource:
     skipped = {name: FileStamp(*stamp) for name, stamp in content["skipped"].items()}
     return ShardSource(**{**content, "json": FileStamp(*content["json"]), "skipped": skipped})
 

@@ -6,15 +6,15 @@ ones.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import Executor
-from contextlib import closing
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter, time_ns
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from colab_utils.data.coco import CocoDataset
 from colab_utils.data.defects import count_allowed, describe_faults, require_sound_objects
@@ -25,24 +25,14 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.machine import require_space
 from colab_utils.places import Place, UrlPath, open_place
 from colab_utils.progress import show_progress
-from colab_utils.require import require_count, require_max_bad
+from colab_utils.require import require_max_bad, require_part
 from colab_utils.shards.index import INDEX_NAME, ShardIndex, SkippedImage, read_index, write_index
-from colab_utils.shards.job_plan import (
-    JobPlan,
-    describe_source,
-    make_plan,
-    read_plan,
-    remove_plan,
-    save_plan,
-)
 from colab_utils.shards.jobs import (
-    ShardPart,
+    ShardJob,
     are_still_bad,
     has_files,
     name_shard,
     read_shard_index,
-    run_part,
-    write_shard,
 )
 from colab_utils.shards.lock import WRITER_NAME, hold_folder
 from colab_utils.shards.plan import (
@@ -57,8 +47,14 @@ from colab_utils.shards.plan import (
     try_images,
 )
 from colab_utils.shards.records import MISSING
-from colab_utils.shards.running import Runs, run_elsewhere, run_here
-from colab_utils.shards.source import ShardSource, keep_source, list_changed, read_source
+from colab_utils.shards.running import run_jobs
+from colab_utils.shards.source import (
+    ShardSource,
+    describe_source,
+    keep_source,
+    list_changed,
+    read_source,
+)
 from colab_utils.shards.stored_images import Storage
 from colab_utils.streams import require_streams
 from colab_utils.units import format_bytes, format_count
@@ -102,6 +98,26 @@ class ShardReport:
         return text
 
 
+@dataclass(frozen=True)
+class ShardRun:
+    """The writing of a dataset's shards, or of one part of them, into a folder."""
+
+    folder: Place
+    images: Place
+    dataset: CocoDataset
+    recipe: dict[str, Any]
+    part: tuple[int, int] | None = None
+    """Number of the part, from 1, and number of all parts; None if all shards are written."""
+    began_ns: int = field(default_factory=time_ns)
+    """When the writing began, in nanoseconds since 1970."""
+
+    def list_shards(self) -> list[tuple[int, NDArray[np.int64]]]:
+        """Return number and images of each shard to write; see `split_images`."""
+        number, parts = self.part or (1, 1)
+        shards = enumerate(split_images(self.recipe, len(self.dataset)))
+        return list(shards)[number - 1 :: parts]
+
+
 def write_shards(
     images: str | Place,
     annotations: Annotations,
@@ -114,9 +130,8 @@ def write_shards(
     exif: Exif = "auto",
     workers: int | Literal["auto"] = "auto",
     streams: int | Literal["auto"] = "auto",
-    executor: Executor | None = None,
-    retries: int = 2,
     max_bad: float = 0.01,
+    part: tuple[int, int] | None = None,
 ) -> ShardReport:
     """Write a COCO dataset as shards. A shard is an uncompressed tar that WebDataset reads, and a
     file of flat arrays.
@@ -129,6 +144,10 @@ def write_shards(
     one of its annotations has no usable mask. The images are stored in a random order, because many
     annotation files are sorted by class. The order is the same in every run. ``image_id`` tells
     which image is which. To see what a ``storage`` costs on this machine, call `plan_shards`.
+
+    Several machines can write one folder together: each writes a ``part``, and then one of them
+    calls `finish_shards`. The parts may be written in any order. A part that was killed can be
+    written again, and a part that is written twice does no harm.
 
     Args:
         images: the image folder.
@@ -148,22 +167,18 @@ def write_shards(
             photos show, and keeps them if none tells or if they disagree; a warning says so. The
             choice stands in the recipe of the shards. Where the size tells, it decides.
         workers: number of processes. Each holds one shard in memory. "auto" is one for each core.
-            With an executor, ``workers`` is the number of the executor's workers: four shards for
-            each of them are submitted at a time. "auto" then submits 256 shards at a time.
+            With 1, no process is started: a thread of this process writes.
         streams: number of files that each process reads at the same time, ahead of the image that
             it works on. "auto" measures how many Drive can serve.
-        executor: any ``concurrent.futures`` executor, such as that of a cluster. Its workers write
-            the shards in place of processes on this machine. They must see the folders at the same
-            paths.
-        retries: how often a shard is handed to the executor again after its worker was lost.
         max_bad: a share from 0 to 1 (``float``), or a number (``int``). The run stops if more of
             the images are bad, or more of the objects. A bad object would be trained wrongly or not
             at all. An example is a polygon that has numbers from 0 to 1 in place of pixels.
+        part: (i, n), with i from 1 to n: every n-th shard is written, from number i - 1 on, and no
+            index. With None, all shards are written, and the index.
 
     Raises:
         ColabUtilsError: if the input is missing or not COCO, too many images or objects are bad,
-            the disk is full, the folder holds other data, another process writes there, or the
-            executor lost a shard.
+            the disk is full, the folder holds other data, or another process writes there.
 
     Example:
         >>> import tempfile
@@ -181,13 +196,8 @@ def write_shards(
     processes = count_processes(workers)
     recipe = make_recipe(storage, exif, min_size=min_size, max_size=max_size, shard_mb=shard_mb)
     max_bad = require_max_bad(max_bad)
-    require_count("retries", retries, minimum=0)
     require_streams(streams)
-    if executor is not None and not isinstance(executor, Executor):
-        raise ColabUtilsError(
-            f"executor is a {type(executor).__name__}, not a concurrent.futures executor. With "
-            "Dask, pass client.get_executor(). With Ray, see the README."
-        )
+    part = require_part(part)
     patience = Retries()
     known = patience.write(folder, find_known, folder, images, annotations, recipe)
     if known is not None:
@@ -195,25 +205,15 @@ def write_shards(
     dataset = open_annotations(images, annotations)
     index = patience.write(folder, find_finished, folder, images, dataset, recipe)
     if index is None:
-        with hold_folder(folder):
+        with hold_folder(folder) if part is None else nullcontext():
             recipe = patience.write(folder, begin_folder, folder, images, dataset, recipe)
-            plan = make_plan(folder, images, dataset, recipe)
+            patience.write(folder, partial(folder.mkdir, parents=True, exist_ok=True))
+            run = ShardRun(folder, images, dataset, recipe, part)
             with explain_write(folder):
-                if executor is None:
-                    cut_all = partial(cut_parts, folder, images, dataset, recipe, streams)
-                    run = partial(run_here, run_part, cut_all, processes)
-                else:
-                    plan = patience.write(folder, save_plan, plan, dataset)
-                    run = partial(
-                        run_elsewhere,
-                        partial(write_shard, streams=streams),
-                        plan,
-                        executor,
-                        workers=None if workers == "auto" else processes,
-                        retries=retries,
-                    )
-                done = write_all(plan, run, max_bad)
-            index = finish_folder(folder, plan, done)
+                done = write_all(run, processes, streams, max_bad)
+            if part is not None:
+                return make_report(join_index(run, done), started_s)
+            index = finish_folder(run, done)
     return make_report(index, started_s, describe_source(dataset))
 
 
@@ -273,9 +273,6 @@ def _find_run(folder: Place) -> ShardIndex | None:
     """Return the same as `find_index`, but do not try again if Drive fails."""
     if (folder / INDEX_NAME).exists():
         return read_index(folder)
-    plan = read_plan(folder)
-    if plan is not None:
-        return ShardIndex(plan.fingerprint, plan.recipe, (), (), partial=True)
     # The arrays of each shard hold the fingerprint and the recipe of all shards.
     arrays: list[Place] = [*folder.glob("shard-*.arrays")]
     for path in sorted(arrays, key=str):
@@ -403,15 +400,8 @@ def begin_folder(
     return recipe
 
 
-def cut_parts(
-    folder: Place,
-    images: Place,
-    dataset: CocoDataset,
-    recipe: dict[str, Any],
-    streams: int | str,
-    drive: Place | None = None,
-) -> Iterator[ShardPart]:
-    """Yield the part of the dataset that each shard holds.
+def cut_jobs(run: ShardRun, streams: int | str, drive: Place | None = None) -> Iterator[ShardJob]:
+    """Yield the job of each shard of a run.
 
     If ``drive`` holds finished shards of an earlier session, they are copied from there. Later,
     Drive is not asked for other shards: it may hang, and the shards can be written without it.
@@ -419,95 +409,104 @@ def cut_parts(
     finished: set[str] = set()
     if drive is not None:
         finished = Retries().write(drive, _list_names, drive, "shard-*.arrays")
-    parts = split_images(recipe, len(dataset))
-    for number, part in enumerate(map(dataset.select, parts)):
-        path = name_shard(folder.absolute(), number)
-        job = ShardPart(path, part, images.absolute(), recipe, streams)
-        if path.with_suffix(".arrays").name in finished:
-            job = job._replace(drive=drive)
-        yield job
+    for number, places in run.list_shards():
+        path = name_shard(run.folder.absolute(), number)
+        yield ShardJob(
+            path=path,
+            dataset=run.dataset.select(places),
+            images=run.images.absolute(),
+            recipe=run.recipe,
+            streams=streams,
+            drive=drive if path.with_suffix(".arrays").name in finished else None,
+            keeps_empty=run.part is not None,
+        )
 
 
 def _list_names(folder: Place, pattern: str) -> set[str]:
     return {path.name for path in folder.glob(pattern)}
 
 
-def write_all(plan: JobPlan, run: Callable[[], Runs], max_bad: float) -> list[ShardIndex]:
-    """Write shards of a plan; return an index of each.
+def write_all(
+    run: ShardRun, processes: int, streams: int | str, max_bad: float
+) -> list[ShardIndex]:
+    """Write the shards of a run; return an index of each.
 
     Args:
-        plan: the plan of all shards.
-        run: starts the jobs that write the shards. It is called a second time if Drive did not show
-            some images at first.
+        run: the run.
+        processes: number of processes.
+        streams: number of files that each process reads at the same time.
         max_bad: the share or the number of bad images, and of bad objects, that is allowed.
 
     Raises:
         ColabUtilsError: if too many images or objects are bad, a shard cannot be written, or the
             system ended a process.
     """
-    done = _watch(plan, run(), max_bad)
+    done = _watch(run, processes, streams, max_bad)
     missing = [
-        open_place(plan.image_folder) / image.file_name
-        for image in _join_skipped(done)
-        if image.reason == MISSING
+        run.images / image.file_name for image in _join_skipped(done) if image.reason == MISSING
     ]
     if Retries().find_again(missing):
         # Only the shards of these images are written again: the others are finished.
-        done = _watch(plan, run(), max_bad)
-    check_bad(plan, done, max_bad)
+        done = _watch(run, processes, streams, max_bad)
+    check_bad(run.dataset, done, max_bad)
     return done
 
 
-def _watch(plan: JobPlan, runs: Runs, max_bad: float) -> list[ShardIndex]:
+def _watch(run: ShardRun, processes: int, streams: int | str, max_bad: float) -> list[ShardIndex]:
     """Show a progress bar while shards are written; return an index of each."""
     done: list[ShardIndex] = []
     # Drive may show a file late, so missing images are looked for again at the end.
-    is_patient = is_on_drive(open_place(plan.image_folder))
-    with show_progress("preprocess", total=plan.images, unit="image") as bar, closing(runs):
+    is_patient = is_on_drive(run.images)
+    total = sum(len(places) for _, places in run.list_shards())
+    runs = run_jobs(cut_jobs(run, streams), processes)
+    with show_progress("preprocess", total=total, unit="image") as bar, closing(runs):
         for finished, images_done in runs:
             done += finished
             count = sum(index.images + len(index.skipped) for index in done)
-            # Processes of this machine also count the images of unfinished shards.
+            # The images of unfinished shards count, too.
             bar.update(max(count, images_done) - bar.n)
-            check_bad(plan, done, max_bad, is_patient=is_patient)
+            check_bad(run.dataset, done, max_bad, is_patient=is_patient)
     return done
 
 
-def finish_folder(folder: Place, plan: JobPlan, done: Iterable[ShardIndex]) -> ShardIndex:
-    """Write the index of a folder whose shards are all written, and remove its plan.
+def finish_folder(run: ShardRun, done: Collection[ShardIndex]) -> ShardIndex:
+    """Write the index of a folder whose shards are all written.
 
     Raises:
         ColabUtilsError: the shards are not in the folder. The workers have written them to a folder
-            that only they see, such as one in their memory or on another machine.
+            that only they see, such as one in their memory.
     """
+    folder = run.folder
     patience = Retries()
-    index = join_index(plan, done)
+    index = join_index(run, done)
     if not patience.write(folder, has_files, index, folder):
         raise ColabUtilsError(
             f"The shards were written, but this process does not see all of them in {folder}. Name "
             "a folder that all workers and this machine share, and run the same again."
         )
     patience.write(folder, write_index, folder, index)
-    keep_source(folder, index, open_place(plan.image_folder), plan.source, plan.planned_ns)
-    patience.write(folder, remove_plan, folder)
+    keep_source(folder, index, run.images, describe_source(run.dataset), run.began_ns)
+    for shard in (shard for part in done for shard in part.shards if not shard.images):
+        # From now on, the index tells that no image of the shard can be used.
+        patience.write(folder, partial((folder / shard.arrays_name).unlink, missing_ok=True))
     return index
 
 
-def join_index(plan: JobPlan, done: Iterable[ShardIndex]) -> ShardIndex:
+def join_index(run: ShardRun, done: Iterable[ShardIndex]) -> ShardIndex:
     """Join the indexes of single shards into the index of their folder."""
-    done = sorted(done, key=lambda part: part.shards[0].name)
+    done = sorted(done, key=lambda index: index.shards[0].name)
     return ShardIndex(
-        fingerprint=plan.fingerprint,
-        recipe=plan.recipe,
-        categories=tuple(plan.categories),
-        shards=tuple(shard for part in done for shard in part.shards if shard.images),
+        fingerprint=run.dataset.fingerprint,
+        recipe=run.recipe,
+        categories=tuple(run.dataset.categories),
+        shards=tuple(shard for index in done for shard in index.shards if shard.images),
         skipped=_join_skipped(done),
         faults=dict(_sum_faults(done)),
     )
 
 
 def check_bad(
-    plan: JobPlan,
+    dataset: CocoDataset,
     done: Collection[ShardIndex],
     max_bad: float,
     *,
@@ -516,7 +515,7 @@ def check_bad(
     """Check that finished shards have no more bad images or objects than are allowed.
 
     Args:
-        plan: the plan of all shards.
+        dataset: all images and objects.
         done: the indexes of the finished shards.
         max_bad: the share or the number of images, and of objects, that may be bad.
         is_patient: whether to leave out missing images, because Drive may show them later.
@@ -527,15 +526,16 @@ def check_bad(
     skipped = _join_skipped(done)
     if is_patient:
         skipped = tuple(image for image in skipped if image.reason != MISSING)
-    allowed = count_allowed(plan.images, max_bad)
+    images = len(dataset)
+    allowed = count_allowed(images, max_bad)
     if len(skipped) > allowed:
         examples = "; ".join(f"{image.file_name}: {image.reason}" for image in skipped[:3])
         raise ColabUtilsError(
-            f"Bad images so far: {len(skipped):,}, and at most {allowed:,} of {plan.images:,} may "
+            f"Bad images so far: {len(skipped):,}, and at most {allowed:,} of {images:,} may "
             f"be bad ({examples}). Repair them, or their annotations with `check --repair "
             "OUT.json`, or allow more with max_bad (preprocess: --max-bad)."
         )
-    objects = plan.source.annotations - plan.source.crowds
+    objects = len(dataset.ids) - dataset.crowds
     require_sound_objects(_sum_faults(done), objects, max_bad)
 
 

@@ -16,7 +16,8 @@ from colab_utils.__main__ import main
 from colab_utils.data.orientation import compare_turn, decode_upright
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import ShardDataset
-from colab_utils.shards import finish, plan, plan_jobs, write, write_shard
+from colab_utils.shards import plan, write
+from colab_utils.shards.parts import finish_shards
 from colab_utils.show import pictures
 from colab_utils.show.report import write_check
 
@@ -239,18 +240,17 @@ def test_an_argument_decides_for_photos_whose_size_does_not_tell_alone(photos, t
         photos.write(shards, exif="keep" if exif == "turn" else "turn")
 
 
-def test_jobs_of_several_machines_and_one_writer_write_the_same_bytes(photos, tmp_path):
+def test_parts_of_several_machines_and_one_writer_write_the_same_bytes(photos, tmp_path):
     for tag in (6, 3, 8, 3):
         photos.add(tag)
     with pytest.warns(ColabUtilsWarning, match="They are turned"):
         photos.write(tmp_path / "one")
     with pytest.warns(ColabUtilsWarning, match="They are turned"):
-        planned = plan_jobs(photos.images, photos.annotations, shards=tmp_path / "jobs")
-    for job in planned.jobs:
-        write_shard(job)
-    finish(tmp_path / "jobs")
+        photos.write(tmp_path / "parts", part=(1, 2))
+    photos.write(tmp_path / "parts", part=(2, 2))
+    finish_shards(photos.images, photos.annotations, shards=tmp_path / "parts")
     for path in (tmp_path / "one").glob("shard-*"):
-        assert path.read_bytes() == (tmp_path / "jobs" / path.name).read_bytes()
+        assert path.read_bytes() == (tmp_path / "parts" / path.name).read_bytes()
 
 
 def test_an_older_folder_goes_on_by_its_own_recipe(photos, tmp_path, monkeypatch):
@@ -311,7 +311,7 @@ def test_the_commands_take_the_argument(photos, tmp_path, capsys):
     parts = tmp_path / "parts"
     command = ["preprocess", *data, "--shards", str(parts), "--exif", "turn", "--part", "1/1"]
     assert main(command) == 0
-    assert main(["preprocess", "--shards", str(parts), "--finish"]) == 0
+    assert main(["preprocess", *data, "--shards", str(parts), "--finish"]) == 0
     assert all(list_fits(ShardDataset(parts)))
 
 

@@ -90,7 +90,6 @@ def store(images: Path, annotations: Path, shards: Path, **settings: Any) -> Any
             annotations,
             shards=shards,
             shard_mb=0.006,
-            executor=Inline(),
             workers=1,
             max_bad=1.0,
             **settings,

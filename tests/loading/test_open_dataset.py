@@ -31,8 +31,7 @@ from colab_utils.loading.writing import WritingShards
 from colab_utils.shards import plan, write
 from colab_utils.shards.copy import Copying
 from colab_utils.shards.index import read_index, write_index
-from colab_utils.shards.job_plan import make_plan
-from colab_utils.shards.jobs import run_part
+from colab_utils.shards.jobs import run_job
 from colab_utils.shards.lock import WRITER_NAME, hold_folder
 from colab_utils.shards.plan import make_recipe
 from colab_utils.shards.write import write_shards
@@ -235,9 +234,9 @@ def test_the_writer_of_the_first_shard_goes_before_the_others(
 
     def note_priority(part):
         (notes / part.path.stem).write_text(str(os.nice(0)))
-        return run_part(part)
+        return run_job(part)
 
-    monkeypatch.setattr(writing, "run_part", note_priority)
+    monkeypatch.setattr(writing, "run_job", note_priority)
     dataset = open_tiny(tiny_dataset, places)
     dataset.wait()
     priorities = sorted(int(path.read_text()) for path in notes.iterdir())
@@ -251,9 +250,9 @@ def write_old_shards(dataset, folder):
     recipe["images_per_shard"] = 2
     coco = open_coco(dataset.images, dataset.annotations)
     folder.mkdir()
-    plan = make_plan(folder, dataset.images, coco, recipe)
-    parts = write.cut_parts(folder, dataset.images, coco, recipe, 1)
-    write_index(folder, write.join_index(plan, [run_part(part) for part in parts]))
+    run = write.ShardRun(folder, dataset.images, coco, recipe)
+    done = [run_job(job) for job in write.cut_jobs(run, 1)]
+    write_index(folder, write.join_index(run, done))
 
 
 @pytest.mark.parametrize("by_dataset", [False, True])
@@ -295,9 +294,9 @@ def test_what_is_foreseen_of_images_is_near_to_what_is_written(
 
     def run_late(job):
         gate.wait(20)
-        return run_part(job)
+        return run_job(job)
 
-    monkeypatch.setattr(writing, "run_part", run_late)
+    monkeypatch.setattr(writing, "run_job", run_late)
     dataset = open_tiny(tiny_dataset, places, contiguous_labels=True)
     rows = [*range(len(whole))]
     foreseen = dataset.foresee(rows)
@@ -750,7 +749,7 @@ print("opened")
 def test_a_writing_process_that_the_system_ends_is_told(tiny_dataset, places, monkeypatch):
     monkeypatch.setattr(
         writing,
-        "run_part",
+        "run_job",
         lambda job: os.kill(os.getpid(), signal.SIGKILL),
     )
     dataset = open_tiny(tiny_dataset, places)

@@ -1,5 +1,5 @@
-"""Shards by Dask and by Ray, with processes of their own that are killed: `make test-engines`
-installs both.
+"""Parts of shards by Dask, by Ray and by a shell, with the lines of docs/SCALE.md: `make
+test-engines` installs both engines.
 """
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -23,8 +22,9 @@ from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import slow_down
 from tests.snapshots import snapshot
 
-SHARD_MB = 0.05
 ROOT = Path(__file__).resolve().parents[2]
+# The engines run in processes of their own, which do not use up the cores of a machine.
+SETTINGS = {"shard_mb": 0.05, "storage": "keep", "streams": 1}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def photos(tmp_path_factory):
 def expected(photos, tmp_path_factory):
     """The files of a run on this machine alone."""
     folder = tmp_path_factory.mktemp("local") / "shards"
-    write(photos, folder, workers=2)
+    write_shards(photos.images, photos.annotations, shards=folder, workers=2, **SETTINGS)
     return snapshot(folder)
 
 
@@ -49,9 +49,24 @@ def slow_photos(photos):
     return photos
 
 
-def write(photos, folder, **options):
-    settings = {"shard_mb": SHARD_MB, "storage": "keep", **options}
-    return write_shards(photos.images, photos.annotations, shards=folder, **settings)
+def read_example(first_line):
+    """Return the lines of an example in docs/SCALE.md that begins so."""
+    text = (ROOT / "docs" / "SCALE.md").read_text()
+    (code,) = re.findall(rf"```\w*\n({re.escape(first_line)}.*?)```", text, re.S)
+    return code
+
+
+def run_example(first_line, photos, folder, **names):
+    """Run an example with folders and addresses of this test in place of its own."""
+    code = read_example(first_line)
+    data = {"images": str(photos.images), "annotations": str(photos.annotations)}
+    settings = {**data, "shards": str(folder), **SETTINGS}
+    code, count = re.subn(r"data = \{.*?\}", lambda _: f"data = {settings!r}", code)
+    assert count == 1
+    for name, value in names.items():
+        assert name in code
+        code = code.replace(name, value)
+    exec(code, {})
 
 
 def wait_for(condition, seconds=60):
@@ -76,7 +91,7 @@ def after_two_shards(folder, act):
 
 
 class Dask:
-    """A scheduler and two workers, each a process of its own."""
+    """A scheduler and two workers, each a process of its own below a nanny."""
 
     def __init__(self, folder):
         self.file = folder / "scheduler.json"
@@ -84,7 +99,9 @@ class Dask:
         self.start("dask_scheduler", "--port", "0", "--scheduler-file", str(self.file))
         wait_for(self.file.exists)
         for _ in range(2):
-            self.start_worker()
+            self.start("dask_worker", "--scheduler-file", str(self.file), "--nthreads", "2")
+        with self.connect() as client:
+            self.address = client.scheduler.address
 
     def start(self, module, *words):
         command = [sys.executable, "-m", f"distributed.cli.{module}", *words, "--no-dashboard"]
@@ -96,11 +113,6 @@ class Dask:
         )
         self.processes.append(process)
 
-    def start_worker(self):
-        self.start(
-            "dask_worker", "--scheduler-file", str(self.file), "--nthreads", "1", "--no-nanny"
-        )
-
     def connect(self):
         from distributed import Client
 
@@ -108,8 +120,16 @@ class Dask:
         client.wait_for_workers(2, timeout=60)
         return client
 
+    def kill_worker(self):
+        """Kill one of the workers; its nanny starts another one."""
+        with self.connect() as client:
+            pids = client.run(os.getpid)
+        os.kill(min(pids.values()), 9)
+
     def close(self):
         for process in self.processes:
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
             process.kill()
             process.wait()
 
@@ -122,89 +142,40 @@ def dask(tmp_path):
     cluster.close()
 
 
-@pytest.fixture
-def dask_of_slow_photos(slow_photos, dask):
-    return dask
+def run_on_dask(dask, photos, folder):
+    run_example(
+        "from dask.distributed import Client",
+        photos,
+        folder,
+        **{"tcp://scheduler:8786": dask.address},
+    )
 
 
 def test_dask_writes_the_same_bytes(photos, expected, dask, tmp_path):
-    with dask.connect() as client:
-        write(photos, tmp_path / "shards", executor=client.get_executor(), workers=2)
+    run_on_dask(dask, photos, tmp_path / "shards")
     assert snapshot(tmp_path / "shards") == expected
 
 
-def test_a_killed_worker_of_dask_is_not_seen(photos, expected, dask_of_slow_photos, tmp_path):
+def test_a_killed_worker_of_dask_is_not_seen(slow_photos, expected, dask, tmp_path):
     folder = tmp_path / "shards"
-    scheduler, first, second = dask_of_slow_photos.processes
-
-    with dask_of_slow_photos.connect() as client, after_two_shards(folder, first.kill):
-        write(photos, folder, executor=client.get_executor(), workers=2, streams=1)
-    assert scheduler.poll() is None
-    assert second.poll() is None
+    with after_two_shards(folder, dask.kill_worker):
+        run_on_dask(dask, slow_photos, folder)
     assert snapshot(folder) == expected
 
 
-def test_all_workers_lost_name_the_shard_and_the_same_call_continues(
-    photos, expected, dask, tmp_path
+def test_an_error_within_dask_is_ours_and_the_same_call_continues(
+    slow_photos, expected, dask, tmp_path
 ):
-    """Each worker that takes one of the shards is killed, as by the system for its memory."""
-    folder = tmp_path / "shards"
-    with dask.connect() as client:
-        for _ in range(4):
-            dask.start_worker()
-        client.wait_for_workers(6)
-        client.run(spoil_shard, "shard-000007.tar")
-        with pytest.raises(ColabUtilsError, match="shard-000007 was not written") as error:
-            write(photos, folder, executor=client.get_executor(retries=0), workers=6, retries=0)
-    assert "KilledWorker" in str(error.value)
-    assert "it continues" in str(error.value)
-    write(photos, folder, workers=2)
-    assert snapshot(folder) == expected
-
-
-def spoil_shard(name):
-    """Make this process one that ends when it writes a file of this name."""
-    replace = os.replace
-
-    def die(source, target):
-        if Path(target).name == name:
-            os.kill(os.getpid(), signal.SIGKILL)
-        replace(source, target)
-
-    os.replace = die
-
-
-def test_no_old_error_comes_again_from_dask(photos, expected, dask_of_slow_photos, tmp_path):
-    """By default it keeps the outcome of equal calls. Nothing is written after an error, either."""
+    """By default, Dask keeps the outcome of equal calls."""
     folder = tmp_path / "shards"
     blocked = folder / "shard-000012.tar"
-    with dask_of_slow_photos.connect() as client:
-        executor = client.get_executor()
-        with after_two_shards(folder, blocked.mkdir):
-            with pytest.raises(ColabUtilsError, match=r"Writing into .* failed"):
-                write(photos, folder, executor=executor, workers=2, streams=1)
-            assert not (folder / "writer.txt").exists()
-            before = sorted(snapshot(folder))
-        time.sleep(4)
-        assert sorted(snapshot(folder)) == before
-        blocked.rmdir()
-        write(photos, folder, executor=executor, workers=2)
-    assert snapshot(folder) == expected
-
-
-def test_a_killed_scheduler_of_dask_is_told(photos, expected, dask_of_slow_photos, tmp_path):
-    folder = tmp_path / "shards"
-    scheduler = dask_of_slow_photos.processes[0]
-    client = dask_of_slow_photos.connect()
     with (
-        after_two_shards(folder, scheduler.kill),
-        pytest.raises(ColabUtilsError, match=r"shard-\d+ was not written") as error,
+        after_two_shards(folder, blocked.mkdir),
+        pytest.raises(ColabUtilsError, match=r"Writing into .* failed"),
     ):
-        write(photos, folder, executor=client.get_executor(), workers=2, streams=1)
-    client.close(timeout=1)
-    assert "it continues" in str(error.value)
-    assert not (folder / "writer.txt").exists()
-    write(photos, folder, workers=2)
+        run_on_dask(dask, slow_photos, folder)
+    blocked.rmdir()
+    run_on_dask(dask, slow_photos, folder)
     assert snapshot(folder) == expected
 
 
@@ -221,51 +192,73 @@ def start_ray(ray, tries=4):
 
 
 @pytest.fixture(scope="module")
-def ray_executor(photos):
-    """The executor of the README, on a Ray of two workers, which read the pictures slowly."""
+def ray_of_slow_photos(photos):
+    """Two workers of Ray, which read the pictures slowly."""
     ray = pytest.importorskip("ray")
-    code = re.findall(r"```python\n(import ray\n.*?)```", (ROOT / "README.md").read_text(), re.S)
-    names = {}
-    exec(code[0].partition("ray.init()")[0], names)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("PYTHONPATH", str(ROOT))
         slow_down(photos.images, "typical")
         start_ray(ray)
-        yield names["RayExecutor"]()
+        yield ray
         ray.shutdown()
 
 
-def test_ray_writes_the_same_bytes(photos, expected, ray_executor, tmp_path):
-    write(photos, tmp_path / "shards", executor=ray_executor, workers=2)
+def test_ray_writes_the_same_bytes(photos, expected, ray_of_slow_photos, tmp_path):
+    run_example("import ray", photos, tmp_path / "shards")
     assert snapshot(tmp_path / "shards") == expected
 
 
-def test_a_killed_worker_of_ray_is_tried_again(photos, expected, ray_executor, tmp_path):
+def test_a_killed_worker_of_ray_is_tried_again(photos, expected, ray_of_slow_photos, tmp_path):
     folder = tmp_path / "shards"
 
     def kill():
         workers = [
             process
             for process in psutil.Process().children(recursive=True)
-            if "ray::run" in "".join(process.cmdline())
+            if "ray::" in "".join(process.cmdline()) and "IDLE" not in "".join(process.cmdline())
         ]
         assert workers
         workers[0].kill()
 
     with after_two_shards(folder, kill):
-        write(photos, folder, executor=ray_executor, workers=2, streams=1)
+        run_example("import ray", photos, folder)
     assert snapshot(folder) == expected
 
 
-def test_an_error_within_ray_is_ours(photos, expected, ray_executor, tmp_path):
+def test_an_error_within_ray_is_ours(photos, expected, ray_of_slow_photos, tmp_path):
     folder = tmp_path / "shards"
     blocked = folder / "shard-000012.tar"
     with (
         after_two_shards(folder, blocked.mkdir),
-        pytest.raises(ColabUtilsError, match=r"^Writing into .* failed"),
+        pytest.raises(ColabUtilsError, match=r"Writing into .* failed"),
     ):
-        write(photos, folder, executor=ray_executor, workers=2, streams=1)
+        run_example("import ray", photos, folder)
     blocked.rmdir()
-    write(photos, folder, executor=ray_executor, workers=2)
+    run_example("import ray", photos, folder)
     assert snapshot(folder) == expected
+
+
+# Runs the wrapped command for each task of the array, as Slurm does on as many machines.
+SBATCH = """#!/bin/bash
+tasks=${1#--array=1-}
+for task in $(seq $tasks); do SLURM_ARRAY_TASK_ID=$task bash -c "$3" & jobs+=" $!"; done
+for job in $jobs; do wait $job || exit 1; done
+"""
+
+
+def test_a_shell_writes_the_same_bytes(photos, tmp_path, monkeypatch):
+    folder = tmp_path / "shards"
+    (tmp_path / "sbatch").write_text(SBATCH)
+    (tmp_path / "sbatch").chmod(0o755)
+    (tmp_path / "python").write_text(f'#!/bin/bash\nexec {sys.executable} "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    code = read_example("sbatch").replace("16", "3")
+    code = code.replace("--images DIR", f"--images {photos.images}")
+    code = code.replace("--annotations FILE", f"--annotations {photos.annotations}")
+    code = code.replace("--shards DIR", f"--shards {folder} --storage shrink")
+    subprocess.run(["bash", "-ec", code], check=True, cwd=tmp_path)
+    write_shards(photos.images, photos.annotations, shards=tmp_path / "alone")
+    assert snapshot(folder) == snapshot(tmp_path / "alone")

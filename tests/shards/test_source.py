@@ -12,7 +12,6 @@ from colab_utils.loading.opening import open_dataset
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards import jobs, source
 from colab_utils.shards.index import read_index
-from colab_utils.shards.parts import plan_jobs
 from colab_utils.shards.source import SOURCE_NAME, read_source
 from colab_utils.shards.write import write_shards
 
@@ -39,10 +38,6 @@ def write(data, folder):
     return write_shards(*data, shards=folder, max_bad=0.5, workers=1)
 
 
-def plan(data, folder):
-    return plan_jobs(*data, shards=folder)
-
-
 def list_skipped(folder) -> list[str]:
     return [image.file_name for image in read_index(folder).skipped]
 
@@ -66,10 +61,6 @@ def test_a_finished_folder_is_known_without_reading_the_dataset(data, folder, op
     assert opened == ["index.json", SOURCE_NAME]
     assert (first.images, len(first.skipped), first.shards) == (6, 2, 1)
     assert first.annotations > 6
-    planned = plan(data, folder)
-    assert planned.jobs == []
-    assert (planned.images, planned.source.annotations) == (8, first.annotations)
-    assert set(opened) == {"index.json", SOURCE_NAME, "plan.json"}
 
 
 def test_a_finished_folder_is_opened_without_reading_the_json(data, folder, opened):
@@ -91,13 +82,12 @@ def test_a_json_of_another_time_is_read_once_more(data, folder, opened):
     assert (folder / "index.json").read_bytes() == before
 
 
-@pytest.mark.parametrize("command", [write, plan])
-def test_a_json_that_was_changed_is_seen(data, folder, command):
+def test_a_json_that_was_changed_is_seen(data, folder):
     coco = json.loads(data[1].read_text())
     coco["annotations"][0]["area"] += 1
     data[1].write_text(json.dumps(coco))
     with pytest.raises(ColabUtilsError, match="of another dataset"):
-        command(data, folder)
+        write(data, folder)
 
 
 def test_only_a_bad_image_that_was_changed_is_read_again(data, folder, opened, tmp_path):
@@ -185,13 +175,3 @@ def test_of_a_large_json_its_time_is_kept(data, tmp_path, monkeypatch, opened):
     opened.clear()
     assert write(data, folder).images == 8
     assert data[1].name not in opened
-
-
-def test_a_plan_is_found_by_the_json_it_was_made_of(data, tmp_path, opened):
-    first = plan(data, tmp_path / "shards")
-    assert opened.count(data[1].name) == 1
-    assert plan(data, tmp_path / "shards") == first
-    assert opened.count(data[1].name) == 1
-    os.utime(data[1], ns=(1, 10**18))
-    assert plan(data, tmp_path / "shards") == first
-    assert opened.count(data[1].name) == 2

@@ -16,10 +16,9 @@ from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.places import RefusedError, UrlPath, open_place
 from colab_utils.shards import copy as copying
-from colab_utils.shards import finish, plan_jobs, write_shard
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.index import read_index
-from colab_utils.shards.parts import write_part
+from colab_utils.shards.parts import finish_shards
 from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import write_shards
 from colab_utils.training.checkpoint_folder import CheckpointFolder
@@ -202,18 +201,12 @@ def test_writing_goes_on_with_new_credentials(store, url, photos, local, tmp_pat
 
 
 def test_parts_go_on_with_new_credentials(store, url, photos, local, tmp_path):
-    plan = plan_jobs(photos.images, photos.annotations, shards=url, **SETTINGS)
-    settings = {**SETTINGS, "shards": url, "workers": 1}
-    expect_expiry(
-        store,
-        9,
-        lambda: write_part(photos.images, photos.annotations, part=(1, 2), **settings),
-    )
-    write_part(photos.images, photos.annotations, part=(1, 2), **settings)
-    for job in plan.jobs[1::2]:
-        write_shard(job)
-    expect_expiry(store, 3, lambda: finish(url))
-    finish(url)
+    expect_expiry(store, 9, lambda: write(photos, url, part=(1, 2)))
+    write(photos, url, part=(1, 2))
+    write(photos, url, part=(2, 2))
+    data = photos.images, photos.annotations
+    expect_expiry(store, 3, lambda: finish_shards(*data, shards=url))
+    finish_shards(*data, shards=url)
     copy_shards(url, tmp_path / "all")
     assert snapshot(tmp_path / "all") == snapshot(local)
 

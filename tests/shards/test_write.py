@@ -18,7 +18,6 @@ import tarfile
 import time
 import traceback
 import warnings
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -79,9 +78,8 @@ def test_files_are_read_ahead(dataset, folder, undisturbed, monkeypatch):
         return real_read(*arguments, **options)
 
     monkeypatch.setattr(jobs, "read_image", read)
-    # The thread stays in this process, where its calls can be counted.
-    with ThreadPoolExecutor(1) as executor:
-        run(dataset, folder, executor=executor, streams=3)
+    # One worker is a thread of this process, where its calls can be counted.
+    run(dataset, folder, workers=1, streams=3)
     assert snapshot(folder) == snapshot(undisturbed)
     assert 2 <= max(peaks) <= 3
 
@@ -151,19 +149,6 @@ def test_any_worker_count_writes_the_same_bytes(tiny_dataset, undisturbed, tmp_p
         report = run(data, tmp_path / str(workers), workers=workers)
         assert snapshot(tmp_path / str(workers)) == expected
         assert report.images == 12
-    with ThreadPoolExecutor(2) as executor:
-        run(data, tmp_path / "threads", executor=executor)
-    assert snapshot(tmp_path / "threads") == expected
-
-
-def test_an_executor_elsewhere_gets_all_it_needs(tiny_dataset, undisturbed, tmp_path, monkeypatch):
-    """A process that shares nothing with this one but the disk; paths are relative here."""
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(tiny_dataset.images, "images")
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
-        executor.submit(os.chdir, "/").result()
-        run((Path("images"), tiny_dataset.annotations), Path("shards"), executor=executor)
-    assert snapshot(tmp_path / "shards") == snapshot(undisturbed)
 
 
 def test_a_finished_folder_is_left_as_it_is(tiny_dataset, undisturbed, folder):

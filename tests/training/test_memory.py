@@ -17,7 +17,7 @@ from colab_utils.loading.batch import collate_packed
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards.copy import Copying
-from colab_utils.shards.jobs import run_part
+from colab_utils.shards.jobs import run_job
 from colab_utils.shards.write import write_shards
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.memory import _find_heaviest, plan_memory
@@ -183,7 +183,7 @@ def test_on_a_gpu_training_begins_with_the_first_shard_that_is_written(
     def run_late(job):
         if job.path.name != "shard-000000.tar":
             opened.wait(20)
-        return run_part(job)
+        return run_job(job)
 
     def note(line):
         if getattr(line, "step", 0) == 1:
@@ -191,7 +191,7 @@ def test_on_a_gpu_training_begins_with_the_first_shard_that_is_written(
             written.extend(status["arrived"])
             opened.set()
 
-    monkeypatch.setattr("colab_utils.loading.writing.run_part", run_late)
+    monkeypatch.setattr("colab_utils.loading.writing.run_job", run_late)
     monkeypatch.setattr("colab_utils.shards.plan._FIRST_SHARD_MB", 0.03)
     monkeypatch.setattr("colab_utils.training.memory._BATCH_SIZES", (2, 1))
     with SimulatedGpu(monkeypatch):
