@@ -281,14 +281,14 @@ def _preprocess(
     **settings: Any,
 ) -> Any:
     """Write a COCO dataset as shards."""
+    from colab_utils.shards.folder_state import inspect_folder
     from colab_utils.shards.plan import Annotations, open_annotations, plan_shards
-    from colab_utils.shards.write import find_recipe
 
     if finish:
         max_bad = {name: settings[name] for name in settings.keys() & {"max_bad"}}
         finish_shards = colab_utils.finish_shards
         return _name_skipped(finish_shards(images, annotations, shards=shards, **max_bad))
-    begun = find_recipe(shards) if storage == "auto" else None
+    begun = inspect_folder(shards).recipe if storage == "auto" else {}
     if begun:
         # Some shards are written already: without --storage, the others are stored the same way.
         storage = begun["storage"]

@@ -26,7 +26,8 @@ from colab_utils.os_errors import explain_os_error
 from colab_utils.places import require_local_path
 from colab_utils.require import require_choice
 from colab_utils.sample_data import make_dataset
-from colab_utils.shards.write import ShardReport, find_recipe, write_shards
+from colab_utils.shards.folder_state import inspect_folder
+from colab_utils.shards.write import ShardReport, write_shards
 from colab_utils.slow_drive import DriveProfile, get_profile, read_at_full_speed, slow_down
 
 SCENES: dict[str, str | None] = {"bad day": "bad", "good day": "typical", "my Drive, my GPU": None}
@@ -326,7 +327,7 @@ def ensure_shards(data: EnsuredDataset) -> ShardReport:
     folder = data.shards_on_drive
     with guard_drive(folder), read_at_full_speed():
         # If another notebook stopped half-way, its settings are used again.
-        begun = find_recipe(folder) or {"shard_mb": 8}
+        begun = inspect_folder(folder).recipe or {"shard_mb": 8}
         names = begun.keys() & {"storage", "min_size", "max_size", "shard_mb"}
         settings = {name: begun[name] for name in names}
         return write_shards(data.images, data.annotations, shards=folder, **settings)

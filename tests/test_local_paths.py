@@ -24,10 +24,11 @@ from colab_utils.diagnosis.watch import watch
 from colab_utils.errors import ColabUtilsError
 from colab_utils.places import require_local_path
 from colab_utils.sample_data import make_dataset
+from colab_utils.shards.folder_state import inspect_folder
 from colab_utils.shards.index import read_index
 from colab_utils.shards.parts import finish_shards
 from colab_utils.shards.plan import plan_shards
-from colab_utils.shards.write import find_recipe, write_shards
+from colab_utils.shards.write import write_shards
 from colab_utils.show.receipts import read_receipts
 from colab_utils.show.report import check_receipt_folder, write_check, write_receipt
 from colab_utils.slow_drive import slow_down
@@ -143,7 +144,7 @@ REMOTE_CALLS = {
     "finish_shards images": lambda url: finish_shards(url, "a.json", shards="shards"),
     "finish_shards annotations": lambda url: finish_shards("images", url, shards="shards"),
     "finish_shards shards": lambda url: finish_shards("images", "a.json", shards=url),
-    "find_recipe": find_recipe,
+    "inspect_folder": inspect_folder,
     "read_index": read_index,
     "verify_shards": colab_utils.verify_shards,
     "copy_shards source": lambda url: colab_utils.copy_shards(url, "ssd"),

@@ -24,12 +24,12 @@ from colab_utils.loading.writing import (
 )
 from colab_utils.places import Place, is_same_place, open_place, require_local_path
 from colab_utils.require import require_count, require_max_bad
+from colab_utils.shards.folder_state import find_common_recipe
 from colab_utils.shards.index import INDEX_NAME, read_index
 from colab_utils.shards.jobs import has_files
 from colab_utils.shards.lock import WRITER_NAME, hold_folder
 from colab_utils.shards.plan import make_recipe, open_annotations, stamp_annotations
 from colab_utils.shards.source import read_source
-from colab_utils.shards.write import find_common_recipe
 from colab_utils.streams import require_streams
 
 

@@ -36,6 +36,7 @@ from colab_utils.places import Place, UrlPath
 from colab_utils.processes import ThreadPool, explain_lost_process, fork_pool, kill_pool
 from colab_utils.shards.arrays import convert_boxes
 from colab_utils.shards.copy import COPY_STREAMS, Copying
+from colab_utils.shards.folder_state import find_common_recipe
 from colab_utils.shards.index import ShardIndex, ShardInfo, write_index
 from colab_utils.shards.jobs import (
     ShardJob,
@@ -54,7 +55,6 @@ from colab_utils.shards.write import (
     begin_folder,
     check_bad,
     cut_jobs,
-    find_common_recipe,
     join_index,
 )
 from colab_utils.streams import is_remote

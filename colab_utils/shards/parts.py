@@ -9,6 +9,7 @@ from colab_utils.places import Place, open_place
 from colab_utils.processes import ThreadPool
 from colab_utils.require import require_max_bad
 from colab_utils.shards.copy import COPY_STREAMS
+from colab_utils.shards.folder_state import confirm_finished, inspect_folder
 from colab_utils.shards.index import ShardIndex
 from colab_utils.shards.jobs import find_shard, name_shard
 from colab_utils.shards.lock import remove_leftovers
@@ -18,8 +19,6 @@ from colab_utils.shards.write import (
     ShardReport,
     ShardRun,
     check_bad,
-    find_common_recipe,
-    find_finished,
     finish_folder,
     make_report,
 )
@@ -67,18 +66,18 @@ def finish_shards(
     folder = open_place(shards)
     max_bad = require_max_bad(max_bad)
     dataset = open_annotations(images, annotations)
-    patience = Retries()
-    index = patience.write(folder, find_finished, folder, images, dataset, {})
+    state = inspect_folder(folder)
+    if state.index is None:
+        raise ColabUtilsError(f"There are no shards in {folder}. Write their parts first.")
+    state.require(dataset, {})
+    index = confirm_finished(state, images, dataset)
     if index is None:
-        recipe = find_common_recipe([folder], dataset)
-        if not recipe:
-            raise ColabUtilsError(f"There are no shards in {folder}. Write their parts first.")
         # Other machines have read the images, at a time that is not known here.
-        run = ShardRun(folder, images, dataset, recipe, began_ns=0)
+        run = ShardRun(folder, images, dataset, state.recipe, began_ns=0)
         done = _find_all(run)
         check_bad(dataset, done, max_bad)
         index = finish_folder(run, done)
-        patience.write(folder, remove_leftovers, folder)
+        Retries().write(folder, remove_leftovers, folder)
     return make_report(index, started_s, describe_source(dataset))
 
 

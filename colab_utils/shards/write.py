@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from colab_utils.data.coco import CocoDataset
 from colab_utils.data.defects import count_allowed, describe_faults, require_sound_objects
-from colab_utils.data.image_paths import require_folder
 from colab_utils.data.orientation import Exif, choose_turn
 from colab_utils.drive import Retries, explain_write, is_on_drive
 from colab_utils.errors import ColabUtilsError
@@ -26,15 +25,10 @@ from colab_utils.machine import require_space
 from colab_utils.places import Place, UrlPath, open_place
 from colab_utils.progress import show_progress
 from colab_utils.require import require_max_bad, require_part
-from colab_utils.shards.index import INDEX_NAME, ShardIndex, SkippedImage, read_index, write_index
-from colab_utils.shards.jobs import (
-    ShardJob,
-    are_still_bad,
-    has_files,
-    name_shard,
-    read_shard_index,
-)
-from colab_utils.shards.lock import WRITER_NAME, hold_folder
+from colab_utils.shards.folder_state import confirm_finished, find_source, inspect_folder
+from colab_utils.shards.index import INDEX_NAME, ShardIndex, SkippedImage, write_index
+from colab_utils.shards.jobs import ShardJob, has_files, name_shard
+from colab_utils.shards.lock import hold_folder
 from colab_utils.shards.plan import (
     Annotations,
     complete_recipe,
@@ -43,18 +37,11 @@ from colab_utils.shards.plan import (
     open_annotations,
     select_sample,
     split_images,
-    stamp_annotations,
     try_images,
 )
 from colab_utils.shards.records import MISSING
 from colab_utils.shards.running import run_jobs
-from colab_utils.shards.source import (
-    ShardSource,
-    describe_source,
-    keep_source,
-    list_changed,
-    read_source,
-)
+from colab_utils.shards.source import ShardSource, describe_source, keep_source
 from colab_utils.shards.stored_images import Storage
 from colab_utils.streams import require_streams
 from colab_utils.units import format_bytes, format_count
@@ -198,13 +185,15 @@ def write_shards(
     max_bad = require_max_bad(max_bad)
     require_streams(streams)
     part = require_part(part)
-    patience = Retries()
-    known = patience.write(folder, find_known, folder, images, annotations, recipe)
-    if known is not None:
-        return make_report(known[0], started_s, known[1])
+    state = inspect_folder(folder)
+    source = find_source(state, images, annotations, recipe)
+    if source is not None and state.index is not None:
+        return make_report(state.index, started_s, source)
     dataset = open_annotations(images, annotations)
-    index = patience.write(folder, find_finished, folder, images, dataset, recipe)
+    state.require(dataset, recipe)
+    index = confirm_finished(state, images, dataset)
     if index is None:
+        patience = Retries()
         with hold_folder(folder) if part is None else nullcontext():
             recipe = patience.write(folder, begin_folder, folder, images, dataset, recipe)
             patience.write(folder, partial(folder.mkdir, parents=True, exist_ok=True))
@@ -242,131 +231,6 @@ def make_report(
     )
 
 
-def find_recipe(folder: str | Place) -> dict[str, Any] | None:
-    """Return the recipe of the shards in a folder, finished or not; None if there are no shards.
-
-    Raises:
-        ColabUtilsError: if the folder holds tars that no index describes.
-
-    Example:
-        >>> find_recipe("no/such/folder") is None
-        True
-    """
-    index = find_index(folder)
-    return None if index is None else index.recipe
-
-
-def find_index(folder: str | Place) -> ShardIndex | None:
-    """Return the index of the shards in a folder; None if there are no shards.
-
-    If the shards are not finished, the index is ``partial``. Its fingerprint and recipe are those
-    of all shards, but it does not list all of them.
-
-    Raises:
-        ColabUtilsError: as `find_recipe`.
-    """
-    folder = open_place(folder)
-    return Retries().write(folder, _find_run, folder)
-
-
-def _find_run(folder: Place) -> ShardIndex | None:
-    """Return the same as `find_index`, but do not try again if Drive fails."""
-    if (folder / INDEX_NAME).exists():
-        return read_index(folder)
-    # The arrays of each shard hold the fingerprint and the recipe of all shards.
-    arrays: list[Place] = [*folder.glob("shard-*.arrays")]
-    for path in sorted(arrays, key=str):
-        index = read_shard_index(path)
-        if index is not None:
-            return index
-    if any(folder.glob("shard-*.tar")):
-        raise ColabUtilsError(f"{folder} holds shards without an index. Name another folder.")
-    return None
-
-
-def _find_own_run(folder: Place, dataset: CocoDataset, recipe: dict[str, Any]) -> ShardIndex | None:
-    """Return the same as `_find_run`, but refuse shards of other data or settings."""
-    index = _find_run(folder)
-    if index is None:
-        return None
-    difference = ""
-    if index.fingerprint != dataset.fingerprint:
-        difference = "of another dataset"
-    elif not index.recipe.items() >= recipe.items():
-        difference = "made with other settings"
-    if difference:
-        raise ColabUtilsError(
-            f"{folder} holds shards {difference}. Name another folder (in a notebook: "
-            "DRIVE_FOLDER), or delete these."
-        )
-    return index
-
-
-def find_common_recipe(folders: Iterable[Place], dataset: CocoDataset) -> dict[str, Any]:
-    """Return the recipe that the shards of a dataset have in all these folders; {} if there are no
-    shards.
-
-    Raises:
-        ColabUtilsError: if a folder holds shards of other data, or of another recipe than the
-            folders before it.
-    """
-    recipe: dict[str, Any] = {}
-    for folder in folders:
-        index = Retries().write(folder, _find_own_run, folder, dataset, recipe)
-        if index is not None:
-            recipe = index.recipe
-    return recipe
-
-
-def find_known(
-    folder: Place, images: Place, annotations: Annotations, recipe: dict[str, Any]
-) -> tuple[ShardIndex, ShardSource] | None:
-    """Return the index and the source of a folder that is certainly finished; else None.
-
-    No file of the dataset is read. The JSON and the bad images must have the sizes and the times of
-    change that were noted when the shards were written (see `ShardSource`).
-    """
-    if not (folder / INDEX_NAME).exists() or (folder / WRITER_NAME).exists():
-        return None
-    index = read_index(folder)
-    source = read_source(folder, index.fingerprint)
-    if (
-        source is None
-        or index.partial
-        or not index.recipe.items() >= recipe.items()
-        or source.json != stamp_annotations(annotations)
-    ):
-        return None
-    require_folder(images)
-    if list_changed(index, source, images) or not has_files(index, folder):
-        return None
-    return index, source
-
-
-def find_finished(
-    folder: Place, images: Place, dataset: CocoDataset, recipe: dict[str, Any]
-) -> ShardIndex | None:
-    """Return the index of a folder that is finished; None if something is left to do.
-
-    A folder is finished if all its files are there, no bad image was repaired since, and no writer
-    has locked it.
-    """
-    began_ns = time_ns()
-    index = _find_own_run(folder, dataset, recipe)
-    if index is None or index.partial or (folder / WRITER_NAME).exists():
-        return None
-    if not has_files(index, folder):
-        return None
-    changed = list_changed(index, read_source(folder, index.fingerprint), images)
-    if changed:
-        places = [place for place in range(len(dataset)) if dataset.file_name(place) in changed]
-        sample = dataset.select(np.array(places, np.int64))
-        if not are_still_bad(index, images, sample):
-            return None
-    keep_source(folder, index, images, describe_source(dataset), began_ns)
-    return index
-
-
 def begin_folder(
     folder: Place, images: Place, dataset: CocoDataset, recipe: dict[str, Any]
 ) -> dict[str, Any]:
@@ -375,9 +239,9 @@ def begin_folder(
     The folder is searched for shards again, because another writer may have finished shards of
     other data in the meantime.
     """
-    index = _find_own_run(folder, dataset, recipe)
-    if index is not None:
-        recipe = index.recipe
+    state = inspect_folder(folder)
+    state.require(dataset, recipe)
+    recipe = state.recipe or recipe
     if "images_per_shard" in recipe:
         image_bytes = recipe["shard_mb"] * 1e6 / recipe["images_per_shard"]
     else:

@@ -13,11 +13,12 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.places import RefusedError, open_place
 from colab_utils.shards import copy as copying
 from colab_utils.shards.copy import copy_shards
+from colab_utils.shards.folder_state import inspect_folder
 from colab_utils.shards.index import read_index
 from colab_utils.shards.lock import hold_folder
 from colab_utils.shards.parts import finish_shards
 from colab_utils.shards.verify import verify_shards
-from colab_utils.shards.write import find_recipe, write_shards
+from colab_utils.shards.write import write_shards
 from colab_utils.training.checkpoint_folder import CheckpointFolder
 from tests.faulty_server import FaultyFileSystem, fail_from, fail_times
 from tests.snapshots import snapshot
@@ -52,7 +53,7 @@ def test_shards_at_a_url_are_those_of_a_folder(photos, local, bucket):
     assert snapshot(bucket) == snapshot(local)
     # A second call finds the shards finished.
     assert write(photos).shards == report.shards
-    assert find_recipe(URL) == read_index(local).recipe
+    assert inspect_folder(URL).recipe == read_index(local).recipe
 
 
 def test_writing_goes_on_after_a_server_that_was_lost(photos, local, bucket):

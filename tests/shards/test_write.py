@@ -39,12 +39,13 @@ from colab_utils.machine import find_host
 from colab_utils.shards import jobs, running, write
 from colab_utils.shards import records as image_module
 from colab_utils.shards.copy import copy_shards
+from colab_utils.shards.folder_state import inspect_folder
 from colab_utils.shards.index import read_index, write_index
 from colab_utils.shards.lock import hold_folder
 from colab_utils.shards.plan import plan_shards, split_images
 from colab_utils.shards.records import Sample, read_image, try_sample
 from colab_utils.shards.verify import verify_shards
-from colab_utils.shards.write import find_recipe, write_shards
+from colab_utils.shards.write import write_shards
 from tests.bad_reads import BadReads, cut
 from tests.snapshots import snapshot
 
@@ -929,7 +930,7 @@ def test_the_storage_decides_what_larger_images_become(tiny_dataset, tmp_path):
     }.items():
         report = run(data, tmp_path / name, min_size=64, shard_mb=1, **options)
         sizes[name] = report.bytes
-        assert report.storage == find_recipe(tmp_path / name)["storage"] == name
+        assert report.storage == inspect_folder(tmp_path / name).recipe["storage"] == name
     assert sizes["shrink"] < sizes["keep"]
     originals = {path.read_bytes() for path in tiny_dataset.images.rglob("*") if path.is_file()}
     kept = read_members(tmp_path / "keep")
@@ -949,9 +950,9 @@ def test_other_settings_are_refused(tiny_dataset, undisturbed, folder):
 
 
 def test_the_recipe_of_a_folder(dataset, folder, tmp_path, monkeypatch):
-    assert find_recipe(folder) is None
+    assert inspect_folder(folder).recipe == {}
     # The path is a file and no folder.
-    assert find_recipe(dataset[1]) is None
+    assert inspect_folder(dataset[1]).recipe == {}
     with monkeypatch.context() as patch:
         patch.setattr(
             write, "write_index", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full"))
@@ -960,11 +961,11 @@ def test_the_recipe_of_a_folder(dataset, folder, tmp_path, monkeypatch):
             run(dataset, folder, storage="pixels")
     assert not (folder / "index.json").exists()
     # The recipe belongs to a run that is not finished.
-    assert find_recipe(folder)["storage"] == "pixels"
+    assert inspect_folder(folder).recipe["storage"] == "pixels"
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "index.json").write_text("{}")
     with pytest.raises(ColabUtilsError, match="is not an index of colab_utils"):
-        find_recipe(tmp_path / "other")
+        inspect_folder(tmp_path / "other")
 
 
 # These tests look at the rule of one writer.
@@ -1054,7 +1055,7 @@ def test_arrays_that_were_read_badly_are_no_strange_folder(
     shutil.copytree(undisturbed, folder)
     (folder / "index.json").unlink()
     reads = BadReads(monkeypatch, ".arrays", cut, times)
-    assert find_recipe(folder) == read_index(undisturbed).recipe
+    assert inspect_folder(folder).recipe == read_index(undisturbed).recipe
     assert reads.times == 0
 
 

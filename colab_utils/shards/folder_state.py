@@ -1,0 +1,156 @@
+"""What lies in a folder of shards: shards of which data and settings, and whether all are there."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from time import time_ns
+from typing import Any
+
+import numpy as np
+
+from colab_utils.data.coco import CocoDataset
+from colab_utils.data.image_paths import require_folder
+from colab_utils.drive import Retries
+from colab_utils.errors import ColabUtilsError
+from colab_utils.places import Place, open_place
+from colab_utils.shards.index import INDEX_NAME, ShardIndex, read_index
+from colab_utils.shards.jobs import are_still_bad, has_files, read_shard_index
+from colab_utils.shards.lock import WRITER_NAME
+from colab_utils.shards.plan import Annotations, stamp_annotations
+from colab_utils.shards.source import (
+    ShardSource,
+    describe_source,
+    keep_source,
+    list_changed,
+    read_source,
+)
+
+
+@dataclass(frozen=True)
+class FolderState:
+    """What `inspect_folder` found in a folder."""
+
+    folder: Place
+    index: ShardIndex | None = None
+    """The index; None if there are no shards. If no index is written yet, it is that of one shard,
+    and ``partial``: its fingerprint and its recipe are those of all shards.
+    """
+    is_finished: bool = False
+    """Whether the index lists all shards of the dataset, and nobody writes into the folder. The
+    shards themselves were not looked at.
+    """
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """Return the recipe of the shards; {} if there are no shards."""
+        return {} if self.index is None else self.index.recipe
+
+    def require(self, dataset: CocoDataset, recipe: dict[str, Any]) -> None:
+        """Refuse shards of other data or settings.
+
+        Raises:
+            ColabUtilsError: the shards are of another dataset, or made with other settings.
+        """
+        if self.index is None:
+            return
+        difference = ""
+        if self.index.fingerprint != dataset.fingerprint:
+            difference = "of another dataset"
+        elif not self.recipe.items() >= recipe.items():
+            difference = "made with other settings"
+        if difference:
+            raise ColabUtilsError(
+                f"{self.folder} holds shards {difference}. Name another folder (in a notebook: "
+                "DRIVE_FOLDER), or delete these."
+            )
+
+
+def inspect_folder(folder: str | Place) -> FolderState:
+    """Look which shards a folder holds, without looking at each of them.
+
+    Raises:
+        ColabUtilsError: if the folder holds tars that no index describes, or its index is damaged.
+
+    Example:
+        >>> inspect_folder("no/such/folder").recipe
+        {}
+    """
+    folder = open_place(folder)
+    return Retries().write(folder, _inspect, folder)
+
+
+def _inspect(folder: Place) -> FolderState:
+    if (folder / INDEX_NAME).exists():
+        index = read_index(folder)
+        is_written = (folder / WRITER_NAME).exists()
+        return FolderState(folder, index, is_finished=not (index.partial or is_written))
+    # The arrays of each shard hold the fingerprint and the recipe of all shards.
+    arrays: list[Place] = [*folder.glob("shard-*.arrays")]
+    for path in sorted(arrays, key=str):
+        shard = read_shard_index(path)
+        if shard is not None:
+            return FolderState(folder, shard)
+    if any(folder.glob("shard-*.tar")):
+        raise ColabUtilsError(f"{folder} holds shards without an index. Name another folder.")
+    return FolderState(folder)
+
+
+def find_common_recipe(folders: Iterable[Place], dataset: CocoDataset) -> dict[str, Any]:
+    """Return the recipe that the shards of a dataset have in all these folders; {} if there are no
+    shards.
+
+    Raises:
+        ColabUtilsError: if a folder holds shards of other data, or of another recipe than the
+            folders before it.
+    """
+    recipe: dict[str, Any] = {}
+    for folder in folders:
+        state = inspect_folder(folder)
+        state.require(dataset, recipe)
+        recipe = state.recipe or recipe
+    return recipe
+
+
+def find_source(
+    state: FolderState, images: Place, annotations: Annotations, recipe: dict[str, Any]
+) -> ShardSource | None:
+    """Return the notes on a folder that is certainly finished with these settings; else None.
+
+    No file of the dataset is read. The JSON and the bad images must have the sizes and the times of
+    change that were noted when the shards were written (see `ShardSource`).
+    """
+    index = state.index
+    if index is None or not state.is_finished or not state.recipe.items() >= recipe.items():
+        return None
+    source = read_source(state.folder, index.fingerprint)
+    if source is None or source.json != stamp_annotations(annotations):
+        return None
+    require_folder(images)
+    if list_changed(index, source, images) or not _has_files(state):
+        return None
+    return source
+
+
+def confirm_finished(state: FolderState, images: Place, dataset: CocoDataset) -> ShardIndex | None:
+    """Return the index of a folder if nothing is left to do there; else None.
+
+    All files must be there, and no bad image may have been repaired since. Then notes are kept for
+    `find_source`.
+    """
+    index = state.index
+    began_ns = time_ns()
+    if index is None or not state.is_finished or not _has_files(state):
+        return None
+    folder = state.folder
+    changed = list_changed(index, read_source(folder, index.fingerprint), images)
+    if changed:
+        places = [place for place in range(len(dataset)) if dataset.file_name(place) in changed]
+        sample = dataset.select(np.array(places, np.int64))
+        if not are_still_bad(index, images, sample):
+            return None
+    keep_source(folder, index, images, describe_source(dataset), began_ns)
+    return index
+
+
+def _has_files(state: FolderState) -> bool:
+    return Retries().write(state.folder, partial(has_files, state.index, state.folder))
