@@ -14,6 +14,9 @@ _UNSEEN = re.compile(
 _LOGIN = re.compile(r"([a-z][a-z0-9+.-]+:/+)[^\s/?#]*@", re.IGNORECASE)
 _QUERY = re.compile(r"(https?:/[^\s?]*)\?\S*?(?=\W*(?:\s|$))", re.IGNORECASE)
 
+DAMAGE = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
+"""The errors that reading damaged JSON or damaged arrays raises."""
+
 
 def hide_login(text: str) -> str:
     """Return a text without the name and the password of each URL in it.

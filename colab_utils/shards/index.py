@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from colab_utils.drive import Retries
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import DAMAGE, ColabUtilsError
 from colab_utils.files import hash_bytes, parse_file, read_file, write_file
 from colab_utils.os_errors import explain_os_error
 from colab_utils.places import Place, UrlPath, open_place
@@ -135,7 +135,7 @@ def read_index(folder: str | Place, retries: Retries | None = None) -> ShardInde
     except OSError as error:
         reason = explain_os_error(error, "Make the file readable.")
         raise ColabUtilsError(f"{path} cannot be read: {reason}") from None
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except DAMAGE as error:
         raise ColabUtilsError(
             f"The index in {path} was changed since it was written: {error!s:.100}. Copy the "
             "folder again, or delete index.json and run preprocess again: finished shards stay."

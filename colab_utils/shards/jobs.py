@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from colab_utils.data.coco import CocoDataset
 from colab_utils.drive import DriveLostError, Retries
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import DAMAGE, ColabUtilsError
 from colab_utils.files import has_size, hash_bytes, read_whole, write_file
 from colab_utils.places import Place, UrlPath
 from colab_utils.reader import Reader, Reading
@@ -21,16 +21,6 @@ from colab_utils.shards.records import read_image, try_sample
 
 # A file of arrays with more bytes than this is refused. The arrays of the largest shard have fewer.
 _MOST_ARRAYS_BYTES = 1e10
-# The errors that reading damaged arrays raises.
-_DAMAGE = (
-    FileNotFoundError,
-    AttributeError,
-    LookupError,
-    OverflowError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
 
 
 def name_shard(folder: Place, number: int) -> Place:
@@ -142,7 +132,7 @@ def read_shard_index(arrays: Place) -> ShardIndex | None:
     """
     try:
         return _parse_shard_index(read_whole(arrays, most_bytes=_MOST_ARRAYS_BYTES))
-    except _DAMAGE:
+    except (FileNotFoundError, *DAMAGE):
         return None
 
 

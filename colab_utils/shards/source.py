@@ -14,7 +14,7 @@ from typing import Any
 
 from colab_utils.data.coco import CocoDataset
 from colab_utils.data.image_paths import find_file
-from colab_utils.errors import ColabUtilsError, UnavailableError
+from colab_utils.errors import DAMAGE, ColabUtilsError, UnavailableError
 from colab_utils.files import FileStamp, read_file, stamp_file, write_file
 from colab_utils.places import Place
 from colab_utils.processes import ThreadPool
@@ -58,7 +58,7 @@ def read_source(folder: Place, fingerprint: str) -> ShardSource | None:
         fingerprint: the fingerprint in the index. Notes with another fingerprint belong to earlier
             shards, and are not returned.
     """
-    with suppress(OSError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
+    with suppress(OSError, *DAMAGE):
         source = _parse(json.loads(read_file(folder / SOURCE_NAME)))
         return source if source.fingerprint == fingerprint else None
     return None
