@@ -286,8 +286,8 @@ def _preprocess(
 
     if finish:
         max_bad = {name: settings[name] for name in settings.keys() & {"max_bad"}}
-        finish_shards = colab_utils.finish_shards
-        return _name_skipped(finish_shards(images, annotations, shards=shards, **max_bad))
+        report = colab_utils.finish_shards(images, annotations, shards=shards, **max_bad)
+        return _name_skipped(report)
     begun = inspect_folder(shards).recipe if storage == "auto" else {}
     if begun:
         # Some shards are written already: without --storage, the others are stored the same way.
