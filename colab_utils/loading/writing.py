@@ -123,8 +123,8 @@ class Writing(Arrival):
             # Images that Drive does not give are asked for again by `begin_folder` itself.
             with explain_write(ssd):
                 recipe = begin_folder(ssd, images, dataset, recipe)
-            self._run = ShardRun(ssd, images, dataset, recipe)
-            self.jobs = list(cut_jobs(self._run, streams, drive))
+            self._shard_run = ShardRun(ssd, images, dataset, recipe)
+            self.jobs = list(cut_jobs(self._shard_run, streams, drive))
             self._prepare(
                 ssd,
                 images=[len(job.dataset) for job in self.jobs],
@@ -175,12 +175,12 @@ class Writing(Arrival):
             job = self._first.fill(job)
         part = self._write_shard(job, priority)
         names = [image.file_name for image in part.skipped if image.reason == MISSING]
-        if names and self.retries.find_again([self._run.images / name for name in names]):
+        if names and self.retries.find_again([self._shard_run.images / name for name in names]):
             # Drive did not show these images for a while. The shard is written again.
             part = self._write_shard(job, priority)
         with self._lock:
             self._done.append(part)
-            check_bad(self._run.dataset, self._done, self._max_bad)
+            check_bad(self._shard_run.dataset, self._done, self._max_bad)
         self._note_shard(number, began_s)
         if self._drive is not None and part.images:
             self._sendings.append(self._senders.submit(self._send, part.shards[0]))
@@ -192,7 +192,7 @@ class Writing(Arrival):
         return part
 
     def _describe(self) -> dict[str, Any]:
-        return {**super()._describe(), "recipe": self._run.recipe}
+        return {**super()._describe(), "recipe": self._shard_run.recipe}
 
     def _send(self, shard: ShardInfo) -> None:
         sending = self._sending
@@ -203,13 +203,13 @@ class Writing(Arrival):
         sending.retries.run(partial(sending.copy_file, *tar))
 
     def _finish(self) -> None:
-        index = join_index(self._run, self._done)
+        index = join_index(self._shard_run, self._done)
         write_index(self.target, index)
         for sending in self._sendings:
             sending.result()
         if self._drive is not None:
             self._sending.retries.write(self._drive, write_index, self._drive, index)
-        run = self._run
+        run = self._shard_run
         source = describe_source(run.dataset)
         for folder in {self.target, self._drive or self.target}:
             keep_source(folder, index, run.images, source, run.began_ns)

@@ -126,7 +126,7 @@ def find_source(
     if source is None or source.json != stamp_annotations(annotations):
         return None
     require_folder(images)
-    if list_changed(index, source, images) or not _has_files(state):
+    if list_changed(index, source, images) or not _has_files(state.folder, index):
         return None
     return source
 
@@ -138,10 +138,10 @@ def confirm_finished(state: FolderState, images: Place, dataset: CocoDataset) ->
     `find_source`.
     """
     index = state.index
-    began_ns = time_ns()
-    if index is None or not state.is_finished or not _has_files(state):
-        return None
     folder = state.folder
+    began_ns = time_ns()
+    if index is None or not state.is_finished or not _has_files(folder, index):
+        return None
     changed = list_changed(index, read_source(folder, index.fingerprint), images)
     if changed:
         places = [place for place in range(len(dataset)) if dataset.file_name(place) in changed]
@@ -152,5 +152,5 @@ def confirm_finished(state: FolderState, images: Place, dataset: CocoDataset) ->
     return index
 
 
-def _has_files(state: FolderState) -> bool:
-    return Retries().write(state.folder, partial(has_files, state.index, state.folder))
+def _has_files(folder: Place, index: ShardIndex) -> bool:
+    return Retries().write(folder, partial(has_files, index, folder))
