@@ -337,7 +337,7 @@ def test_light_modules_load_nothing_heavy_and_touch_nothing(tmp_path):
 
 
 def test_every_public_name_exists_and_is_explained():
-    assert len(colab_utils.__all__) <= 19
+    assert len(colab_utils.__all__) <= 20
     assert set(colab_utils.__all__) <= set(dir(colab_utils))
     for name in colab_utils.__all__:
         assert getattr(colab_utils, name) is not None

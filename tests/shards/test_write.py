@@ -208,7 +208,8 @@ def test_killed_in_the_middle_the_same_call_ends_byte_identical(
     children = psutil.Process(process.pid).children()
     process.kill()
     process.communicate()
-    assert len(children) == workers
+    # One worker is a thread.
+    assert len(children) == (0 if workers == 1 else workers)
     _, alive = psutil.wait_procs(children, timeout=20)
     assert [child for child in alive if child.status() != psutil.STATUS_ZOMBIE] == []
     left = snapshot(folder)
