@@ -71,6 +71,10 @@ class ColabUtilsError(_OneLine, Exception):
         return [f"{type(self).__name__}: {self}"]
 
 
+MACHINE_FAULTS = (MemoryError, ImportError)
+"""Exceptions that say what is wrong with this machine. They never say that data are bad."""
+
+
 class UnavailableError(ColabUtilsError):
     """A file could not be read, for a reason outside the file, such as a lost Drive."""
 

@@ -1,5 +1,6 @@
 """Checks of the arguments that a user passes: choices, numbers and paths."""
 
+import importlib
 import math
 import numbers
 import operator
@@ -7,6 +8,9 @@ from collections.abc import Collection
 from typing import Any
 
 from colab_utils.errors import ColabUtilsError
+
+# What to install for an import whose name is another one.
+_DISTRIBUTIONS = {"PIL.Image": "pillow", "pycocotools.mask": "pycocotools"}
 
 
 def require_choice(name: str, value: Any, choices: Collection[Any]) -> None:
@@ -117,6 +121,30 @@ def require_part(value: Any) -> tuple[int, int] | None:
         parts = require_count("n of part=(i, n)", parts)
         return require_count("i of part=(i, n)", number, maximum=parts), parts
     raise ColabUtilsError(f"part is {_describe(value)}. Pass (i, n), such as (3, 16).")
+
+
+def require_packages(*names: str) -> None:
+    """Refuse to begin where a package cannot be imported, so that no data are blamed for it.
+
+    Raises:
+        ColabUtilsError: An import failed, for example because numpy was replaced since Python
+            began.
+
+    Example:
+        >>> require_packages("json", "no_such_package")
+        Traceback (most recent call last):
+        colab_utils.errors.ColabUtilsError: no_such_package cannot be imported (No module ...
+    """
+    for name in names:
+        try:
+            importlib.import_module(name)
+        # Binary packages that do not fit each other raise all of these.
+        except (ImportError, ValueError, AttributeError) as error:
+            raise ColabUtilsError(
+                f"{name} cannot be imported ({error}). If a package was installed since Python "
+                "began, restart it (on Colab: Runtime > Restart session). If that does not help, "
+                f"run pip install --force-reinstall {_DISTRIBUTIONS.get(name, name)}."
+            ) from None
 
 
 def _describe(value: Any) -> str:

@@ -306,12 +306,7 @@ def _find_in_all(dataset: CocoDataset, findings: Sequence[Findings]) -> Iterator
     """Yield the defects of the dataset as a whole, which no single image shows."""
     if not len(dataset):
         yield "no images", "the list of images is empty"
-    for number in dataset.repeated_ids.tolist():
-        yield "repeated image id", f"id {number}: only its first image gets the annotations"
-    for number in dataset.unknown_images.tolist():
-        yield "unknown image", f"annotation {number}"
-    for text in dataset.text_ids:
-        yield "image id that is text", escape(text)
+    yield from _find_in_ids(dataset)
     for name, is_same in list_repeated_names(dataset):
         kind = "repeated file_name" if is_same else "objects in several entries of an image"
         yield kind, escape(name)
@@ -327,11 +322,35 @@ def _find_in_all(dataset: CocoDataset, findings: Sequence[Findings]) -> Iterator
     kind = "many crowds" if has_many_crowds(dataset) else "crowd"
     for _ in range(crowds):
         yield kind, f"{crowds:,} of {total:,} objects are crowds and left out"
+    for _ in range(dataset.ignored):
+        yield "annotation to ignore", f"{dataset.ignored:,} annotations have 'ignore'"
     yield from _find_corner(findings)
-    names = Counter(category["name"] for category in dataset.categories)
-    for name, count in names.items():
-        if count > 1:
-            yield "name of several categories", name
+    yield from _find_in_categories(dataset)
+
+
+def _find_in_ids(dataset: CocoDataset) -> Iterator[Defect]:
+    """Yield the defects of the ids of images and annotations."""
+    for number in dataset.repeated_ids.tolist():
+        yield "repeated image id", f"id {number}: only its first image gets the annotations"
+    for number in dataset.unknown_images.tolist():
+        yield "unknown image", f"annotation {number}"
+    for text in dataset.text_ids:
+        yield "image id that is text", escape(text)
+    numbers, counts = np.unique(dataset.ids, return_counts=True)
+    for number in numbers[counts > 1].tolist():
+        yield "repeated annotation id", f"id {number}"
+
+
+def _find_in_categories(dataset: CocoDataset) -> Iterator[Defect]:
+    """Yield the defects of the categories."""
+    if dataset.is_federated:
+        yield "classes not looked for", "images have not_exhaustive_category_ids, as LVIS's"
+    alike = defaultdict[str, list[str]](list)
+    for category in dataset.categories:
+        alike[" ".join(category["name"].split()).casefold()].append(category["name"])
+    for names in alike.values():
+        if len(names) > 1:
+            yield "name of several categories", ", ".join(map(repr, names))
 
 
 def _find_corner(findings: Sequence[Findings]) -> Iterator[Defect]:

@@ -33,6 +33,7 @@ from colab_utils.data.segmentations import Entry
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import FileStamp, write_file
 from colab_utils.places import Place, PlaceLike, open_place
+from colab_utils.require import require_packages
 from colab_utils.units import format_count
 
 
@@ -85,6 +86,10 @@ class CocoDataset:
     """Ids of the annotations whose image is known, but whose category is unknown."""
     text_ids: tuple[str, ...] = ()
     """Image ids that are text in the file. ``image_ids`` has an integer for each of them."""
+    ignored: int = 0
+    """Number of annotations in the file that are marked by ``ignore``, which is not read."""
+    is_federated: bool = False
+    """Whether some classes were not looked for in all images, as in LVIS."""
 
     def __len__(self) -> int:
         return len(self.image_ids)
@@ -115,9 +120,9 @@ class CocoDataset:
 
         - ``file_name`` itself. Composed and decomposed accents count as equal.
         - ``file_name`` decoded as a URL: for example, ``%20`` becomes a space.
-        - Its base name, if only one file below ``folder`` has it. Some tools write paths of another
-          machine, or folders that do not exist. This search follows no links but Drive's
-          shortcuts.
+        - Its base name, if only one file below ``folder`` has it, and ``file_name`` names no folder
+          that exists. Some tools write no folder, paths of another machine, or folders that do not
+          exist. This search follows no links but Drive's shortcuts.
 
         If no file is found, the returned path is the one that ``file_name`` names.
 
@@ -223,16 +228,18 @@ def read_coco(annotations: PlaceLike | CocoDataset) -> CocoDataset:
 
     Segmentations may be polygons, uncompressed RLE or compressed RLE. Category ids may have gaps.
     Files of tools that deviate from the format are read, too: numbers may be in quotes, the ids of
-    annotations and images may be text, and LVIS's ``coco_url`` may take the place of
-    ``file_name``. A missing box or area is computed from the mask, as pycocotools does. A faulty
-    annotation raises no error here: see `CocoDataset.annotations`.
+    annotations and images may be text, LVIS's ``coco_url`` may take the place of ``file_name``, and
+    ``annotations`` may be an object with the ids as keys. A missing box or area is computed from
+    the mask, as pycocotools does. A faulty annotation raises no error here: see
+    `CocoDataset.annotations`.
 
     Args:
         annotations: the path of the JSON file, or a URL that fsspec knows. If it is a dataset that
             was read already, it is returned as it is.
 
     Raises:
-        ColabUtilsError: if there is no such file, or if it is not COCO instance JSON.
+        ColabUtilsError: if there is no such file, or if it is not COCO instance JSON; or if
+            Pillow or pycocotools cannot be imported.
 
     Example:
         >>> import json, tempfile
@@ -248,6 +255,7 @@ def read_coco(annotations: PlaceLike | CocoDataset) -> CocoDataset:
         >>> dataset.annotations(0)[0]["segmentation"]
         [[0, 0, 4, 0, 4, 4]]
     """
+    require_packages("PIL.Image", "pycocotools.mask")
     if isinstance(annotations, CocoDataset):
         return annotations
     path = open_place(annotations)
@@ -299,6 +307,8 @@ def _group_annotations(
         unknown_images=strangers,
         unknown_categories=rows[~has_category, 0],
         text_ids=tuple(columns.text_ids),
+        ignored=columns.ignored,
+        is_federated=columns.is_federated,
     )
 
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from colab_utils.data.decoding import name_kind
-from colab_utils.data.fields import FAULTS, to_integer
+from colab_utils.data.fields import FAULTS, read_crowd, to_integer
 from colab_utils.data.image_paths import take_base_name
 from colab_utils.data.segmentations import Entry
 from colab_utils.errors import ColabUtilsError, escape
@@ -67,6 +67,10 @@ class Columns:
         self.categories: dict[int, str] = {}
         """The name of each category, by its id."""
         self.has_shapes = False
+        self.ignored = 0
+        """Annotations that are marked by ``ignore``."""
+        self.is_federated = False
+        """Whether some classes were not looked for in all images, as in LVIS."""
         self.text_ids: list[str] = []
 
     def add(self, section: str, entry: Any, span: tuple[int, int]) -> None:
@@ -103,13 +107,12 @@ class Columns:
             )
         # A name with half a character raises an error.
         name.encode()
-        sizes = [
-            to_integer(image.get(side) or 0, side, limit=2**31) for side in ("height", "width")
-        ]
+        sizes = [to_integer(image.get(side) or 0, side, bits=31) for side in ("height", "width")]
         number = to_integer(image.get("id"), "image_id")
         if isinstance(image["id"], str) and image["id"] != str(number):
             self.text_ids.append(image["id"])
         self.names.append(name)
+        self.is_federated = self.is_federated or "not_exhaustive_category_ids" in image
         self.images.extend((number, *sizes))
 
     def _add_annotation(self, entry: Entry, span: tuple[int, int]) -> None:
@@ -124,8 +127,11 @@ class Columns:
         for name in ids:
             with suppress(*FAULTS):
                 ids[name] = to_integer(entry.get(name), name)
-        # JSON's true is accepted, too, because True equals 1.
-        self.rows.extend((*ids.values(), entry.get("iscrowd") in (1, "1"), *span))
+        is_crowd = 0
+        with suppress(*FAULTS):
+            is_crowd = read_crowd(entry.get("iscrowd"))
+        self.rows.extend((*ids.values(), is_crowd, *span))
+        self.ignored += entry.get("ignore") in (1, "1")
         self.has_shapes = self.has_shapes or "bbox" in entry or "segmentation" in entry
 
 
@@ -277,10 +283,15 @@ def _read_sections(reader: _Reader, columns: Columns) -> None:
 
 
 def _read_list(reader: _Reader, section: str, columns: Columns) -> None:
-    if not reader.is_next("["):
+    """Read the entries of a list, or of an object that has each entry by its id, as LIVECell's."""
+    is_object = section == "annotations" and reader.is_next("{")
+    if not (is_object or reader.is_next("[")):
         raise _OtherFormatError(f"no list of {section}. {_NAME_INSTANCES}")
-    reader.read_mark("[")
-    for _ in reader.read_entries("]"):
+    reader.read_mark("[{")
+    for _ in reader.read_entries("}" if is_object else "]"):
+        if is_object:
+            reader.read_value()
+            reader.read_mark(":")
         start = reader.position
         entry = reader.read_value()
         try:

@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.errors import MACHINE_FAULTS, ColabUtilsError, ColabUtilsWarning
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -330,7 +330,7 @@ def _load_image(data: Encoded) -> "Image.Image":
         image = open_lazily(io.BytesIO(data))
         is_deep = has_16_bits(image)
         image.load()
-    except (ColabUtilsError, Image.DecompressionBombError):
+    except (ColabUtilsError, Image.DecompressionBombError, *MACHINE_FAULTS):
         raise
     # Pillow's readers raise all kinds of errors on damaged data.
     except Exception as error:
@@ -465,6 +465,8 @@ def _name_tiff(file: IO[bytes]) -> str:
         tags.load(file)
         bits = max(tags[BITSPERSAMPLE])
         bands = tags[SAMPLESPERPIXEL]
+    except MACHINE_FAULTS:
+        raise
     # Damaged tags raise all kinds of errors.
     except Exception:
         return "not a complete image: a damaged TIFF"

@@ -54,7 +54,21 @@ EFFECTS = {
     "area and mask disagree": "note: check that no hole is filled, and no mask is another object's",
     "objects in one corner": "note: check that outlines were not drawn on smaller images",
     "image with alpha": "note: transparent pixels get the colours that the file has for them",
-    "name of several categories": "note: check that they are meant to be different categories",
+    "name of several categories": (
+        "note: check that categories are meant to differ whose names are equal but for spaces and "
+        "capitals"
+    ),
+    "annotation to ignore": (
+        "note: trained as an object, because COCO has no such mark: make it a crowd (iscrowd 1) or "
+        "leave it out"
+    ),
+    "classes not looked for": (
+        "note: average precision counts right objects of such classes as wrong: use LVIS's own "
+        "evaluation"
+    ),
+    "repeated annotation id": (
+        "note: does no harm here, but pycocotools keeps only the last one: --repair writes new ids"
+    ),
     "EXIF rotation, unclear": (
         "note: used as stored: the page of --report draws two photos both ways, so choose --exif "
         "turn or --exif keep"

@@ -1,5 +1,6 @@
 """Read the fields of one annotation as COCO has them."""
 
+import math
 import re
 from contextlib import suppress
 from typing import Any
@@ -10,13 +11,15 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.files import hash_bytes
 
 # Integers must be smaller than this to fit into int64.
-_TOO_LARGE = 2**63
+_INTEGER_BITS = 63
 FAULTS = (TypeError, ValueError, OverflowError, RecursionError)
 """The exceptions that a faulty entry raises when it is read."""
 _LARGEST_NUMBER = 1e15
 # Text that counts as an integer id. Python would also read "1e3" as 1000 and "1_0" as 10, but 1000
 # and 10 may be the ids of other images.
 _WHOLE_NUMBER = re.compile(r"\s*-?\d{1,18}(\.0*)?\s*")
+# Text that tables write for ``iscrowd``.
+_CROWD_TEXTS = {"0": 0, "1": 1, "false": 0, "true": 1}
 
 
 def read_field(entry: Entry, name: str) -> Any:
@@ -36,9 +39,7 @@ def read_field(entry: Entry, name: str) -> Any:
     if name == "segmentation":
         return value
     if name == "iscrowd":
-        if value not in (None, 0, 1, "0", "1"):
-            raise ValueError(f"iscrowd {value!r:.40} where COCO has 0 or 1")
-        return int(value or 0)
+        return read_crowd(value)
     if value is None and name in ("id", "bbox", "area"):
         return None
     if name == "bbox":
@@ -49,6 +50,22 @@ def read_field(entry: Entry, name: str) -> Any:
     if name == "id" and isinstance(value, str):
         return value
     return to_integer(value, name)
+
+
+def read_crowd(value: Any) -> int:
+    """Return ``iscrowd`` as COCO has it: 0 or 1. It may be missing, a boolean, or text.
+
+    Raises:
+        ValueError: if it is anything else.
+
+    Example:
+        >>> read_crowd("False"), read_crowd(True), read_crowd(None)
+        (0, 1, 0)
+    """
+    number = _CROWD_TEXTS.get(value.strip().lower(), value) if isinstance(value, str) else value
+    if number not in (None, 0, 1):
+        raise ValueError(f"iscrowd {value!r:.40} where COCO has 0 or 1")
+    return int(number or 0)
 
 
 def _read_box(value: Any) -> list[float] | None:
@@ -91,7 +108,7 @@ def read_annotation(entry: Entry, height: int, width: int) -> Entry:
 
 
 def _to_number(
-    value: Any, name: str, kind: str = "finite numbers", limit: float = _TOO_LARGE
+    value: Any, name: str, kind: str = "finite numbers", limit: float = math.inf
 ) -> float:
     """Return a number. It may be written as text, as Roboflow and VIA do."""
     if isinstance(value, str) and "_" not in value:
@@ -104,18 +121,20 @@ def _to_number(
     return number
 
 
-def to_integer(value: Any, name: str, *, limit: int = _TOO_LARGE) -> int:
-    """Return an integer, which may be written as text or as a float without a fraction.
+def to_integer(value: Any, name: str, *, bits: int = _INTEGER_BITS) -> int:
+    """Return an integer of at most so many bits, which may be written as text or as a float.
 
     An ``image_id`` that is a name becomes a number of 52 bits from its hash. Every reader of JSON
     keeps a number of this size exactly.
     """
     # Nearly all values are plain integers, so they are returned first.
-    if type(value) is int and abs(value) < limit:
+    if type(value) is int and abs(value) < 1 << bits:
         return value
     if name == "image_id" and isinstance(value, str) and not _WHOLE_NUMBER.fullmatch(value):
         return int(hash_bytes(value.encode())[:13], 16)
     number = _to_number(value, name, "an integer")
-    if number != int(number) or abs(number) >= limit:
+    if number != int(number):
         raise ValueError(f"{name} {value!r:.40} where COCO has an integer")
+    if abs(number) >= 1 << bits:
+        raise ValueError(f"{name} {value!r:.40} where an integer below 2**{bits} is needed")
     return int(number)

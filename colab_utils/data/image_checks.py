@@ -23,7 +23,7 @@ from colab_utils.data.orientation import compare_turn, read_orientation
 from colab_utils.data.segmentations import Entry
 from colab_utils.data.sizes import Size
 from colab_utils.drive import Retries
-from colab_utils.errors import ColabUtilsError, UnavailableError, escape
+from colab_utils.errors import MACHINE_FAULTS, ColabUtilsError, UnavailableError, escape
 from colab_utils.files import read_file
 from colab_utils.places import Place, name_below
 
@@ -93,7 +93,7 @@ def read_header(
         return _describe(read_file(path, retries), notes, deep=deep)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         return Header([("missing image", explain_missing(images, dataset.file_name(i)))])
-    except UnavailableError:
+    except (UnavailableError, *MACHINE_FAULTS):
         raise
     # Pillow's readers raise all kinds of errors on damaged data.
     except Exception as error:

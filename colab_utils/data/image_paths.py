@@ -1,6 +1,7 @@
 """Find image files by the names that annotations give them."""
 
 import os
+import re
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path, PureWindowsPath
@@ -8,7 +9,7 @@ from unicodedata import normalize
 from urllib.parse import unquote
 
 from colab_utils.drive import find_mount, guard_drive
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, UnavailableError
 from colab_utils.os_errors import explain_os_error
 from colab_utils.places import WEB, Place, PlaceLike, UrlPath, open_place
 
@@ -20,10 +21,8 @@ def find_file(folder: PlaceLike, name: str, shared_names: frozenset[str]) -> tup
     """Return the file that a ``file_name`` means, and whether another name led to it.
 
     The file is always below ``folder``; see `CocoDataset.find_image` for the names that are tried.
-    If the folder is a URL, no file is looked for, because each attempt would take a request.
-    Instead, what a web address adds to a name, such as ``?`` and a key, is removed from
-    ``file_name``, and the file is assumed to have the remaining name. If this name leads out of the
-    folder, only its base name is used.
+    If the folder is a URL, each attempt takes a request. So a file is asked for only if its name
+    may be that of a web address, and accents and base names are not tried.
 
     Args:
         folder: the image folder.
@@ -36,36 +35,44 @@ def find_file(folder: PlaceLike, name: str, shared_names: frozenset[str]) -> tup
         DriveLostError: if Drive went away.
     """
     if isinstance(folder, UrlPath):
-        place = _decode_name(name).replace("\\", "/")
-        if _leads_out(place):
-            place = take_base_name(name)
-        return folder / place, place != name
-    return _find_local(folder, name, shared_names)
-
-
-def _find_local(folder: str | Path, name: str, shared_names: frozenset[str]) -> tuple[Path, bool]:
-    meant = _decode_name(name)
-    path = None if _leads_out(name) else _resolve(folder, name)
-    if path is not None:
-        named = _find_spelling(folder, name, path)
-        if named is not None and (meant == name or os.path.exists(named)):
-            return named, False
-    if meant != name:
-        with suppress(ColabUtilsError):
-            decoded, _ = _find_local(folder, meant, shared_names)
-            if os.path.exists(decoded):
-                return decoded, True
-    base = take_base_name(name)
-    relative = None if base in shared_names else list_base_names(str(folder)).get(base, "")
-    if relative:
-        return Path(folder, relative), True
+        return _find_at_url(folder, name)
+    for meaning in _list_readings(name):
+        found = None if _leads_out(meaning) else _find_spelling(folder, meaning)
+        if found is not None:
+            return found, meaning != name
+    path = None if _leads_out(name) else Path(folder, name)
+    # If the folder of the name is there, a file of another folder is another image.
+    if path is not None and path.parent != Path(folder) and os.path.isdir(path.parent):
+        return path, False
+    bases = list_meanings(name) - shared_names
+    places: list[str] = []
+    try:
+        listed = list_base_names(str(folder))
+        places = [place for base in bases for place in listed.get(base, ())]
+    except UnavailableError:
+        # Whoever reads the file says that Drive went away, and tries again.
+        if path is None:
+            raise
+    if len(places) == 1:
+        return Path(folder, places[0]), places[0] != name
     if path is not None:
         return path, False
-    number = "no file there has" if relative == "" else "several images or files have"
+    number = "several images or files have" if places or not bases else "no file there has"
     raise ColabUtilsError(
         f"The file_name {name!r:.80} leads out of {folder}, and {number} its base name. Put the "
         "image into that folder, and write its path in the folder as file_name."
     )
+
+
+def _find_at_url(folder: UrlPath, name: str) -> tuple[UrlPath, bool]:
+    """Return the file at a URL that a ``file_name`` means, and whether another name led to it."""
+    decoded = _decode_name(name).replace("\\", "/")
+    if _leads_out(decoded):
+        decoded = take_base_name(name)
+    # A name such as "50%20off.jpg" may be the file's own name.
+    if decoded != name and not _leads_out(name) and (folder / name).is_file():
+        return folder / name, False
+    return folder / decoded, decoded != name
 
 
 def _leads_out(name: str) -> bool:
@@ -108,21 +115,22 @@ def _is_shortcut(folder: str | Path, real: Path) -> bool:
     return any(real.is_relative_to(root) for root in roots)
 
 
-def _find_spelling(folder: str | Path, name: str, path: Path) -> Path | None:
-    """Return the file that a name means, however its accents and slashes are written.
+def _find_spelling(folder: str | Path, name: str) -> Path | None:
+    """Return the file below a folder that a name means, in any spelling of accents and slashes.
 
-    None means that the file has to be found by its base name.
+    None means that no such file is there.
     """
-    slashed = name.replace("\\", "/")
-    if (name.isascii() and "/" not in slashed) or os.path.exists(path):
+    path = _resolve(folder, name)
+    if os.path.exists(path):
         return path
-    for spelling in (normalize("NFC", slashed), normalize("NFD", slashed)):
-        alike = _resolve(folder, spelling)
-        if os.path.exists(alike):
-            return alike
-    if slashed == name and os.path.isdir(path.parent):
-        return path
-    return None
+    path = Path(folder)
+    for part in name.replace("\\", "/").split("/"):
+        spellings = [path / normalize(form, part) for form in ("NFC", "NFD")]
+        existing = [*filter(os.path.exists, [path / part, *spellings])]
+        if not existing:
+            return None
+        path = existing[0]
+    return _resolve(folder, str(path.relative_to(folder)))
 
 
 def require_folder(images: PlaceLike) -> None:
@@ -174,21 +182,26 @@ def list_meanings(name: str) -> set[str]:
         >>> sorted(list_meanings("/data/local-files/?d=my%20photos%5Ca.jpg"))
         ['?d=my%20photos%5Ca.jpg', 'a.jpg']
     """
-    return {take_base_name(name), take_base_name(_decode_name(name))}
+    return {take_base_name(reading) for reading in _list_readings(name)}
+
+
+def _list_readings(name: str) -> list[str]:
+    """Return a name as it is, and what it becomes if it is read as an address."""
+    return [*dict.fromkeys((name, _decode_name(name)))]
 
 
 @lru_cache(4)
-def list_base_names(folder: str) -> dict[str, str | None]:
-    """Return a dict from the base name of each file below a folder to its path in the folder.
+def list_base_names(folder: str) -> dict[str, tuple[str, ...]]:
+    """Return a dict from the base name of each file below a folder to its paths in the folder.
 
-    The path is None if several files have this name.
+    At most two paths are given of a name that several files have.
 
     No links are followed but Drive's shortcuts. Hidden folders are left out.
 
     Raises:
         ColabUtilsError: if the folder cannot be listed.
     """
-    places: dict[str, str | None] = {}
+    places: dict[str, tuple[str, ...]] = {}
     folders = [folder]
     followed = {os.path.realpath(folder)}
     try:
@@ -208,8 +221,8 @@ def list_base_names(folder: str) -> dict[str, str | None]:
                             folders.append(entry.path)
                     elif entry.is_file(follow_symlinks=follows):
                         base = normalize("NFC", entry.name)
-                        is_new = base not in places
-                        places[base] = os.path.relpath(entry.path, folder) if is_new else None
+                        paths = (*places.get(base, ()), os.path.relpath(entry.path, folder))
+                        places[base] = paths[:2]
     except OSError as error:
         reason = explain_os_error(error, "Check the folder.")
         raise ColabUtilsError(f"The images in {folder} cannot be listed: {reason}") from None
@@ -220,17 +233,17 @@ def explain_missing(folder: PlaceLike, name: str) -> str:
     """Say that an image is missing in a folder, and name a file that may be the right one."""
     if isinstance(folder, UrlPath):
         return f"not in {folder}"
-    base = take_base_name(name)
     with suppress(ColabUtilsError):
-        places = list_base_names(str(folder))
-        place = places.get(base)
-        if place:
-            return f"not in {folder}, but in {Path(folder, place).parent}: name that folder"
-        if base in places:
+        base = take_base_name(name)
+        places = list_base_names(str(folder)).get(base, ())
+        if len(places) > 1:
             return (
-                f"not in {folder}, but in several folders below it: write the folder into file_name"
+                f"not in {folder}, but in several folders below it ({' and '.join(places)}): "
+                "write the folder into file_name"
             )
-        alike = _list_stems(str(folder)).get(Path(base).stem.casefold())
+        if places:
+            return f"not in {folder}, but at {places[0]} below it: write this path into file_name"
+        alike = _list_stems(str(folder)).get(_take_stem(base))
         if alike:
             return f"not in {folder}, but {alike} is there: write file_name as the file is called"
     return f"not in {folder}"
@@ -238,8 +251,10 @@ def explain_missing(folder: PlaceLike, name: str) -> str:
 
 @lru_cache(4)
 def _list_stems(folder: str) -> dict[str, str]:
-    """Return a dict from each stem in small letters to the name of a file that has this stem.
+    """Return a dict from each stem of `_take_stem` to the name of a file that has this stem."""
+    return {_take_stem(base): base for base in list_base_names(folder)}
 
-    A stem is the base name of a file without its ending.
-    """
-    return {Path(base).stem.casefold(): base for base in list_base_names(folder)}
+
+def _take_stem(base: str) -> str:
+    """Return a base name in small letters, without its ending, and without Drive's " (1)"."""
+    return re.sub(r" \(\d+\)$", "", Path(base).stem).casefold()

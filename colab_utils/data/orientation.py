@@ -25,7 +25,7 @@ from colab_utils.data.decoding import (
 )
 from colab_utils.data.sizes import Size
 from colab_utils.drive import Retries
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableError
+from colab_utils.errors import MACHINE_FAULTS, ColabUtilsError, ColabUtilsWarning, UnavailableError
 from colab_utils.files import open_pieces
 from colab_utils.places import Place
 from colab_utils.processes import ThreadPool
@@ -80,6 +80,8 @@ def read_orientation(image: "Image.Image") -> int:
     try:
         # The method of Pillow's PNG class decodes the pixels first. This one does not.
         orientation = Image.Image.getexif(image).get(ExifTags.Base.Orientation)
+    except MACHINE_FAULTS:
+        raise
     # Damaged EXIF raises all kinds of errors.
     except Exception:
         return 1
@@ -122,6 +124,8 @@ def find_turn(data: Encoded, size: Size) -> str:
         return ""
     try:
         image = open_lazily(io.BytesIO(data))
+    except MACHINE_FAULTS:
+        raise
     # Pillow's readers raise all kinds of errors on damaged data. Decoding says what is wrong.
     except Exception:
         return ""

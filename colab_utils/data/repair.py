@@ -8,6 +8,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,7 +70,8 @@ def repair_annotations(
 
     These values are mended:
 
-    - Numbers that are written as text.
+    - Numbers that are written as text, and "True" and "False" in ``iscrowd``.
+    - Ids of annotations that repeat. Every second one gets a new id.
     - Outlines and RLE that tools write in their own way. A segmentation that holds only the four
       numbers of a box is not made into an outline.
     - Boxes and areas, from the mask.
@@ -114,6 +116,7 @@ def repair_annotations(
     entries: list[Entry] = []
     kept: list[bytes] = []
     has_objects = False
+    ids = _Ids(dataset)
     for group, is_alone in _group_entries(dataset):
         name = escape(dataset.file_name(group[0]))
         try:
@@ -126,9 +129,8 @@ def repair_annotations(
             gone[kind] += sum(int(dataset.first[i + 1] - dataset.first[i]) for i in group)
             continue
         entries.append(image.entry)
-        for annotation in image.annotations.values():
-            kept.append(json.dumps(annotation | {"image_id": image.entry["id"]}).encode())
-            has_objects = has_objects or not annotation["iscrowd"]
+        kept += image.list_texts(ids)
+        has_objects = has_objects or image.has_objects
         for change in image.changes:
             done[change].append(name)
     if not has_objects:
@@ -171,6 +173,24 @@ def _group_entries(dataset: CocoDataset) -> list[tuple[list[int], bool]]:
     return [(group, all(len(names[numbers[i]]) == 1 for i in group)) for group in groups.values()]
 
 
+class _Ids:
+    """Give each annotation an id of its own."""
+
+    def __init__(self, dataset: CocoDataset) -> None:
+        known = set(dataset.ids.tolist())
+        self._free = (number for number in count(1) if number not in known)
+        self._taken = set[int]()
+
+    def renew(self, annotation: Entry) -> bool:
+        """Change the id of an annotation if an earlier one has it. Return whether one has."""
+        is_repeated = annotation.get("id") in self._taken
+        if is_repeated:
+            annotation["id"] = next(self._free)
+        if "id" in annotation:
+            self._taken.add(annotation["id"])
+        return is_repeated
+
+
 class _MendedImage:
     """Mend the entry of one image by its file, and its annotations by their masks.
 
@@ -193,6 +213,20 @@ class _MendedImage:
                 if _try_field(annotation, "category_id") not in categories:
                     raise _LostObjectError("unknown category")
                 self._add(annotation)
+
+    @property
+    def has_objects(self) -> bool:
+        """Return whether any annotation is no crowd."""
+        return any(not annotation["iscrowd"] for annotation in self.annotations.values())
+
+    def list_texts(self, ids: _Ids) -> list[bytes]:
+        """Return the JSON of each annotation. Ids that repeat are changed."""
+        texts = []
+        for annotation in self.annotations.values():
+            if ids.renew(annotation):
+                self.changes.append("new id in place of a repeated one")
+            texts.append(json.dumps(annotation | {"image_id": self.entry["id"]}).encode())
+        return texts
 
     def _mend_entry(self, dataset: CocoDataset, group: list[int], header: Header) -> Size:
         """Mend the image's entry by its file. Return the height and width of its masks."""

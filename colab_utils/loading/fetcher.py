@@ -197,11 +197,19 @@ class Fetcher:
             except BadSampleError as failure:
                 error, place = failure.args
                 if not skips_bad:
-                    return Result(error=error)
+                    return Result(error=self._name_cause(error, indices[place]))
                 bad.append((indices.pop(place), describe_error(error)))
             except Exception as error:
                 return Result(error=error)
         return Result(bad=bad)
+
+    def _name_cause(self, error: Exception, index: int) -> Exception:
+        """Return a sample's error, which says what sample it is."""
+        # The errors of our own datasets name the file.
+        if isinstance(error, ColabUtilsError) and not self._is_own:
+            return ColabUtilsError(f"{self.name_sample(index)}: {error}")
+        error.add_note(f"{self.name_sample(index)} raised this error.")
+        return error
 
     def _find_streams(self) -> StreamTrial | None:
         return self._base.best_streams if self.reads_ahead else None

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from colab_utils.data.masks import pack_pixels
-from colab_utils.errors import ColabUtilsError, UnavailableError
+from colab_utils.errors import MACHINE_FAULTS, ColabUtilsError, UnavailableError
 
 Target = dict[str, Any]
 """torchvision's target: boxes float32 [N, 4] (x0, y0, x1, y1 in pixels), labels int64 [N], masks
@@ -474,15 +474,16 @@ class BadSampleError(Exception):
 
 @contextmanager
 def blame_sample(place: int) -> Iterator[None]:
-    """Raise the errors of a sample as BadSampleError, except a lost Drive or too little memory."""
+    """Raise the errors of a sample as BadSampleError, except those of Drive and the machine."""
     try:
         yield
-    except (UnavailableError, MemoryError):
+    except (UnavailableError, *MACHINE_FAULTS):
         raise
-    except (Exception, GeneratorExit) as error:
-        if isinstance(error, GeneratorExit):
-            # The loader would take this error for the end of its own pass.
-            error = RuntimeError("the dataset raised GeneratorExit")
+    except (Exception, GeneratorExit, SystemExit) as error:
+        if isinstance(error, StopIteration | GeneratorExit | SystemExit):
+            # These would end the loader's own pass, or the program.
+            name = type(error).__name__
+            error = ColabUtilsError(f"your dataset raised {name}. Mend its __getitem__.")
         elif isinstance(error, RuntimeError) and "CUDA in forked subprocess" in str(error):
             # torch's message advises to spawn the workers, but the loader always forks them.
             error = ColabUtilsError(

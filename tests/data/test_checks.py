@@ -991,3 +991,31 @@ def test_repair_of_normalised_annotations_gives_areas_in_pixels(tiny_dataset, tm
         for annotation in json.loads(output.read_text())["annotations"]
     }
     assert repaired == pytest.approx(areas, rel=0.05)
+
+
+@pytest.mark.parametrize("alike", [["car", "car "], ["car", "Car"], ["a b", "a  B"]])
+def test_categories_whose_names_are_alike_are_noted(dataset, alike):
+    names = [*alike, "dog"]
+    dataset.coco["categories"] = [{"id": n, "name": name} for n, name in enumerate(names, 1)]
+    [problem] = [p for p in dataset.check().problems if p.kind == "name of several categories"]
+    assert problem.examples == (f"{alike[0]!r}, {alike[1]!r}",)
+
+
+def test_fields_that_change_what_an_evaluation_means_are_noted(dataset):
+    dataset.coco["images"][0]["not_exhaustive_category_ids"] = []
+    for annotation in dataset.coco["annotations"][:3]:
+        annotation["ignore"] = 1
+    counts = {problem.kind: problem.count for problem in dataset.check().problems}
+    assert counts["annotation to ignore"] == 3
+    assert counts["classes not looked for"] == 1
+
+
+@pytest.mark.parametrize("fault", [MemoryError, ImportError])
+def test_a_fault_of_the_machine_is_no_bad_image(dataset, monkeypatch, fault):
+    def fail(*_, **__):
+        raise fault("no")
+
+    monkeypatch.setattr(Image.Image, "load", fail)
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", fail)
+    with pytest.raises(fault):
+        dataset.check(deep=True)

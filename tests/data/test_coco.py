@@ -7,10 +7,12 @@ import os
 import pickle
 import shutil
 import socket
+import sys
 import tracemalloc
 from collections import defaultdict
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,7 +20,7 @@ from hypothesis import strategies as st
 from pycocotools import mask as coco_mask
 
 from colab_utils.data.coco import open_coco, read_coco, write_subset
-from colab_utils.data.image_paths import list_base_names
+from colab_utils.data.image_paths import explain_missing, list_base_names
 from colab_utils.data.masks import encode_segmentation
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, escape
@@ -782,8 +784,9 @@ def find(tmp_path, names, *, files, index=0):
     ("name", "files", "expected", "by_name"),
     [
         ("x.jpg", ["x.jpg", "a/x.jpg"], "x.jpg", False),
-        # A plain name means this place, so the file is missing.
-        ("x.jpg", ["a/x.jpg"], "x.jpg", False),
+        # Cityscapes' converters write no folder.
+        ("x.jpg", ["a/x.jpg"], "a/x.jpg", True),
+        ("x.jpg", ["a/x.jpg", "b/x.jpg"], "x.jpg", False),
         ("a/x.jpg", ["a/y.jpg", "x.jpg"], "a/x.jpg", False),
         # There is no folder a.
         ("a/x.jpg", ["x.jpg"], "x.jpg", True),
@@ -800,6 +803,7 @@ def find(tmp_path, names, *, files, index=0):
         # A Mac's zip takes accents apart like this.
         ("Stra\u00dfe \u00e9.jpg", ["Stra\u00dfe e\u0301.jpg"], "Stra\u00dfe e\u0301.jpg", False),
         ("e\u0301/x.jpg", ["\u00e9/x.jpg"], "\u00e9/x.jpg", False),
+        ("\u00e9/\u00e9.jpg", ["e\u0301/\u00e9.jpg", "b/\u00e9.jpg"], "e\u0301/\u00e9.jpg", False),
         ("/d/\u00e9.jpg", ["e\u0301.jpg"], "e\u0301.jpg", True),
     ],
 )
@@ -972,3 +976,65 @@ def test_a_folder_in_place_of_the_json_is_told(tmp_path):
     """LabelMe and Pascal VOC have a folder with a file for each image."""
     with pytest.raises(ColabUtilsError, match=r"Is a directory\. Name the JSON in it\. If each"):
         read_coco(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        (["0 (1).jpg"], "but 0 (1).jpg is there"),
+        (["0.png"], "but 0.png is there"),
+        (["a/0.jpg", "b/0.jpg"], "in several folders below it (a/0.jpg and b/0.jpg)"),
+    ],
+)
+def test_what_may_be_a_missing_image_is_named(tmp_path, files, told):
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    list_base_names.cache_clear()
+    assert told in explain_missing(tmp_path, "0.jpg")
+
+
+@pytest.mark.parametrize("name", ["50%20off.jpg", "scan?1.jpg", "a#1.jpg", "a+b c.jpg", "a b.jpg"])
+def test_at_a_url_the_name_itself_is_tried_first(path, name):
+    bucket = fsspec.filesystem("memory")
+    bucket.pipe(f"/names/{name}", b"")
+    dataset = read(path, make_coco(images=[{"id": 7, "file_name": name}]))
+    found, by_name = dataset.find_image("memory://names", 0)
+    assert (found.is_file(), by_name) == (True, False)
+    bucket.rm("/names", recursive=True)
+
+
+def test_annotations_may_be_an_object_with_ids_as_keys(path):
+    coco = make_coco()
+    by_id = {str(entry["id"]): entry for entry in coco["annotations"]}
+    assert read(path, coco | {"annotations": by_id}).texts == read(path, coco).texts
+
+
+@pytest.mark.parametrize("value", [2**63, str(2**70), -(2**63)])
+def test_an_id_that_is_too_large_is_told_as_such(path, value):
+    with pytest.raises(ColabUtilsError, match=r"where an integer below 2\*\*63 is needed"):
+        read(path, make_coco(images=[{"id": value, "file_name": "x.jpg"}]))
+
+
+@pytest.mark.parametrize("package", ["PIL.Image", "pycocotools"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        ValueError("numpy.dtype size changed, may indicate binary incompatibility"),
+        ImportError("The _imaging extension was built for another version of Pillow"),
+        ModuleNotFoundError("No module named 'pycocotools'"),
+    ],
+)
+def test_a_package_that_does_not_fit_is_no_fault_of_the_data(path, monkeypatch, package, fault):
+    class Broken:
+        def find_spec(self, name, *_):
+            if name.startswith(package):
+                raise fault
+
+    for name in list(sys.modules):
+        if name == package or name.startswith(f"{package}."):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    with pytest.raises(ColabUtilsError, match=r"cannot be imported .*restart it") as caught:
+        read_coco(path)
+    assert str(fault) in str(caught.value)

@@ -9,6 +9,7 @@ from PIL import Image
 from pycocotools import mask as coco_mask
 
 from colab_utils.data.checks import check_dataset
+from colab_utils.data.coco import read_coco
 from colab_utils.data.masks import encode_segmentation
 from colab_utils.data.repair import repair_annotations
 from colab_utils.errors import ColabUtilsError
@@ -555,3 +556,29 @@ def test_loose_files_say_that_many_objects_are_crowds(export):
     export.save()
     with pytest.warns(match="2 x many crowds: objects become background"):
         CocoFolder(export.images, export.annotations)
+
+
+def test_ids_that_repeat_are_noted_and_renewed(export):
+    for n, annotation in enumerate(export.objects):
+        annotation["id"] = n % 2 + 1
+    assert export.check() == {"repeated annotation id": 2}
+    report = export.repair()
+    assert report.ok
+    assert not report.problems
+    ids = [entry["id"] for entry in json.loads(export.repaired.read_text())["annotations"]]
+    assert ids == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(("text", "crowds"), [("False", 0), (" true", 1), ("0", 0), ("1", 1)])
+def test_iscrowd_may_be_text(export, text, crowds):
+    export.objects[0]["iscrowd"] = text
+    export.save()
+    assert read_coco(export.annotations).crowds == crowds
+    assert export.repair().images == 4
+    assert json.loads(export.repaired.read_text())["annotations"][0]["iscrowd"] == crowds
+
+
+@pytest.mark.parametrize("value", ["no", "2", 2, [], {}])
+def test_any_other_iscrowd_is_a_bad_annotation(export, value):
+    export.objects[0]["iscrowd"] = value
+    assert export.check() == {"bad annotation": 1}

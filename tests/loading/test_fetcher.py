@@ -359,3 +359,48 @@ def test_images_of_our_own_folders_are_not_looked_at_twice(tiny_dataset, monkeyp
     assert marked == []
     list(load(Numbers()))
     assert len(marked) == 12
+
+
+class OwnError(Exception):
+    """An error that cannot be sent to another process."""
+
+    def __init__(self, code, text):
+        super().__init__(text)
+        self.code = code
+
+
+class Failing(Numbers):
+    def __init__(self, error):
+        self.error = error
+
+    def __getitem__(self, index):
+        if index == 4:
+            raise self.error
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    "error",
+    [IndexError(), KeyError("boxes"), OwnError(7, "no")],
+    ids=repr,
+)
+def test_every_error_names_its_sample(error, workers):
+    with pytest.raises((IndexError, KeyError, OwnError, RuntimeError)) as caught:
+        list_ids(load(Failing(error), workers=workers, shuffle=False))
+    assert "Sample 4 raised this error." in caught.value.__notes__
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("error", [StopIteration(), SystemExit(3), GeneratorExit()], ids=repr)
+def test_no_sample_ends_the_pass(error, workers):
+    with pytest.raises(
+        ColabUtilsError, match=f"Sample 4: your dataset raised {type(error).__name__}"
+    ):
+        list_ids(load(Failing(error), workers=workers, shuffle=False))
+
+
+@pytest.mark.parametrize("fault", [MemoryError, ImportError])
+def test_a_fault_of_the_machine_leaves_no_sample_out(fault):
+    with pytest.raises(fault):
+        list_ids(load(Failing(fault("no")), max_bad=3))
