@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _fail(error)
         except KeyboardInterrupt:
             print(
-                "\nstopped: what was finished is safe, the same command continues there",
+                "\nstopped: nothing half-done is left, and the same command uses what was finished",
                 file=sys.stderr,
             )
             return 130

@@ -796,7 +796,10 @@ def test_ctrl_c_while_it_plans(many, world):
     finally:
         process.kill()
     assert (process.returncode, out) == (130, ""), err
-    assert err.strip() == "stopped: what was finished is safe, the same command continues there"
+    assert (
+        err.strip()
+        == "stopped: nothing half-done is left, and the same command uses what was finished"
+    )
     assert not (world / "new").exists()
     assert not [child for child in children if child.is_running()]
 
@@ -820,7 +823,10 @@ def test_ctrl_c_leaves_only_finished_shards_and_the_same_command_continues(many,
     finally:
         process.kill()
     assert (process.returncode, out) == (130, ""), err
-    assert err.strip() == "stopped: what was finished is safe, the same command continues there"
+    assert (
+        err.strip()
+        == "stopped: nothing half-done is left, and the same command uses what was finished"
+    )
     assert not (target / "index.json").exists()
     assert not list(target.glob("*.part"))
     finished = {path.name: path.stat().st_mtime_ns for path in target.glob("*.arrays")}

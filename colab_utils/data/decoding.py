@@ -52,7 +52,7 @@ _KINDS = {
     b".{257}ustar": "a tar archive: unpack it first",
     b"version https://git-lfs": "a Git LFS pointer: run `git lfs pull` where it comes from",
     b"\\s*<(!doctype html|html)": "a web page: download the file itself",
-    b"....ftyp(hei|hev|mif1|msf1)": "HEIC: save it as JPEG",
+    b"....ftyp(hei|hev|mif1|msf1)": "HEIC: save it as JPEG (heif-convert -q 95 IN.heic OUT.jpg)",
     b"%(PDF|!PS)": "a PDF or a PostScript file: save its pages as images",
     b".{128}DICM": "DICOM: save it as an 8-bit PNG",
     b"\\0{16}": "nothing but zeros: copy it again",

@@ -293,10 +293,9 @@ def plot_statistics(statistics: DatasetStatistics) -> DescribedFigure:
     }
     share = max(statistics.sizes.values()) / max(1, statistics.objects)
     size = max(statistics.sizes, key=lambda name: statistics.sizes[name]).partition(",")[0]
-    title = (
-        f"{statistics.objects:,} objects of {len(statistics.classes)} classes, {share:.0%} of "
-        f"them {size}"
-    )
+    objects = format_count(statistics.objects, "object")
+    classes = format_count(len(statistics.classes), "class", "classes")
+    title = f"{objects} of {classes}, {share:.0%} of them {size}"
     figure = make_figure(title, width=12, height=7.2)
     axes = figure.subplot_mosaic("AB;AC;AD").values()
     for axis, (name, values) in zip(axes, panels.items(), strict=True):

@@ -7,6 +7,7 @@ from colab_utils.training.data import OpenData
 from colab_utils.training.memory import MemoryPlan
 from colab_utils.training.prepare import PreparedStep
 from colab_utils.training.settings import Settings
+from colab_utils.units import format_count
 
 # A GPU with less memory than this, such as a T4, also computes slowly. There, smaller images help
 # most.
@@ -80,8 +81,8 @@ class TrainingPlan:
         memory += self._name_first_knob()
         return (
             f"{self.model} from {self.starts_from} weights on {self.device} "
-            f"in {self.precision}{together}: {self.num_classes - 1} classes, "
-            f"{self.images} images{skipped}, batches of {self.batch_size}, "
+            f"in {self.precision}{together}: {format_count(self.num_classes - 1, 'class', 'classes')}, "
+            f"{format_count(self.images, 'image')}{skipped}, batches of {self.batch_size}, "
             f"shorter side {self.min_size} px, augmentation {self.augment}, "
             f"learning rate {self.learning_rate:g}, {self.steps} steps{resumed}{memory}"
         )
