@@ -76,12 +76,13 @@ class TrainingPlan:
                 f", {self.skipped_objects:,} of {every:,} objects left out (crowds, or "
                 "boxes without area)"
             )
+        classes = format_count(self.num_classes - 1, "class", "classes")
         resumed = f", resumed after step {self.first_step}" if self.first_step else " of a new run"
         memory = f"\nmemory: {self.memory}" if self.memory else ""
         memory += self._name_first_knob()
         return (
             f"{self.model} from {self.starts_from} weights on {self.device} "
-            f"in {self.precision}{together}: {format_count(self.num_classes - 1, 'class', 'classes')}, "
+            f"in {self.precision}{together}: {classes}, "
             f"{format_count(self.images, 'image')}{skipped}, batches of {self.batch_size}, "
             f"shorter side {self.min_size} px, augmentation {self.augment}, "
             f"learning rate {self.learning_rate:g}, {self.steps} steps{resumed}{memory}"
