@@ -62,6 +62,8 @@ _KINDS = {
     b"\\s*(<\\?xml.*)?<annotations?>": "CVAT's or VOC's XML: see docs/FORMATS.md",
     b"\\s*\\d+([ \\t]+[\\d.]+){4}": "YOLO's text: see docs/FORMATS.md",
 }
+# What to do with an image that is too large to decode.
+_CUT = "cut it and its annotations into tiles (pip install sahi; sahi coco slice)"
 # The TIFF tag that is 0 where the pixel value 0 means white.
 _PHOTOMETRIC = 262
 # Markers of the segments of a JPEG that hold the image's size.
@@ -210,9 +212,7 @@ def guard_pillow() -> Iterator[None]:
     try:
         yield
     except Image.DecompressionBombError:
-        raise ColabUtilsError(
-            f"it has more than {MOST_PIXELS:,} pixels: save the image smaller"
-        ) from None
+        raise ColabUtilsError(f"it has more than {MOST_PIXELS:,} pixels: {_CUT}") from None
     finally:
         _guard.end()
 
@@ -317,8 +317,7 @@ def open_lazily(file: Any) -> "Image.Image":
         raise ColabUtilsError(f"not an image: {kind}" if kind else "not an image") from None
     if image.width * image.height > MOST_PIXELS:
         raise ColabUtilsError(
-            f"{image.width} x {image.height} is more than {MOST_PIXELS:,} pixels: save the image "
-            "smaller"
+            f"{image.width} x {image.height} is more than {MOST_PIXELS:,} pixels: {_CUT}"
         )
     return image
 

@@ -280,7 +280,8 @@ def _load_run(name: str, run: PlaceLike) -> tuple[MaskRCNN, Mapping[int, str]]:
     if state is None:
         raise ColabUtilsError(
             f"The weights are {str(run)!r}, which is no folder of a run. Pass 'coco', None or the "
-            "folder of a run."
+            "folder of a run. A file of weights goes into a model of build_mask_rcnn: "
+            "model.load_state_dict(torch.load(FILE))."
         )
     model = _read_model(state)
     trained = state["plan"]["model"]
