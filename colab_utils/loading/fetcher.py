@@ -19,6 +19,7 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, describe_erro
 from colab_utils.loading.arrival import Arrival
 from colab_utils.loading.batch import BatchShape, write_batch
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.dataset_checks import require_same_classes
 from colab_utils.loading.samples import CocoSamples
 from colab_utils.loading.targets import (
     BadSampleError,
@@ -84,6 +85,7 @@ class Fetcher:
                 f"A loader cannot read a dataset of type {type(dataset).__name__}. "
                 "Use a dataset with __len__ and __getitem__, such as a ShardDataset."
             )
+        require_same_classes(dataset)
         # All workers share this memory, so that the loader warns once.
         self._has_warned = np.frombuffer(mmap.mmap(-1, 1), np.bool_)
         # The decoder is loaded before the fork, so that the workers need not load it.

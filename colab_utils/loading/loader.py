@@ -7,11 +7,12 @@ import math
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from copy import copy
 from dataclasses import KW_ONLY, dataclass
+from functools import wraps
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import hash_bytes
 from colab_utils.loading.arrival import Arrival
 from colab_utils.loading.batch import PackedBatch
+from colab_utils.loading.dataset_checks import warn_of_open_file
 from colab_utils.loading.devices import find_device
 from colab_utils.loading.fetcher import Fetcher
 from colab_utils.loading.late import BoundedPrefetcher, LateSample
@@ -63,9 +65,39 @@ _TWO_PASSES = "Two passes over one loader run at the same time. Make a loader fo
 # Held while a thread begins a pass, so that a second one sees that the loader is in use.
 _BEGINS = threading.Lock()
 
+_P = ParamSpec("_P")
+# What takes the place of an argument of torch's ``DataLoader``.
+_COUNTERPARTS = {
+    "num_workers": "pass workers",
+    "prefetch_factor": "pass prefetch",
+    "timeout": "pass max_wait_s",
+    "batch_sampler": "pass batch_size and sampler; by default a batch holds images of one shape",
+    "collate_fn": "leave it out, because batches come as torchvision's models take them",
+    "pin_memory": "leave it out, because batches come on the device",
+    "pin_memory_device": "pass device",
+    "persistent_workers": "leave it out, because workers of shards and of a CocoFolder stay",
+    "worker_init_fn": "leave it out, because each sample's random numbers come from seed",
+    "generator": "pass seed",
+    "multiprocessing_context": "leave it out, because workers are always forked",
+    "in_order": "leave it out; max_wait_s lets a late batch come later",
+}
+
 Delivery = Literal["dense", "packed"]
 
 
+def _explain_arguments(function: Callable[_P, "Loader"]) -> Callable[_P, "Loader"]:
+    """Say what takes the place of an argument of ``DataLoader``, where one is passed."""
+
+    @wraps(function)
+    def call(*arguments: _P.args, **options: _P.kwargs) -> "Loader":
+        for name in _COUNTERPARTS.keys() & options.keys():
+            raise ColabUtilsError(f"make_loader has no {name}: {_COUNTERPARTS[name]}.")
+        return function(*arguments, **options)
+
+    return call
+
+
+@_explain_arguments
 def make_loader(
     dataset: Dataset[Any],
     *,
@@ -298,6 +330,8 @@ class Loader:
 
     def __post_init__(self) -> None:
         self.dataset = self._fetcher.dataset
+        if self.workers:
+            warn_of_open_file(self.dataset)
         self.batch_size = self._order.batch_size
         self.rates: dict[int, float] = {}
         self.bad: list[tuple[int, str]] = []

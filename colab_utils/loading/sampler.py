@@ -124,6 +124,9 @@ class BatchSampler(Sampler[list[int]]):
     drop_last: bool = False
 
     def __post_init__(self) -> None:
+        # The epoch that the sampler has unless the user sets another one.
+        self._last_epoch = getattr(self.sampler, "epoch", None)
+        self._user_sets_epoch = False
         self.start_epoch(0)
 
     def start_epoch(self, epoch: int) -> None:
@@ -184,8 +187,11 @@ class BatchSampler(Sampler[list[int]]):
             yield batch
 
     def _draw(self) -> NDArray[np.int64]:
-        if hasattr(self.sampler, "set_epoch"):
+        # An epoch that the user has set stays.
+        self._user_sets_epoch |= getattr(self.sampler, "epoch", None) != self._last_epoch
+        if hasattr(self.sampler, "set_epoch") and not self._user_sets_epoch:
             self.sampler.set_epoch(self.epoch)
+            self._last_epoch = getattr(self.sampler, "epoch", None)
         with seed_random((self.seed or 0, self.epoch)):
             indices = list(self.sampler)
         if not indices:

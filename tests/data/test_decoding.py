@@ -105,7 +105,7 @@ def test_images_that_would_fill_the_memory_are_refused():
     Image.new("1", (12_000, 11_000)).save(file, "PNG")
     with pytest.raises(
         ColabUtilsError,
-        match="12000 x 11000 is more than 112,000,000 pixels: cut it .* into tiles",
+        match=r"12000 x 11000 is more than 112,000,000 pixels: cut it .* into tiles",
     ):
         decode_pixels(file.getvalue())
 
@@ -338,7 +338,7 @@ def test_too_many_pixels_are_told_in_our_words(switches, size):
     data[16:24] = size[0].to_bytes(4) + size[1].to_bytes(4)
     data[29:33] = zlib.crc32(data[12:29]).to_bytes(4)
     with pytest.raises(
-        ColabUtilsError, match="more than 112,000,000 pixels: cut it .* into tiles"
+        ColabUtilsError, match=r"more than 112,000,000 pixels: cut it .* into tiles"
     ):
         decode_pixels(data)
 

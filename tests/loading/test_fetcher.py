@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import logging
+import re
+import zipfile
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
     ConcatDataset,
     Dataset,
+    DistributedSampler,
     Sampler,
     Subset,
     WeightedRandomSampler,
@@ -404,3 +411,64 @@ def test_no_sample_ends_the_pass(error, workers):
 def test_a_fault_of_the_machine_leaves_no_sample_out(fault):
     with pytest.raises(fault):
         list_ids(load(Failing(fault("no")), max_bad=3))
+
+
+class Named(Numbers):
+    def __init__(self, names):
+        self.class_names = dict(enumerate(names, 1))
+
+
+def test_joined_datasets_whose_labels_clash_are_refused():
+    load(ConcatDataset([Named(["car"]), Subset(Named(["car", "dog"]), [0])]))
+    with pytest.raises(ColabUtilsError, match=r"Label 1 is 'car' in one of .*'dog' in another"):
+        load(ConcatDataset([Named(["car"]), Subset(Named(["dog", "car"]), [0])]))
+
+
+class Holder(Numbers):
+    def __init__(self, held):
+        self.held = held
+
+
+def open_zip(path):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a", b"a")
+    return zipfile.ZipFile(path)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda path: path.open("wb+"), "Holder.held"),
+        (lambda path: [path.open("wb+")], "Holder.held[0]"),
+        (open_zip, "Holder.held.fp"),
+        (lambda path: path.open("wb"), ""),
+        (lambda path: io.BytesIO(b"a"), ""),
+        (lambda path: logging.getLogger("a"), ""),
+    ],
+)
+def test_an_open_file_that_workers_would_share_is_told(tmp_path, make, name):
+    held = make(tmp_path / "a")
+    dataset = Holder(held)
+    expected = pytest.warns(ColabUtilsWarning, match=re.escape(f"{name} is an open file"))
+    with expected if name else nullcontext():
+        list_ids(load(dataset, workers=1))
+    # Without workers, nobody shares it.
+    list_ids(load(dataset, workers=0))
+    for file in held if isinstance(held, list) else [held]:
+        getattr(file, "close", lambda: None)()
+
+
+@pytest.mark.parametrize("given", ["num_workers", "collate_fn", "pin_memory", "batch_sampler"])
+def test_arguments_of_dataloader_are_explained(given):
+    with pytest.raises(ColabUtilsError, match=f"make_loader has no {given}: "):
+        load(Numbers(), **{given: 1})
+
+
+def test_an_epoch_that_the_user_sets_wins():
+    sampler = DistributedSampler(Numbers(), num_replicas=1, rank=0, seed=3)
+    loader = load(Numbers(), sampler=sampler)
+    for epoch in (7, 8, 0):
+        sampler.set_epoch(epoch)
+        wanted = list(sampler)
+        assert [i for batch in loader for i in batch.image_ids.tolist()] == wanted
+    loader.close()
