@@ -186,8 +186,11 @@ def list_meanings(name: str) -> set[str]:
 
 
 def _list_readings(name: str) -> list[str]:
-    """Return a name as it is, and what it becomes if it is read as an address."""
-    return [*dict.fromkeys((name, _decode_name(name)))]
+    """Return a name as it is, and what it becomes if it is read as an address, once or twice."""
+    readings = [name]
+    while (decoded := _decode_name(readings[-1])) not in readings:
+        readings.append(decoded)
+    return readings
 
 
 @lru_cache(4)
@@ -237,9 +240,10 @@ def explain_missing(folder: PlaceLike, name: str) -> str:
         base = take_base_name(name)
         places = list_base_names(str(folder)).get(base, ())
         if len(places) > 1:
+            twins = " and ".join(sorted(places))
             return (
-                f"not in {folder}, but in several folders below it ({' and '.join(places)}): "
-                "write the folder into file_name"
+                f"not in {folder}, but in several folders below it ({twins}): write the folder "
+                "into file_name"
             )
         if places:
             return f"not in {folder}, but at {places[0]} below it: write this path into file_name"
