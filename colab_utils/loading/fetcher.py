@@ -207,10 +207,12 @@ class Fetcher:
 
     def _name_cause(self, error: Exception, index: int) -> Exception:
         """Return a sample's error, which says what sample it is."""
+        name = self.name_sample(index)
+        if not isinstance(error, ColabUtilsError):
+            error.add_note(f"{name} raised this error.")
         # The errors of our own datasets name the file.
-        if isinstance(error, ColabUtilsError) and not self._is_own:
-            return ColabUtilsError(f"{self.name_sample(index)}: {error}")
-        error.add_note(f"{self.name_sample(index)} raised this error.")
+        elif not self._is_own and f"sample {index}" not in str(error):
+            return ColabUtilsError(f"{name}: {error}")
         return error
 
     def _find_streams(self) -> StreamTrial | None:

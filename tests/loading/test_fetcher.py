@@ -344,7 +344,7 @@ class Closing(Numbers):
 def test_a_closed_generator_in_a_dataset_is_an_error_and_no_end_of_the_pass(workers):
     loader = load(Closing(), workers=workers, shuffle=False)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="the dataset raised GeneratorExit"):
+        with pytest.raises(ColabUtilsError, match="Sample 4: your dataset raised GeneratorExit"):
             list(loader)
     loader.close()
     loader = load(Closing(), workers=workers, max_bad=1)
@@ -395,7 +395,7 @@ class Failing(Numbers):
 def test_every_error_names_its_sample(error, workers):
     with pytest.raises((IndexError, KeyError, OwnError, RuntimeError)) as caught:
         list_ids(load(Failing(error), workers=workers, shuffle=False))
-    assert "Sample 4 raised this error." in caught.value.__notes__
+    assert "Sample 4 raised this error." in "".join(caught.value.__notes__)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
