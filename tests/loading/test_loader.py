@@ -543,7 +543,7 @@ def test_a_damaged_sample_ends_the_pass_in_one_line(make, workers):
     got = []
     with pytest.raises(ColabUtilsError) as error:
         got.extend(loader)
-    assert str(error.value) == "expected a whole image, found half of 5.jpg"
+    assert str(error.value) == "Sample 5: expected a whole image, found half of 5.jpg"
     assert len(got) == 2
     assert loader.state_dict()["batch"] == 2
     loader.dataset.act = None
