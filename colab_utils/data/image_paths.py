@@ -37,9 +37,9 @@ def find_file(folder: PlaceLike, name: str, shared_names: frozenset[str]) -> tup
     if isinstance(folder, UrlPath):
         return _find_at_url(folder, name)
     for meaning in _list_readings(name):
-        found = None if _leads_out(meaning) else _find_spelling(folder, meaning)
-        if found is not None:
-            return found, meaning != name
+        named = None if _leads_out(meaning) else _find_spelling(folder, meaning)
+        if named is not None:
+            return named, meaning != name
     path = None if _leads_out(name) else Path(folder, name)
     # If the folder of the name is there, a file of another folder is another image.
     if path is not None and path.parent != Path(folder) and os.path.isdir(path.parent):
