@@ -981,19 +981,19 @@ def test_a_folder_in_place_of_the_json_is_told(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("files", "told"),
+    ("files", "hint"),
     [
         (["0 (1).jpg"], "but 0 (1).jpg is there"),
         (["0.png"], "but 0.png is there"),
         (["a/0.jpg", "b/0.jpg"], "in several folders below it (a/0.jpg and b/0.jpg)"),
     ],
 )
-def test_what_may_be_a_missing_image_is_named(tmp_path, files, told):
+def test_what_may_be_a_missing_image_is_named(tmp_path, files, hint):
     for name in files:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     list_base_names.cache_clear()
-    assert told in explain_missing(tmp_path, "0.jpg")
+    assert hint in explain_missing(tmp_path, "0.jpg")
 
 
 @pytest.mark.parametrize("name", ["50%20off.jpg", "scan?1.jpg", "a#1.jpg", "a+b c.jpg", "a b.jpg"])
@@ -1001,8 +1001,8 @@ def test_at_a_url_the_name_itself_is_tried_first(path, name):
     bucket = fsspec.filesystem("memory")
     bucket.pipe(f"/names/{name}", b"")
     dataset = read(path, make_coco(images=[{"id": 7, "file_name": name}]))
-    found, by_name = dataset.find_image(open_place("memory://names"), 0)
-    assert (found.is_file(), by_name) == (True, False)
+    path, by_name = dataset.find_image(open_place("memory://names"), 0)
+    assert (path.is_file(), by_name) == (True, False)
     bucket.rm("/names", recursive=True)
 
 
