@@ -85,7 +85,7 @@ test-formats: setup
 # their own; downloads 210 MB
 test-engines: setup
 	$(RUN) -m benchmarks.environments --work runs/benchmarks --only engines
-	PYTHONPATH=. runs/benchmarks/envs/engines/bin/python -m pytest -W ignore tests/shards/test_engines.py tests/shards/test_servers.py tests/shards/test_stores.py
+	PYTHONPATH=. runs/benchmarks/envs/engines/bin/python -m pytest -W ignore tests/shards/test_engines.py tests/shards/test_stores.py
 
 # For a mounted Drive to test on; without it those tests are skipped, and say so
 fuse:

@@ -3,7 +3,7 @@
 import os
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from errno import ECONNABORTED, EIO, ENODEV, ENOTCONN, ESTALE, ETIMEDOUT
 from functools import partial
@@ -17,14 +17,17 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableEr
 from colab_utils.machine import COLAB_ROOT, is_colab
 from colab_utils.os_errors import SHORTAGES, explain_os_error
 
-# Seconds before each repetition. A burst of errors lasts seconds, and a remount about a minute.
-RETRY_WAITS_S = (1.0, 4.0, 16.0, 60.0)
+# Seconds before each repetition, 81 in all. A single error is over at once, and one read in five
+# that fails must not hold up a loader; a burst of errors lasts seconds, and a remount a minute.
+RETRY_WAITS_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, *[5.0] * 15)
 # Before a wait of so many seconds, a warning says how long the same is tried again.
-_LONG_WAIT_S = 10.0
+_LONG_WAIT_S = 5.0
 # Error numbers that only a dead mount gives.
 _GONE = (ENOTCONN, ECONNABORTED)
 # Error numbers that a broken disk gives as well.
 _GONE_ON_DRIVE = (EIO, ETIMEDOUT, ESTALE, ENODEV)
+# The type of a mounted Drive in the system's table of mounts.
+_DRIVE_KIND = "fuse.drive"
 # Names of the folders in each mounted Drive, and older names of both.
 _DRIVE_FOLDERS = ("MyDrive", "My Drive", "Shareddrives", "Shared drives")
 _Result = TypeVar("_Result")
@@ -37,10 +40,6 @@ class DriveLostError(UnavailableError):
     """What failed, as named in messages."""
     may_pass = True
     """Whether the same call may succeed after a while."""
-
-
-class ShortReadError(DriveLostError):
-    """A read returned fewer bytes than the file holds."""
 
 
 def is_on_drive(path: object) -> bool:
@@ -69,12 +68,11 @@ def require_mounted(path: Path) -> None:
     """
     if not is_colab():
         return
-    kinds = list_mounts()
     wanted = None
-    for place, folder in find_folders(path, kinds):
+    for place, folder, kind in find_mounts(path):
         wanted = _guess_mount(place) or wanted
         is_there = wanted is not None and folder.is_relative_to(wanted)
-        if is_there or kinds.get(str(folder)) == "fuse.drive":
+        if is_there or kind == _DRIVE_KIND:
             return
     if wanted is not None:
         mount = wanted if COLAB_ROOT in wanted.parents else COLAB_ROOT / "drive"
@@ -98,7 +96,7 @@ def explain_leftovers(mount: Path) -> str:
 
 def is_mounted(mount: Path) -> bool:
     """Return whether the system's table of mounts has a folder."""
-    return str(mount) in list_mounts()
+    return next(find_mounts(mount))[1] == mount
 
 
 def _guess_mount(place: Path) -> Path | None:
@@ -110,25 +108,25 @@ def _guess_mount(place: Path) -> Path | None:
     return names[-1].parent if names else None
 
 
-def list_mounts() -> dict[str, str]:
-    """Return a dict from each folder in the system's table of mounts to its type."""
-    return {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
+def find_mounts(path: Any) -> Iterator[tuple[Path, Path, str]]:
+    """Yield a path, the folder where its disk is mounted, and the type of the disk; then the same
+    of the path with its links resolved.
 
-
-def find_folders(path: Any, kinds: Collection[str]) -> Iterator[tuple[Path, Path]]:
-    """Yield a path with the folder of ``kinds`` that holds it, then both with links resolved."""
+    Only the system's table of mounts is read, because a read from Drive itself may hang.
+    """
+    kinds = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
     # `abspath` comes first, because `realpath` reads the folders on the path, and may hang.
     for resolve in (os.path.abspath, os.path.realpath):
         place = Path(resolve(path))
-        yield place, next((up for up in (place, *place.parents) if str(up) in kinds), Path("/"))
+        folder = next((up for up in (place, *place.parents) if str(up) in kinds), Path("/"))
+        yield place, folder, kinds.get(str(folder), "")
 
 
 def find_mount(path: object) -> Path | None:
     """Return the folder in which the Google Drive of a path is mounted; None for other paths.
 
-    A URL is never on Drive. Only the system's table of mounts is read, because a read from Drive
-    itself may hang. In that table, Drive has the type ``fuse.drive``. Colab looks for the same
-    type, in ``flush_and_unmount`` of google/colab/drive.py.
+    A URL is never on Drive. In the system's table of mounts, Drive has the type ``fuse.drive``.
+    Colab looks for the same type, in ``flush_and_unmount`` of google/colab/drive.py.
 
     Example:
         >>> find_mount("/tmp") is None
@@ -136,12 +134,12 @@ def find_mount(path: object) -> Path | None:
     """
     if not isinstance(path, str | os.PathLike):
         return None
-    kinds = list_mounts()
-    if is_colab():
-        kinds[str(COLAB_ROOT / "drive")] = "fuse.drive"
-    for _, folder in find_folders(path, kinds):
-        if kinds.get(str(folder)) == "fuse.drive":
+    for place, folder, kind in find_mounts(path):
+        drive = COLAB_ROOT / "drive"
+        if kind == _DRIVE_KIND:
             return folder
+        if is_colab() and place.is_relative_to(drive):
+            return drive
     return None
 
 
@@ -200,9 +198,10 @@ def explain_write(folder: object) -> Iterator[None]:
 
 
 class Retries:
-    """Repeat calls that fail on Drive: up to four times each, after 1, 4, 16 and 60 seconds.
+    """Repeat calls that fail on Drive for 81 seconds, after waits that double up to 5 seconds.
 
-    Several threads may share one object.
+    Several threads may share one object. A call that was given up is not repeated by a caller that
+    repeats its own calls.
 
     Attributes:
         count: Number of repetitions so far, of all calls.
@@ -246,7 +245,12 @@ class Retries:
                 if self.on_failure is not None:
                     self.on_failure()
                 self.stop.wait(wait_s)
-        return call()
+        try:
+            return call()
+        except DriveLostError as error:
+            # A caller that repeats its own calls would wait for as long again, each time.
+            error.may_pass = False
+            raise
 
     def _announce(self, seconds: float) -> None:
         """Warn that a call waits for so long. Threads that wait together give one warning."""
@@ -325,7 +329,7 @@ def _is_absent(path: Any) -> bool:
     """Return whether a file cannot be opened. Drive may list a file that cannot be opened."""
     if not isinstance(path, os.PathLike):
         # A server can be trusted: unlike Drive, it gives the same answer every time.
-        return not path.exists()
+        return True
     with suppress(OSError):
         os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
         return os.path.isdir(path)

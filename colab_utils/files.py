@@ -11,21 +11,20 @@ import stat
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from time import perf_counter, sleep
-from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 from weakref import WeakSet
 
 import xxhash
 
-from colab_utils.drive import RETRY_WAITS_S, DriveLostError, Retries, ShortReadError, guard_drive
+from colab_utils.drive import RETRY_WAITS_S, DriveLostError, Retries, guard_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.machine import find_host, require_linux
 from colab_utils.os_errors import SHORTAGES
-from colab_utils.places import Place, UrlFile, UrlPath
-from colab_utils.slow_drive import DriveProfile, find_profile, wait_as_drive
+from colab_utils.places import Place, UrlPath
+from colab_utils.slow_drive import find_profile, wait_as_drive
 from colab_utils.units import format_bytes
 
 _Result = TypeVar("_Result")
@@ -35,16 +34,14 @@ OPEN_FILES = 4096
 
 MOST_BYTES = 4e8
 """Bytes of the largest file that is read as a whole, by default: no photo is larger."""
-# Bytes that are read at once from a file that is hashed, or from a file at a URL.
+# Bytes that are read at once from a file that is hashed.
 _PIECE_BYTES = 1 << 20
 # Bytes of one request when a file at a URL is hashed. A request is large, because each costs time.
 _BLOCK_BYTES = 8 << 20
 
 
-def open_file(path: str | Place, *, most_bytes: float = MOST_BYTES) -> BinaryIO:
-    """Open a file to read it, without waiting for the writer of a named pipe.
-
-    A file at a URL is read in pieces, and may have any size.
+def open_file(path: str | Path, *, most_bytes: float = MOST_BYTES) -> BinaryIO:
+    """Open a file of this machine, without waiting for the writer of a named pipe.
 
     Raises:
         ColabUtilsError: the path is a named pipe or a device, or the file has more than
@@ -56,8 +53,6 @@ def open_file(path: str | Place, *, most_bytes: float = MOST_BYTES) -> BinaryIO:
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: /dev/zero is a device or a pipe, not a file. ...
     """
-    if isinstance(path, UrlPath):
-        return cast(BinaryIO, io.BufferedReader(UrlFile(path), _PIECE_BYTES))
     file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115
     try:
         status = os.fstat(file.fileno())
@@ -92,8 +87,8 @@ def read_file(
 ) -> bytes:
     """Read a whole file. In a slowed folder it takes as long as the folder's profile says.
 
-    If Drive fails, ``retries`` reads the file again. Without ``retries`` the first error is raised,
-    with one exception: after a `ShortReadError` the file is always read again.
+    If Drive or the server fails, the file is read again: by ``retries``, or else by retries of its
+    own.
 
     Raises:
         ColabUtilsError: the path is not a file, or the file is too large: see `open_file`.
@@ -105,22 +100,15 @@ def read_file(
         >>> len(read_file(__file__)) > 1000
         True
     """
-    read = partial(_read_once, path, find_profile(path), most_bytes)
-    if retries:
-        return retries.run(read)
-    try:
-        return read()
-    except ShortReadError:
-        return Retries().run(read)
+    profile = find_profile(path)
 
+    def read() -> bytes:
+        started = perf_counter()
+        content = read_whole(path, most_bytes=most_bytes)
+        wait_as_drive(profile, path, 0, len(content), started)
+        return content
 
-def _read_once(path: str | Place, profile: DriveProfile | None, most_bytes: float) -> bytes:
-    if isinstance(path, UrlPath):
-        return path.read_bytes()
-    started = perf_counter()
-    content = read_whole(path, most_bytes=most_bytes)
-    wait_as_drive(profile, path, 0, len(content), started)
-    return content
+    return (retries or Retries()).run(read)
 
 
 def read_whole(path: str | Place, *, most_bytes: float = MOST_BYTES) -> bytes:
@@ -128,8 +116,8 @@ def read_whole(path: str | Place, *, most_bytes: float = MOST_BYTES) -> bytes:
 
     Raises:
         ColabUtilsError: the path is not a file, or the file is too large: see `open_file`.
-        ShortReadError: fewer bytes came than the file holds. The file itself may be complete.
-        DriveLostError: Drive got disconnected, its storage failed, or a server did not answer.
+        DriveLostError: Drive got disconnected, its storage failed, or a server did not answer; or
+            fewer bytes came than the file holds, which itself may be complete.
         UnavailableError: this machine has too little memory, or too many open files.
         OSError: any other error, as Python raised it.
 
@@ -143,15 +131,11 @@ def read_whole(path: str | Place, *, most_bytes: float = MOST_BYTES) -> bytes:
         size = os.fstat(file.fileno()).st_size
         content = file.read()
     if len(content) < size:
-        raise _explain_short(path, len(content), size)
+        raise DriveLostError(
+            f"Only {len(content):,} of the {size:,} bytes of {path} came. Run the same again: "
+            "what is done is safe. If this happens each time, copy the file there again."
+        )
     return content
-
-
-def _explain_short(path: str | Place, count: int, size: int) -> ShortReadError:
-    return ShortReadError(
-        f"Only {count:,} of the {size:,} bytes of {path} came. Run the same again: "
-        "what is done is safe. If this happens each time, copy the file there again."
-    )
 
 
 def parse_file(
@@ -162,7 +146,7 @@ def parse_file(
     """Return ``parse(read())``. If ``parse`` raises an error, the file is read and parsed again.
 
     Drive gives wrong bytes at times. So an error of ``parse`` is raised only when two reads in a
-    row gave the same bytes. The file is read five times at most.
+    row gave the same bytes. It is read for 81 seconds at most, with growing waits.
 
     Args:
         path: the file that the error message names.
@@ -195,25 +179,8 @@ def parse_file(
     )
 
 
-@dataclass
-class _Piece:
-    """The progress of one call of `DriveFile.readinto`.
-
-    Each call has its own, because threads may read the same `DriveFile` at the same time.
-    """
-
-    view: memoryview
-    """The buffer to fill."""
-    offset: int
-    """Where in the file the first byte of the buffer lies."""
-    got: int = 0
-    """Bytes that were read so far."""
-    is_lost: bool = False
-    """Whether a try was made before. If so, it failed, and the next try opens the file anew."""
-
-
-class DriveFile(io.IOBase):
-    """A file that is read in pieces; Linux only.
+class PieceFile(io.IOBase):
+    """A file that is read in pieces. Threads may share it.
 
     In a slowed folder, reads take as long as the folder's profile says: a read waits for
     `DriveProfile.draw_open_s`, unless it starts where the last read ended.
@@ -222,31 +189,22 @@ class DriveFile(io.IOBase):
 
     Args:
         path: the file.
-        retries: how a read is tried again if Drive fails: the file is opened anew, and the read
-            goes on where it stopped. By default the first error is raised.
+        retries: how a read is tried again if Drive or the server fails. By default the first error
+            is raised.
 
     Raises:
-        ColabUtilsError: this is not Linux.
-        DriveLostError: Drive got disconnected, or its storage failed.
-        UnavailableError: this machine has too little memory, or too many open files.
+        DriveLostError: Drive got disconnected, its storage failed, or the server failed.
+        UnavailableError: this machine has too little memory, or too many open files; or the server
+            refuses.
         OSError: any other error, such as a missing file, as Python raised it.
-
-    Example:
-        >>> with DriveFile(__file__) as file:
-        ...     file.pread(3, 0) == read_file(__file__)[:3]
-        True
     """
 
-    def __init__(self, path: str | Path, retries: Retries | None = None) -> None:
-        # The last descriptor is read. The others belong to a mount that was lost.
-        self._descriptors: list[int] = []
-        require_linux("read files in pieces")
-        self.path = Path(path)
+    def __init__(self, path: Place, retries: Retries | None) -> None:
+        self.path = path
         self.profile = find_profile(path)
         self.retries = retries
         # Where the last read ended: a read that starts there does not wait for an opening.
         self._next: int | None = None
-        self._run(self._open)
 
     def pread(self, n: int, offset: int) -> bytes:
         """Read ``n`` bytes from ``offset``; fewer only at the end of the file."""
@@ -259,12 +217,40 @@ class DriveFile(io.IOBase):
         Return the number of bytes read. It is smaller than the buffer only at the end of the file.
         """
         started = perf_counter()
-        piece = _Piece(memoryview(buffer).cast("B"), offset)
-        self._run(partial(self._fill, piece))
+        view = memoryview(buffer).cast("B")
+        count = self._run(partial(self._fill, view, offset))
         place = None if offset == self._next else offset
-        self._run(partial(wait_as_drive, self.profile, self.path, place, piece.got, started))
-        self._next = offset + piece.got
-        return piece.got
+        self._run(partial(wait_as_drive, self.profile, self.path, place, count, started))
+        self._next = offset + count
+        return count
+
+    def _run(self, call: Callable[[], _Result]) -> _Result:
+        return call() if self.retries is None else self.retries.run_listed(self.path, call)
+
+    def _fill(self, view: memoryview, offset: int) -> int:
+        """Read until the buffer is full or the file ends, and return the number of bytes."""
+        raise NotImplementedError
+
+
+class DriveFile(PieceFile):
+    """A file on a disk or on Drive that is read in pieces; Linux only.
+
+    If Drive failed, the file is opened anew. The arguments are those of `PieceFile`.
+
+    Example:
+        >>> with DriveFile(__file__) as file:
+        ...     file.pread(3, 0) == read_file(__file__)[:3]
+        True
+    """
+
+    def __init__(self, path: str | Path, retries: Retries | None = None) -> None:
+        # The last descriptor is read. The others belong to a mount that was lost.
+        self._descriptors: list[int] = []
+        # The descriptor with which a read failed last.
+        self._lost = -1
+        require_linux("read files in pieces")
+        super().__init__(Path(path), retries)
+        self._run(self._open)
 
     def close(self) -> None:
         """Close the file. A second call does nothing."""
@@ -274,39 +260,89 @@ class DriveFile(io.IOBase):
                 os.close(self._descriptors.pop())
         super().close()
 
-    def _run(self, call: Callable[[], None]) -> None:
-        if self.retries is None:
-            call()
-        else:
-            self.retries.run_listed(self.path, call)
-
-    def _fill(self, piece: "_Piece") -> None:
-        """Read until the buffer is full or the file ends.
-
-        A new try goes on where the last try stopped.
-        """
-        if piece.is_lost:
+    def _fill(self, view: memoryview, offset: int) -> int:
+        descriptor = self._descriptors[-1]
+        if descriptor == self._lost:
             # After a remount, the old descriptor still belongs to the lost mount.
             self._open()
-        piece.is_lost = True
-        with guard_drive(self.path):
-            while piece.got < len(piece.view):
-                # A network folder may return fewer bytes than asked for.
-                rest = piece.view[piece.got :]
-                count = os.preadv(self._descriptors[-1], [rest], piece.offset + piece.got)
-                if not count:
-                    break
-                piece.got += count
+            descriptor = self._descriptors[-1]
+        count = 0
+        try:
+            with guard_drive(self.path):
+                while count < len(view):
+                    # A network folder may return fewer bytes than asked for.
+                    got = os.preadv(descriptor, [view[count:]], offset + count)
+                    if not got:
+                        break
+                    count += got
+        except DriveLostError:
+            self._lost = descriptor
+            raise
+        return count
 
     def _open(self) -> None:
         with guard_drive(self.path):
             self._descriptors.append(_open_at_once(str(self.path), os.O_RDONLY))
 
 
+class UrlFile(PieceFile):
+    """A file at a URL that is read in pieces. Its server must send parts of files.
+
+    Args:
+        path: the file.
+        retries: as in `PieceFile`.
+        block_bytes: the smallest request, in bytes. If you read less, the rest is kept for the next
+            read.
+
+    Example:
+        >>> from fsspec import filesystem
+        >>> filesystem("memory").pipe_file("/letters.txt", b"abcdef")
+        >>> with UrlFile(UrlPath("memory://letters.txt")) as file:
+        ...     file.pread(3, 2)
+        b'cde'
+    """
+
+    path: UrlPath
+
+    def __init__(
+        self, path: UrlPath, retries: Retries | None = None, *, block_bytes: int = 0
+    ) -> None:
+        super().__init__(path, retries)
+        self._block_bytes = block_bytes
+        # Start and content of the last request. One tuple holds both, so that another thread never
+        # sees the start of one request with the content of another.
+        self._block = (0, b"")
+        self._size: int | None = None
+
+    def _fill(self, view: memoryview, offset: int) -> int:
+        count = 0
+        while count < len(view):
+            piece = self._take(offset + count, len(view) - count)
+            if not piece:
+                break
+            view[count : count + len(piece)] = piece
+            count += len(piece)
+        return count
+
+    def _take(self, start: int, count: int) -> memoryview:
+        """Return 1 to ``count`` bytes that begin at ``start``; none at the end of the file."""
+        block_start, block = self._block
+        inside = start - block_start
+        if not 0 <= inside < len(block):
+            if self._size is None:
+                self._size = self.path.find_size()
+            # Some servers refuse a request that goes beyond the end of the file.
+            wanted = min(max(count, self._block_bytes), self._size - start)
+            block = self.path.read_range(start, wanted) if wanted > 0 else b""
+            inside = 0
+            self._block = (start, block)
+        return memoryview(block)[inside : inside + count]
+
+
 def open_pieces(
     path: str | Place, retries: Retries | None = None, *, block_bytes: int = 0
-) -> DriveFile | UrlFile:
-    """Open a file to read it in pieces: a `DriveFile`, or a `UrlFile` if the path is a URL."""
+) -> PieceFile:
+    """Open a file to read it in pieces; see `PieceFile` and `UrlFile`."""
     if isinstance(path, UrlPath):
         return UrlFile(path, retries, block_bytes=block_bytes)
     return DriveFile(path, retries)
@@ -320,20 +356,23 @@ class OpenFiles:
     A dropped file is closed when no thread reads it any more. Threads may share this object.
 
     Args:
+        folder: the folder of the files.
         retries: for each file, as in `DriveFile`.
 
     Attributes:
-        get: takes a path, and returns its file, open.
+        get: takes the name of a file, and returns the file, open.
 
     Example:
-        >>> files = OpenFiles(Retries())
-        >>> files.get(__file__) is files.get(__file__)
+        >>> path = Path(__file__)
+        >>> files = OpenFiles(path.parent, Retries())
+        >>> files.get(path.name) is files.get(path.name)
         True
     """
 
-    get: Callable[[Any], DriveFile | UrlFile]
+    get: Callable[[str], PieceFile]
 
-    def __init__(self, retries: Retries) -> None:
+    def __init__(self, folder: Place, retries: Retries) -> None:
+        self._folder = folder
         self._retries = retries
         _open_files.add(self)
         close_files()
@@ -348,7 +387,10 @@ class OpenFiles:
 
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         capacity = min(OPEN_FILES, limit // 2 // len(_open_files) + 1)
-        self.get = lru_cache(capacity)(partial(open_pieces, retries=self._retries))
+        self.get = lru_cache(capacity)(self._open)
+
+    def _open(self, name: str) -> PieceFile:
+        return open_pieces(self._folder / name, self._retries)
 
 
 # The open files of each dataset of this process.
@@ -476,12 +518,7 @@ def drop_cached(path: Path) -> None:
 
 def has_size(path: Place, size: int) -> bool:
     """Return whether there is a file of this size in bytes."""
-    if isinstance(path, UrlPath):
-        # `is_file` and `stat` would be two requests to the server; `stat` alone is one.
-        with suppress(FileNotFoundError):
-            return path.stat().st_size == size
-        return False
-    return path.is_file() and path.stat().st_size == size
+    return stamp_file(path).bytes == size
 
 
 def hash_file(path: str | Place, retries: Retries | None = None) -> tuple[int, str]:

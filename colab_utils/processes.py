@@ -4,7 +4,6 @@ import errno
 import gc
 import multiprocessing
 import os
-import resource
 import signal
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,7 +17,6 @@ from concurrent.futures import (
 )
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from stat import S_ISREG
 from threading import Thread, current_thread, main_thread
 from typing import Any
 
@@ -50,44 +48,6 @@ def list_processes() -> list[psutil.Process]:
                 pids += map(int, Path(f"/proc/{pid}/task/{task}/children").read_bytes().split())
         return [psutil.Process(pid) for pid in pids]
     return [main, *main.children(recursive=True)]
-
-
-def find_cut_file() -> str:
-    """Return the path of a file that became shorter while it is mapped into memory; "" if none did.
-
-    The mappings of this process and its descendants are searched. Reading the memory behind the end
-    of such a file kills the process by a bus error.
-
-    Example:
-        >>> find_cut_file()
-        ''
-    """
-    for process in list_processes():
-        # An error means that the process has ended.
-        with suppress(OSError):
-            for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
-                words = line.split(maxsplit=5)
-                if len(words) == 6 and _is_cut(*words):
-                    return words[5]
-    return ""
-
-
-def _is_cut(addresses: str, rights: str, offset: str, device: str, inode: str, path: str) -> bool:
-    """Return whether a mapping goes on for a page or more after the end of its file.
-
-    The arguments are the columns of ``/proc/PID/maps``.
-    """
-    # The last pages of a library may lie behind the end of its file: that is no fault.
-    if not path.startswith("/") or ".so" in path:
-        return False
-    first, _, last = addresses.partition("-")
-    end = int(offset, 16) + int(last, 16) - int(first, 16)
-    # An error means that the file was deleted.
-    with suppress(OSError):
-        status = os.stat(path)
-        is_same = status.st_ino == int(inode) and S_ISREG(status.st_mode)
-        return is_same and end - resource.getpagesize() >= status.st_size
-    return False
 
 
 def end_with_parent() -> None:

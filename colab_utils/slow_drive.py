@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import NormalDist
 from time import perf_counter, sleep
-from typing import TextIO
+from typing import Any, TextIO
 
 import xxhash
 
@@ -169,7 +169,7 @@ def get_profile(name: str | DriveProfile | None) -> DriveProfile | None:
 
 
 def wait_as_drive(
-    profile: DriveProfile | None, path: str | Path, place: int | None, count: int, started: float
+    profile: DriveProfile | None, path: Any, place: int | None, count: int, started: float
 ) -> None:
     """Sleep until a Drive with this profile would have answered a read that was just made.
 

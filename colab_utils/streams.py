@@ -8,9 +8,9 @@ from pathlib import Path
 
 import xxhash
 
-from colab_utils.drive import find_folders, find_mount, list_mounts
+from colab_utils.drive import find_mount, find_mounts
 from colab_utils.errors import ColabUtilsError
-from colab_utils.places import Place, UrlPath
+from colab_utils.places import Place, find_server, identify_place
 from colab_utils.require import require_count
 from colab_utils.slow_drive import find_profile
 from colab_utils.units import format_count
@@ -230,21 +230,16 @@ def is_remote(place: str | Place) -> bool:
         >>> is_remote("/proc")
         False
     """
-    if isinstance(place, UrlPath):
+    if find_server(place) or find_profile(place) is not None:
         return True
-    if find_profile(place) is not None:
-        return True
-    kinds = list_mounts()
-    folders = (str(folder) for _, folder in find_folders(place, kinds))
-    return any(kinds.get(folder, "").startswith(_REMOTE_KINDS) for folder in folders)
+    return any(kind.startswith(_REMOTE_KINDS) for _, _, kind in find_mounts(place))
 
 
 def _find_note(place: str | Place) -> Path:
     """Return the file that holds the number of streams for the mount of a path."""
-    if isinstance(place, UrlPath):
-        key = place.server
-    else:
-        key = f"{find_mount(place) or os.path.realpath(place)} {find_profile(place)}"
+    key = find_server(place)
+    if not key:
+        key = f"{find_mount(place) or identify_place(place)} {find_profile(place)}"
     user = os.getuid() if hasattr(os, "getuid") else 0
     name = f"colab_utils-streams-{user}-{xxhash.xxh3_64_hexdigest(os.fsencode(key))}"
     return Path(tempfile.gettempdir()) / name

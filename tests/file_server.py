@@ -27,18 +27,16 @@ class FileServer(ThreadingHTTPServer):
     Args:
         folder: Its files are served.
         faults: The JSON file.
-        ranges: Whether parts of files are given.
         bytes_per_s: The rate at which all files together are sent; 0 sends at full speed.
     """
 
     daemon_threads = True
     request_queue_size = 256
 
-    def __init__(self, folder: Path, faults: Path, *, ranges: bool, bytes_per_s: float) -> None:
+    def __init__(self, folder: Path, faults: Path, *, bytes_per_s: float) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.folder = folder
         self.faults = faults
-        self.ranges = ranges
         self.bytes_per_s = bytes_per_s
         self._lock = threading.Lock()
         self._sent_s = 0.0
@@ -95,7 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
         start = 0
         stop = size
         match = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        if match and self.server.ranges:
+        if match:
             start = int(match[1])
             stop = min(size, int(match[2] or size) + 1)
             if start >= size:
@@ -134,13 +132,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("faults", type=Path)
-    parser.add_argument("--no-ranges", action="store_true")
     parser.add_argument("--bytes-per-s", type=float, default=0)
     options = parser.parse_args()
     server = FileServer(
         options.folder,
         options.faults,
-        ranges=not options.no_ranges,
         bytes_per_s=options.bytes_per_s,
     )
     print(server.server_address[1], flush=True)

@@ -2,13 +2,12 @@
 `python -m tests.s3_server RULES.json`.
 
 moto keeps the files. In front of it, each request is checked as S3 checks it: the access key, the
-signature, the clock of the client, and whether the session token has expired. The answer to a HEAD
-request has a status and no reason, as with S3.
+signature, and whether the session token has expired. The answer to a HEAD request has a status and
+no reason, as with S3.
 
 The rules lie in a JSON file that is read at each request. ``expired`` is a session token that is
-refused after ``skip`` requests for a shard. ``clock_s`` is how many seconds this server's clock is
-ahead. ``code`` and ``status`` answer the requests for a shard after ``skip`` of them, ``times``
-times.
+refused after ``skip`` requests for a shard. ``code`` and ``status`` answer the requests for a shard
+after ``skip`` of them, ``times`` times.
 """
 
 from __future__ import annotations
@@ -19,15 +18,11 @@ import hmac
 import json
 import re
 import threading
-import time
-from calendar import timegm
 from pathlib import Path
 from typing import Any
 
 ACCESS_KEY = "key"
 SECRET = "secret"
-# A request may be this much older or newer than the server's clock.
-_MOST_SKEW_S = 900
 _AUTHORIZATION = re.compile(
     r"AWS4-HMAC-SHA256 Credential=([^/]+)/(\S+), ?SignedHeaders=(\S+), ?Signature=(\w+)"
 )
@@ -35,8 +30,6 @@ _MESSAGES = {
     "AccessDenied": "Access Denied",
     "ExpiredToken": "The provided token has expired.",
     "InvalidAccessKeyId": "The AWS Access Key Id you provided does not exist in our records.",
-    "RequestTimeTooSkewed": "The difference between the request time and the current time is too "
-    "large.",
     "SignatureDoesNotMatch": "The request signature we calculated does not match the signature you "
     "provided. Check your key and signing method.",
     "SlowDown": "Please reduce your request rate.",
@@ -83,9 +76,6 @@ class GuardedS3:
             return 403, "AccessDenied"
         if match[1] != ACCESS_KEY:
             return 403, "InvalidAccessKeyId"
-        sent_s = timegm(time.strptime(environ["HTTP_X_AMZ_DATE"], "%Y%m%dT%H%M%SZ"))
-        if abs(sent_s - time.time() - rules.get("clock_s", 0)) > _MOST_SKEW_S:
-            return 403, "RequestTimeTooSkewed"
         if sign(environ, match[2], match[3].split(";")) != match[4]:
             return 403, "SignatureDoesNotMatch"
         is_late = number > rules.get("skip", 0)

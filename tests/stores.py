@@ -34,7 +34,6 @@ def start(*words: object) -> subprocess.Popen[str]:
 def forget_servers() -> None:
     """Another server may have the same address in the next test."""
     places._open_system.cache_clear()
-    places._WITHOUT_RANGES.clear()
 
 
 class Store:
@@ -108,7 +107,7 @@ class S3(Store):
     module = "tests.s3_server"
     url = "s3://bucket"
     packages = ("s3fs", "moto")
-    expired = "The provided token has expired"
+    expired = "400"
     missing = "NoCredentials"
     denied = r"403 An error occurred \(AccessDenied\)"
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from colab_utils.drive import DriveLostError, Retries, ShortReadError
+from colab_utils.drive import DriveLostError, Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import DriveFile, parse_file, read_file
 from colab_utils.slow_drive import (
@@ -97,7 +97,7 @@ def test_a_file_of_which_too_few_bytes_came_is_read_again(photo, monkeypatch, re
 @pytest.mark.parametrize("retries", [None, Retries()])
 def test_too_few_bytes_are_never_taken_for_the_file(photo, monkeypatch, retries):
     BadReads(monkeypatch, ".jpg", cut, 1000)
-    with pytest.raises(ShortReadError, match=r"Only 500 of the 1,000 bytes of .*photo\.jpg came"):
+    with pytest.raises(DriveLostError, match=r"Only 500 of the 1,000 bytes of .*photo\.jpg came"):
         read_file(photo, retries)
     # The system gives no size for this file.
     assert read_file("/proc/self/stat")

@@ -1,29 +1,38 @@
 """Folders, and URLs that fsspec knows: what lies there, and what goes wrong there."""
 
-import base64
 import errno
-import hashlib
+import json
 import os
 import pickle
+import threading
 from pathlib import Path
 
 import pytest
 from fsspec import filesystem
 
+from colab_utils import files
 from colab_utils.drive import DriveLostError, Retries
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import has_size, hash_bytes, hash_file, open_file, read_file, write_file
+from colab_utils.files import (
+    has_size,
+    hash_bytes,
+    hash_file,
+    open_pieces,
+    read_file,
+    stamp_file,
+    write_file,
+)
 from colab_utils.places import (
     RefusedError,
     ServerLostError,
-    UrlFile,
     UrlPath,
     guard_server,
-    is_same_place,
+    identify_place,
     open_place,
     write_place,
 )
 from tests.faulty_server import FaultyFileSystem, fail_from, fail_times
+from tests.file_server import FileServer
 
 CONTENT = bytes(range(256)) * 40
 
@@ -178,41 +187,161 @@ def test_names_at_a_web_server_are_quoted_and_a_signature_is_kept_and_not_shown(
 
 
 def test_two_places_are_compared():
-    assert is_same_place(UrlPath("memory://a"), UrlPath("memory://a"))
-    assert not is_same_place(UrlPath("memory://a"), UrlPath("memory://b"))
-    assert not is_same_place(UrlPath("memory://a"), Path("a"))
+    places = [UrlPath("memory://a"), UrlPath("memory://b"), UrlPath("http://a", "?b"), Path("a")]
+    assert len({identify_place(place) for place in places}) == 4
+    assert identify_place(UrlPath("memory://a")) == identify_place(places[0])
 
 
-def test_a_file_is_written_read_and_removed(file):
-    assert file.read_bytes() == CONTENT
-    assert file.read_range(3, 5) == CONTENT[3:8]
-    assert file.is_file()
-    assert file.exists()
-    assert file.parent.is_dir()
-    assert file.stat().st_size == len(CONTENT)
-    assert has_size(file, len(CONTENT))
-    assert not has_size(file, 1)
-    assert hash_file(file) == (len(CONTENT), hash_bytes(CONTENT))
-    assert read_file(file) == CONTENT
-    assert file.parent.list_sizes() == {"b.bin": len(CONTENT)}
-    assert [*file.parent.glob("*.bin")] == [file]
-    assert [*file.parent.glob("*.txt")] == []
-    file.unlink()
-    assert not file.exists()
-    assert not has_size(file, len(CONTENT))
-    file.unlink(missing_ok=True)
-    with pytest.raises(FileNotFoundError):
-        file.unlink()
+class Kind:
+    """One kind of place: a folder, a server of fsspec, or a web server; and its faults."""
+
+    def __init__(self, name, tmp_path, monkeypatch):
+        self.name = name
+        self.patch = monkeypatch
+        self.faults = tmp_path / "faults.json"
+        self.web = FileServer(tmp_path / "web", self.faults, bytes_per_s=0)
+        threading.Thread(target=self.web.serve_forever, args=(0.01,), daemon=True).start()
+        (tmp_path / "web").mkdir()
+        self.folder = {
+            "folder": tmp_path,
+            "server": UrlPath("faulty://bucket"),
+            "web": UrlPath(f"http://127.0.0.1:{self.web.server_address[1]}"),
+        }[name]
+
+    def put(self, name, content):
+        """Write a file, which nobody can at a web server."""
+        path = self.folder / name
+        if self.name == "web":
+            (self.web.folder / name).write_bytes(content)
+        else:
+            write_file(path, content[:9], memoryview(content)[9:])
+        return path
+
+    def fail_reads(self, times):
+        """Make the next reads fail as on a Drive that was lost, or at a server."""
+        FaultyFileSystem.fault = fail_times(times, ConnectionResetError())
+        self.faults.write_text(json.dumps({"status": 503, "times": times}))
+        left = [times]
+
+        def fail(path, flags):
+            if left[0] and self.name == "folder":
+                left[0] -= 1
+                raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+            return os.open(path, flags)
+
+        self.patch.setattr(files, "_open_at_once", fail)
+
+    def cut_writes(self):
+        """Make the last bytes of what is written go missing."""
+        pipe_file = FaultyFileSystem.pipe_file
+
+        def cut(self, path, value, **options):
+            return pipe_file(self, path, value[:-1], **options)
+
+        self.patch.setattr(FaultyFileSystem, "pipe_file", cut)
+        self.patch.setattr(os, "fsync", lambda number: os.truncate(number, 4))
+
+    def fail_writes(self):
+        """Make every write fail."""
+
+        def fail(*_):
+            raise OSError(errno.EIO, "Input/output error")
+
+        FaultyFileSystem.fault = fail_from(0, TimeoutError("silence"), call="write")
+        self.patch.setattr(os, "fsync", fail)
 
 
-def test_what_is_not_there_is_not_found():
-    path = UrlPath("faulty://bucket/nothing")
+@pytest.fixture
+def kind(request, tmp_path, monkeypatch):
+    """A kind of place by its name."""
+    made = Kind(request.param, tmp_path, monkeypatch)
+    yield made
+    made.web.shutdown()
+    made.web.server_close()
+
+
+every_kind = pytest.mark.parametrize("kind", ["folder", "server", "web"], indirect=True)
+every_kind_to_write = pytest.mark.parametrize("kind", ["folder", "server"], indirect=True)
+
+
+@every_kind_to_write
+def test_a_place_gives_back_what_was_written(kind):
+    path = kind.put("a.bin", CONTENT)
+    folder = path.parent
+    assert [path.name for path in folder.glob("*.bin")] == ["a.bin"]
+    assert [*folder.glob("*.txt")] == []
+    assert folder.is_dir()
+    kind.put("a.bin", b"another content")
+    assert read_file(path) == b"another content"
+    path.unlink()
     assert not path.exists()
-    assert path.list_sizes() == {}
+    path.unlink(missing_ok=True)
     with pytest.raises(FileNotFoundError):
-        path.read_bytes()
-    with pytest.raises(FileNotFoundError):
-        UrlFile(path).pread(1, 0)
+        path.unlink()
+
+
+@every_kind
+def test_a_place_gives_every_piece_of_a_file(kind):
+    path = kind.put("shard-1.tar", CONTENT)
+    assert path.is_file()
+    assert read_file(path) == CONTENT
+    assert has_size(path, len(CONTENT))
+    assert not has_size(path, 1)
+    assert stamp_file(path).bytes == len(CONTENT)
+    assert hash_file(path) == (len(CONTENT), hash_bytes(CONTENT))
+    content = bytearray(len(CONTENT))
+    view = memoryview(content)
+    with open_pieces(path, block_bytes=1000) as file:
+        for start in range(0, len(content), 7):
+            assert file.readinto(view[start : start + 7], start) == len(view[start : start + 7])
+        assert file.pread(10, len(CONTENT) - 3) == CONTENT[-3:]
+        for start in (0, 5):
+            assert file.pread(10, len(CONTENT) + start) == b""
+    assert content == CONTENT
+
+
+@every_kind
+def test_a_place_without_a_file_says_so(kind):
+    path = kind.folder / "nothing"
+    assert not path.exists()
+    assert not has_size(path, 3)
+    assert stamp_file(path).bytes == -1
+    for call in (read_file, hash_file):
+        with pytest.raises(FileNotFoundError):
+            call(path)
+
+
+@every_kind
+@pytest.mark.parametrize(
+    "read",
+    [read_file, lambda path: open_pieces(path, Retries()).pread(99, 5)],
+    ids=["file", "piece"],
+)
+def test_a_place_that_fails_is_read_again_and_then_named(kind, read):
+    path = kind.put("shard-1.tar", CONTENT)
+    expected = read(path)
+    kind.fail_reads(3)
+    assert read(path) == expected
+    kind.fail_reads(1000)
+    with pytest.raises(DriveLostError, match=r"shard-1\.tar cannot be r.*[Rr]un the same again"):
+        read(path)
+
+
+@every_kind_to_write
+def test_what_reads_back_differently_is_an_error(kind):
+    kind.cut_writes()
+    with pytest.raises(OSError, match="reads back differently"):
+        kind.put("a.bin", b"another content")
+
+
+@every_kind_to_write
+def test_a_write_that_fails_leaves_the_old_file_alone(kind):
+    path = kind.put("a.bin", CONTENT)
+    kind.fail_writes()
+    with pytest.raises((ServerLostError, OSError), match=r"silence|Input"):
+        kind.put("a.bin", b"another content")
+    assert read_file(path) == CONTENT
+    assert [path.name for path in path.parent.glob("*a.bin*")] == ["a.bin"]
 
 
 @pytest.mark.parametrize("call", ["exists", "is_file", "is_dir", "list_sizes", "read_bytes"])
@@ -240,9 +369,6 @@ def test_a_server_that_fails_is_never_taken_for_an_empty_one(file, call):
         RuntimeError("the connection was closed"),
         make_s3_error(503, "SlowDown"),
         make_s3_error(409, "OperationAborted"),
-        # The bytes were damaged on the way.
-        make_s3_error(400, "BadDigest", number=errno.EINVAL),
-        make_s3_error(400, "RequestTimeout", number=errno.EINVAL),
     ],
     ids=repr,
 )
@@ -260,7 +386,7 @@ def test_what_may_pass_is_tried_again(file, error):
         (NoCredentialsError("Unable to locate credentials"), "Unable to locate credentials"),
         (AnswerError(401), "401 said the server"),
         (AnswerError(403), "403 said the server"),
-        (OSError(errno.EINVAL, "InvalidBucketName"), "InvalidBucketName"),
+        (make_s3_error(400, "InvalidBucketName", number=errno.EINVAL), "InvalidBucketName"),
         # So gcsfs tells of Google's 403, and of credentials that cannot be renewed.
         (OSError("Forbidden: b/bucket/o\nno access to the object"), "no access to the object"),
         (NonRetryableError("Got error while refreshing credentials."), "refreshing"),
@@ -283,41 +409,17 @@ def test_what_the_server_refuses_is_told_at_once(file, error, reason):
     assert retries.count == 0
 
 
-def test_the_reason_is_asked_for_where_an_answer_has_none(file):
-    """S3 answers HEAD with a status alone."""
-
-    def refuse(call, path):
-        if call == "info":
-            raise make_s3_error(400, "400", "Bad Request", errno.EINVAL)
-        raise make_s3_error(400, "ExpiredToken", "The token has expired.", errno.EACCES)
-
-    FaultyFileSystem.fault = refuse
-    with pytest.raises(RefusedError, match=r"\(ExpiredToken\) .*: The token has expired\.\)"):
-        file.stat()
-
-
-def test_a_wrong_clock_is_told_with_its_cure(file):
-    FaultyFileSystem.fault = fail_from(0, make_s3_error(403, "RequestTimeTooSkewed"))
-    with pytest.raises(RefusedError, match=r"Set the clock of this machine\. Then run"):
-        file.read_bytes()
-
-
-def test_a_refused_server_is_opened_anew_also_by_the_parent_of_the_refused_process(file):
+def test_a_refused_server_is_opened_anew_and_so_is_one_that_is_named_anew(file):
     """New credentials are found only so."""
     before = file._locate()[0]
     assert file._locate()[0] is before
-    error = pickle.loads(pickle.dumps(RefusedError("refused")))
-    assert str(error) == "refused"
-    assert file._locate()[0] is not before
-
-
-def test_a_status_is_told_once():
-    """gcsfs writes it behind its message, too."""
-    error = AnswerError(401)
-    error.message = "Invalid Credentials, 401"
-    message = r"\(401 Invalid Credentials\)"
-    with pytest.raises(RefusedError, match=message), guard_server(UrlPath("gs://bucket/a")):
-        raise error
+    FaultyFileSystem.fault = fail_from(0, PermissionError("expired"), call="info")
+    with pytest.raises(RefusedError):
+        file.stat()
+    after = file._locate()[0]
+    assert after is not before
+    # The parent of a process that was refused does not see its error.
+    assert open_place("faulty://bucket/a/b.bin")._locate()[0] is not after
 
 
 def test_a_web_server_that_fails_is_not_a_missing_file():
@@ -328,19 +430,10 @@ def test_a_web_server_that_fails_is_not_a_missing_file():
         raise FileNotFoundError("a") from AnswerError(404)
 
 
-def test_a_file_is_read_in_pieces_and_each_is_tried_again(file):
-    FaultyFileSystem.fault = fail_times(3, ConnectionResetError())
-    content = bytearray(len(CONTENT))
-    view = memoryview(content)
-    with UrlFile(file, Retries(), block_bytes=1000) as pieces:
-        for start in range(0, len(content), 7):
-            assert pieces.readinto(view[start : start + 7], start) == len(view[start : start + 7])
-        assert pieces.pread(10, len(CONTENT) - 3) == CONTENT[-3:]
-        assert pieces.pread(10, len(CONTENT)) == b""
-        assert pieces.pread(10, len(CONTENT) + 5) == b""
-    assert content == CONTENT
-    # A request brings a thousand bytes.
-    assert FaultyFileSystem.calls["read"] <= 20
+def test_a_request_for_a_piece_has_the_size_of_a_block(file):
+    with open_pieces(file, block_bytes=1000) as pieces:
+        assert b"".join(pieces.pread(7, start) for start in range(0, 7000, 7)) == CONTENT[:7000]
+    assert FaultyFileSystem.calls["read"] == 7
 
 
 def test_the_end_of_a_file_that_ends_with_a_block_is_found(file):
@@ -350,92 +443,16 @@ def test_the_end_of_a_file_that_ends_with_a_block_is_found(file):
             raise OSError(errno.EINVAL, "The requested range is not satisfiable")
 
     FaultyFileSystem.fault = refuse
-    with UrlFile(file, block_bytes=len(CONTENT) // 2) as pieces:
+    with open_pieces(file, block_bytes=len(CONTENT) // 2) as pieces:
         assert pieces.pread(len(CONTENT) + 1, 0) == CONTENT
 
 
-def test_a_file_is_read_as_python_reads_files(file):
-    with open_file(file) as opened:
-        assert opened.read(10) == CONTENT[:10]
-        assert opened.tell() == 10
-        opened.seek(-4, 2)
-        assert opened.read() == CONTENT[-4:]
-
-
-def test_a_server_that_sends_whole_files_gives_the_right_parts(file):
+def test_a_server_that_sends_whole_files_is_refused(file):
     FaultyFileSystem.sends_whole_files = True
-    place = UrlPath("faulty://whole/b.bin")
-    place.write(CONTENT)
-    assert place.read_range(5, 10) == CONTENT[5:15]
-    assert not place.has_ranges
-    with UrlFile(place) as pieces:
-        assert pieces.pread(100, 2000) == CONTENT[2000:2100]
-        assert pieces.pread(100, 2100) == CONTENT[2100:2200]
-        # This read goes back.
-        assert pieces.pread(100, 0) == CONTENT[:100]
-        assert pieces.pread(100, len(CONTENT) - 10) == CONTENT[-10:]
-        assert pieces.pread(100, len(CONTENT) + 10) == b""
-
-
-def test_a_whole_file_in_place_of_its_last_part_is_seen(file):
-    FaultyFileSystem.sends_whole_files = True
-    place = UrlPath("faulty://whole-last/b.bin")
-    place.write(CONTENT)
-    # The part that is asked for is longer than the file.
-    with UrlFile(place, block_bytes=10 * len(CONTENT)) as pieces:
-        assert pieces.pread(100, 2000) == CONTENT[2000:2100]
-        assert pieces.pread(100, len(CONTENT) - 10) == CONTENT[-10:]
-    assert not place.has_ranges
-
-
-def test_a_whole_file_of_unknown_size_gives_the_right_parts(file, monkeypatch):
-    FaultyFileSystem.sends_whole_files = True
-    place = UrlPath("faulty://whole-unknown/b.bin")
-    place.write(CONTENT)
-    info = FaultyFileSystem.info
-    monkeypatch.setattr(FaultyFileSystem, "info", lambda *args: {**info(*args), "size": None})
-    with UrlFile(place, block_bytes=10 * len(CONTENT)) as pieces:
-        assert pieces.pread(100, 2000) == CONTENT[2000:2100]
-        assert pieces.pread(100, len(CONTENT) - 10) == CONTENT[-10:]
-        assert pieces.pread(100, 2000) == CONTENT[2000:2100]
-
-
-def test_no_byte_lies_before_the_first_one(file):
-    with UrlFile(file) as pieces:
-        for offset, whence in ((-1, 0), (-1, 1), (-len(CONTENT) - 1, 2)):
-            with pytest.raises(OSError, match="before the first"):
-                pieces.seek(offset, whence)
-        assert pieces.tell() == 0
-
-
-def test_a_file_that_reads_back_differently_is_an_error(file, monkeypatch):
-    pipe_file = FaultyFileSystem.pipe_file
-
-    def cut(self, path, value, mode="overwrite", **kwargs):
-        return pipe_file(self, path, value[:-1], mode=mode, **kwargs)
-
-    monkeypatch.setattr(FaultyFileSystem, "pipe_file", cut)
-    with pytest.raises(OSError, match="reads back differently"):
-        write_file(file, b"other", b"content")
-
-
-@pytest.mark.parametrize(
-    "facts",
-    [
-        {"ETag": f'"{hashlib.md5(CONTENT).hexdigest()}"'},
-        {"md5Hash": base64.b64encode(hashlib.md5(CONTENT).digest()).decode()},
-    ],
-    ids=["S3", "Google"],
-)
-def test_a_file_whose_checksum_the_server_tells_is_not_read_back(file, monkeypatch, facts):
-    info = FaultyFileSystem.info
-    monkeypatch.setattr(FaultyFileSystem, "info", lambda *args: {**info(*args), **facts})
-    file.write(CONTENT)
-    assert FaultyFileSystem.calls["read"] == 0
-    # one that differs is read before it is called different
-    other = CONTENT[::-1]
-    assert not file.holds(other)
-    assert FaultyFileSystem.calls["read"] == 1
+    for read in (lambda: file.read_range(5, 10), lambda: open_pieces(file).pread(10, 5)):
+        with pytest.raises(RefusedError, match=r"b\.bin sends no parts of files\. Copy the file"):
+            read()
+    assert read_file(file) == CONTENT
 
 
 def test_a_server_that_is_no_store_gets_a_file_under_a_name_of_its_own_first(file):
@@ -456,10 +473,3 @@ def test_a_store_is_written_at_once():
 def test_a_web_server_is_only_read():
     with pytest.raises(ColabUtilsError, match="can only be read"):
         UrlPath("https://host/a").write(b"a")
-
-
-def test_a_write_that_fails_leaves_the_old_file(file):
-    FaultyFileSystem.fault = fail_from(0, TimeoutError("silence"), call="write")
-    with pytest.raises(ServerLostError):
-        write_file(file, b"new")
-    assert file.read_bytes() == CONTENT

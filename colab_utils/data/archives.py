@@ -1,14 +1,15 @@
 """Unpack a COCO export from a zip, on Drive or behind a URL."""
 
 import errno
+import io
 import json
 import os
 import stat
 import zlib
 from contextlib import suppress
-from functools import partial
 from lzma import LZMAError
 from pathlib import Path, PureWindowsPath
+from typing import Any
 from zipfile import BadZipFile, ZipFile, ZipInfo
 
 import xxhash
@@ -18,15 +19,17 @@ from colab_utils.data.decoding import name_kind
 from colab_utils.data.image_paths import list_meanings, take_base_name
 from colab_utils.drive import Retries, explain_write
 from colab_utils.errors import ColabUtilsError, escape
-from colab_utils.files import write_file
+from colab_utils.files import open_pieces, write_file
 from colab_utils.machine import require_space
-from colab_utils.places import UrlFile, UrlPath, find_reason, open_place, require_local_path
+from colab_utils.places import UrlPath, open_place, require_local_path
 from colab_utils.progress import show_progress
 
 # The files in a zip, by name.
 _Members = dict[str, ZipInfo]
-# Bytes that are read at once from a zip at a URL.
-_BLOCK_BYTES = 1_000_000
+# Bytes of the smallest request for a part of a zip at a URL. Each request costs time.
+_BLOCK_BYTES = 8_000_000
+# Bytes that show what kind of file is no zip.
+_HEAD_BYTES = 1_000_000
 _CURE = "or name a folder on a bigger disk"
 # Exceptions of zipfile: among them RuntimeError for encrypted files, ValueError for names that are
 # not UTF-8, and OSError for damaged bzip2.
@@ -59,8 +62,8 @@ def unpack_dataset(source: str, folder: Path, annotations: str = "") -> tuple[Pa
     """Unpack a COCO export: its annotations, and the images that they name.
 
     A zip at a URL is read where it lies: only the files that are needed come, and the zip takes no
-    room on the disk. If its server sends no parts of files, the zip is downloaded first. If the
-    connection breaks, the server is asked again after a wait. Each wait is longer than the last.
+    room on the disk. A server that sends no parts of files is refused. If the connection breaks,
+    the server is asked again after a wait. Each wait is longer than the last.
 
     Files that were unpacked before are kept, so after a failure the next call goes on. Every file
     is compared with its checksum in the zip.
@@ -96,25 +99,21 @@ def unpack_dataset(source: str, folder: Path, annotations: str = "") -> tuple[Pa
     target = folder / key
     # This file is written last. If it exists, everything was unpacked.
     done = target / "unpacked.json"
-    download = target / "download.zip"
     if not done.is_file():
         with explain_write(target):
             target.mkdir(parents=True, exist_ok=True)
             try:
-                file = path if isinstance(path, Path) else _open_url(path, download)
+                file = path if isinstance(path, Path) else _UrlZip(path)
                 names = _unpack(file, target / "files", annotations, str(path))
             except FileNotFoundError as error:
                 raise ColabUtilsError(f"There is no zip at {path}. Check IMAGES.") from error
             except _DAMAGE as error:
                 if getattr(error, "errno", None) not in _DAMAGE_NUMBERS:
                     raise
-                # The next call downloads the zip again.
-                download.unlink(missing_ok=True)
                 raise ColabUtilsError(
                     f"{path} is not a whole zip of a COCO export: {_explain_damage(error, path)}"
                 ) from error
             write_file(done, json.dumps(names).encode())
-            download.unlink(missing_ok=True)
     images, name = json.loads(done.read_bytes())
     return target / "files" / images, target / "files" / name
 
@@ -129,7 +128,7 @@ def _explain_damage(error: Exception, path: Path | UrlPath) -> str:
     kind = ""
     if isinstance(path, Path):
         with open(path, "rb") as file:
-            head = file.read(_BLOCK_BYTES)
+            head = file.read(_HEAD_BYTES)
         # A damaged zip begins like a whole one.
         kind = "" if head.startswith(b"PK") else name_kind(head)
     if kind:
@@ -140,7 +139,7 @@ def _explain_damage(error: Exception, path: Path | UrlPath) -> str:
     )
 
 
-def _unpack(file: Path | UrlFile, target: Path, annotations: str, source: str) -> tuple[str, str]:
+def _unpack(file: "Path | _UrlZip", target: Path, annotations: str, source: str) -> tuple[str, str]:
     """Unpack the files that are needed; return the image folder and the JSON below ``target``."""
     with ZipFile(file) as archive:
         members = _fit_names(archive, source, {take_base_name(annotations)})
@@ -305,30 +304,32 @@ def _is_there(path: Path, info: ZipInfo) -> bool:
     )
 
 
-def _open_url(path: UrlPath, download: Path) -> Path | UrlFile:
-    """Open the zip at a URL, to be read there. If the server sends no parts of files, download it.
+class _UrlZip(io.RawIOBase):
+    """A zip at a URL, as `ZipFile` reads it."""
 
-    Returns:
-        The open file at the URL, or the path of the downloaded zip.
+    def __init__(self, path: UrlPath) -> None:
+        # This request is not tried again, so a wrong address is named at once.
+        self._size = path.find_size()
+        self._file = open_pieces(path, Retries(), block_bytes=_BLOCK_BYTES)
+        self._place = 0
 
-    Raises:
-        ColabUtilsError: the server does not send the zip.
-        DriveLostError: the server stopped sending it.
-    """
-    file = UrlFile(path, Retries(), block_bytes=_BLOCK_BYTES)
-    try:
-        file.start_stream()
-    except ColabUtilsError as error:
-        raise ColabUtilsError(
-            f"The zip at {path} cannot be read: {find_reason(error)}. Check IMAGES and the network."
-        ) from error
-    size = file.find_size()
-    if size and path.has_ranges:
-        return file
-    # There must be room for the zip, and for what is in it.
-    require_space(download.parent, 2 * size, _CURE)
-    pieces = iter(partial(file.read, _BLOCK_BYTES), b"")
-    with file, open(download, "wb") as copy:
-        for piece in show_progress("download", pieces, total=size // _BLOCK_BYTES, unit="MB"):
-            copy.write(piece)
-    return download
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._size}[whence]
+        if place < 0:
+            raise OSError("no byte lies before the first one")
+        self._place = place
+        return place
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._file.readinto(buffer, self._place)
+        self._place += count
+        return count

@@ -32,16 +32,14 @@ from colab_utils.diagnosis.timing import (
     time_batches,
 )
 from colab_utils.diagnosis.watch import WatchedLoader
-from colab_utils.drive import is_on_drive
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.emulated_step import EmulatedStep
 from colab_utils.loading.loader import Loader, make_loader
 from colab_utils.machine import count_cores
-from colab_utils.places import UrlPath
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.write import write_shards
-from colab_utils.slow_drive import find_profile, read_at_full_speed
+from colab_utils.slow_drive import read_at_full_speed
 from colab_utils.streams import is_remote
 
 # Each fix has a name and a sentence that says what to do. The least effort for you comes first.
@@ -459,8 +457,7 @@ def _plan_data(now: Situation, folder: Path) -> list[tuple[Fix, _Prepare]]:
     if not isinstance(dataset, CocoFolder | ShardDataset):
         return []
     # This is asked now, because no folder is slowed while a fix is prepared.
-    is_slow = find_profile(dataset.folder) is not None or is_on_drive(dataset.folder)
-    is_slow = is_slow or isinstance(dataset.folder, UrlPath)
+    is_slow = is_remote(dataset.folder)
     is_folder = isinstance(dataset, CocoFolder)
     fixes: list[Fix] = []
     if is_folder or is_slow:

@@ -165,7 +165,7 @@ class CocoFolder(CocoSamples):
     def _read_file(self, index: int) -> bytes:
         path = self.find_path(index)
         try:
-            return self.retries.run_listed(path, partial(read_file, path))
+            return self.retries.run_listed(path, partial(read_file, path, self.retries))
         except OSError as error:
             reason = explain_os_error(error, "Run check on the dataset.")
             raise ColabUtilsError(f"The image file {path} cannot be read: {reason}") from None

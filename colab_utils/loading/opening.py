@@ -22,7 +22,7 @@ from colab_utils.loading.writing import (
     name_writing,
     warn_of_unsent,
 )
-from colab_utils.places import Place, is_same_place, open_place, require_local_path
+from colab_utils.places import Place, identify_place, open_place, require_local_path
 from colab_utils.require import require_count, require_max_bad
 from colab_utils.shards.folder_state import find_common_recipe
 from colab_utils.shards.index import INDEX_NAME, read_index
@@ -101,7 +101,7 @@ def open_dataset(
     annotations = open_place(annotations)
     ssd = require_local_path(ssd)
     drive = None if drive is None else open_place(drive)
-    if drive is not None and is_same_place(drive, ssd):
+    if drive is not None and identify_place(drive) == identify_place(ssd):
         raise ColabUtilsError(f"The folders drive and ssd are both {ssd}. Name two folders.")
     default = make_recipe("shrink", min_size=800, max_size=1333, shard_mb=shard_mb)
     max_bad = require_max_bad(max_bad)

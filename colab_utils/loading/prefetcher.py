@@ -28,7 +28,7 @@ from colab_utils.loading.batch import PackedBatch, open_batch
 from colab_utils.loading.fetcher import Fetcher, Result
 from colab_utils.loading.shared_memory import SharedBufferPool
 from colab_utils.machine import count_oom_kills, find_free_memory
-from colab_utils.processes import end_with_parent, find_cut_file, quiet_fork
+from colab_utils.processes import end_with_parent, quiet_fork
 from colab_utils.streams import StreamTrial
 from colab_utils.units import format_bytes
 
@@ -159,17 +159,12 @@ def _explain_kill(oom_kills: int) -> str:
 
 
 def _explain_bus_error() -> str:
-    """Name the mapped file that became shorter, or the possible causes if there is none."""
-    cut = find_cut_file()
-    if cut:
-        return (
-            f"The file {cut} became shorter while it was mapped. Write a new version under another "
-            "name, and rename it when it is complete."
-        )
+    """Name the possible causes of a bus error."""
     shm = format_bytes(shutil.disk_usage("/dev/shm").free)
     return (
         "There are two possible causes. A mapped file (a numpy memmap, an LMDB) became shorter or "
-        "could not be read: copy it to the local disk. Or /dev/shm was full: use a smaller batch. "
+        "could not be read: copy it to the local disk, and write a new version under "
+        "another name. Or /dev/shm was full: use a smaller batch. "
         f"Now {shm} of /dev/shm are free."
     )
 

@@ -1,17 +1,15 @@
 """Readers of the files of shards, and of the arrays beside them."""
 
-import os
 import warnings
 from typing import Any
 
 from colab_utils.drive import Retries, guard_drive
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableError
-from colab_utils.files import OpenFiles, has_size, open_pieces
+from colab_utils.files import OpenFiles, has_size
 from colab_utils.os_errors import explain_os_error
-from colab_utils.places import Place, UrlPath
+from colab_utils.places import Place
 from colab_utils.shards.arrays import ShardArrays, load_arrays, rebuild_arrays
 from colab_utils.shards.index import ShardInfo
-from colab_utils.slow_drive import find_profile
 
 
 class ShardFiles:
@@ -23,7 +21,7 @@ class ShardFiles:
     def __init__(self, folder: Place) -> None:
         self.folder = folder
         self.retries = Retries()
-        self._open = OpenFiles(self.retries)
+        self._open = OpenFiles(folder, self.retries)
 
     # A copy in another process opens the files anew.
     def __reduce__(self) -> Any:
@@ -35,20 +33,18 @@ class ShardFiles:
         Raises:
             ColabUtilsError: The file is gone or was cut short.
         """
-        folder = self.folder
-        # Making a Path would take longer than the read.
-        path = folder / name if isinstance(folder, UrlPath) else os.path.join(folder, name)
         length = memoryview(buffer).nbytes
         cure = "Copy the shards again, or mount Drive again."
         try:
-            count = self._open.get(path).readinto(buffer, start)
+            count = self._open.get(name).readinto(buffer, start)
             problem = f"the file was cut short. {cure}"
         except OSError as error:
             count = -1
             problem = explain_os_error(error, cure)
         if count < length:
             raise ColabUtilsError(
-                f"The first {start + length:,} bytes of {path} cannot be read: {problem}"
+                f"The first {start + length:,} bytes of {self.folder / name} cannot be read: "
+                f"{problem}"
             )
 
 
@@ -83,7 +79,7 @@ def _load(folder: Place, shard: ShardInfo) -> ShardArrays:
         )
     try:
         with guard_drive(folder):
-            arrays = load_arrays(arrays_path, shard)
+            return load_arrays(arrays_path, shard)
     except UnavailableError:
         raise
     except (ColabUtilsError, OSError) as error:
@@ -93,9 +89,3 @@ def _load(folder: Place, shard: ShardInfo) -> ShardArrays:
             stacklevel=5,
         )
         return rebuild_arrays(path, shard)
-    if find_profile(arrays_path) is not None:
-        # The arrays were read at full speed. They are read again at the speed of the slowed folder,
-        # so that loading takes as long as from Drive.
-        with open_pieces(arrays_path) as file:
-            file.pread(int(arrays.bits), 0)
-    return arrays

@@ -19,10 +19,10 @@ import io
 import json
 import math
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,13 +30,16 @@ from numpy.typing import NDArray
 from colab_utils.data.decoding import read_npy_header
 from colab_utils.data.masks import pack_masks
 from colab_utils.errors import ColabUtilsError, UnavailableError
-from colab_utils.files import hash_bytes, hash_file, open_file
+from colab_utils.files import hash_bytes, open_pieces, read_file
 from colab_utils.places import Place
 from colab_utils.shards.index import ShardInfo
 from colab_utils.shards.records import load_record
 
 # The head begins after this many bytes. They hold the length of the head, and the checksum.
 _START_BYTES = 16
+
+# Bytes of the smallest request for a part of an arrays file at a URL.
+_BLOCK_BYTES = 1 << 20
 
 # A number of bytes that is enough for the header that ``numpy.save`` writes before a table.
 _NPY_HEADER_BYTES = 256
@@ -194,7 +197,7 @@ def describe_shard(content: bytes) -> tuple[dict[str, Any], ShardInfo]:
     checksum = content[8:_START_BYTES]
     if bytes.fromhex(hash_bytes(content[_START_BYTES:])) != checksum:
         raise ValueError("another checksum")
-    _, head = _read_head(io.BytesIO(content))
+    _, head = _read_head(lambda n, start: content[start : start + n])
     shard = ShardInfo(
         name=head["name"],
         images=head["images"],
@@ -219,13 +222,19 @@ def load_arrays(path: Place, shard: ShardInfo) -> ShardArrays:
     Raises:
         ColabUtilsError: if the file is damaged, or is not the one that the index lists.
     """
-    with _explain_damage(path), open_file(path, most_bytes=math.inf) as file:
-        start, head = _read_head(file)
-        tables = file.read(head["tables_bytes"])
+    with _explain_damage(path), open_pieces(path, block_bytes=_BLOCK_BYTES) as file:
+        size = path.stat().st_size
+
+        def pread(n: int, start: int) -> bytes:
+            # A damaged head may name more bytes than the memory holds.
+            return file.pread(min(n, size), start)
+
+        start, head = _read_head(pread)
+        tables = pread(head["tables_bytes"], len(start))
         if hash_bytes(start, tables) != shard.tables_xxh3_64:
             raise ValueError("another checksum than the index has")
-        bits_start = file.tell()
-        if path.stat().st_size - bits_start != head["bits_bytes"]:
+        bits_start = len(start) + len(tables)
+        if size - bits_start != head["bits_bytes"]:
             raise ValueError("cut short")
         return ShardArrays(**_split_tables(tables), bits=bits_start)
 
@@ -260,27 +269,26 @@ def rebuild_arrays(path: Place, shard: ShardInfo) -> ShardArrays:
     """
     builder = ArraysBuilder()
     with _explain_damage(path):
-        if hash_file(path) != (shard.bytes, shard.xxh3_64):
+        content = memoryview(read_file(path, most_bytes=math.inf))
+        if (len(content), hash_bytes(content)) != (shard.bytes, shard.xxh3_64):
             raise ValueError("another checksum than the index has")
-        with (
-            open_file(path, most_bytes=math.inf) as file,
-            tarfile.open(fileobj=file, mode="r:") as tar,
-        ):
+        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
             members = tar.getmembers()
-            for pair in zip(members[::2], members[1::2], strict=True):
-                starts = [member.offset_data for member in pair]
-                files = []
-                for member in pair:
-                    file.seek(member.offset_data)
-                    files.append(file.read(member.size))
-                builder.add(load_record(files[1]), files, starts)
+        for pair in zip(members[::2], members[1::2], strict=True):
+            starts = [member.offset_data for member in pair]
+            files = [bytes(content[member.offset_data :][: member.size]) for member in pair]
+            builder.add(load_record(files[1]), files, starts)
         return builder.build()
 
 
-def _read_head(file: BinaryIO) -> tuple[bytes, dict[str, Any]]:
-    """Return all bytes before the tables, and the head that they hold."""
-    start = file.read(_START_BYTES)
-    text = file.read(int.from_bytes(start[:8], "little"))
+def _read_head(pread: Callable[[int, int], bytes]) -> tuple[bytes, dict[str, Any]]:
+    """Return all bytes before the tables, and the head that they hold.
+
+    Args:
+        pread: takes a number of bytes and where they begin in the file, and returns them.
+    """
+    start = pread(_START_BYTES, 0)
+    text = pread(int.from_bytes(start[:8], "little"), _START_BYTES)
     return start + text, dict(json.loads(text))
 
 

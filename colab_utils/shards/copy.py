@@ -17,17 +17,18 @@ import xxhash
 from colab_utils.drive import Retries, explain_write, is_on_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import (
-    DriveFile,
+    PieceFile,
     has_size,
     hash_bytes,
     hash_file,
     name_temporary,
+    open_pieces,
     read_file,
     write_file,
 )
 from colab_utils.machine import require_space
 from colab_utils.os_errors import explain_os_error
-from colab_utils.places import Place, UrlFile, UrlPath, is_same_place, open_place
+from colab_utils.places import Place, UrlPath, identify_place, open_place
 from colab_utils.processes import pop_done
 from colab_utils.progress import show_progress
 from colab_utils.reader import AHEAD_BYTES, Reader
@@ -88,8 +89,8 @@ def copy_shards(
     Many small files, or many parts of large files, are read at the same time. At most 64 MB are in
     flight. A file gets its name only when it is complete and its checksum is right. The index is
     written last. A file that is complete in ``target`` is not copied again, so an interrupted copy
-    continues. If Drive fails, the copy goes on from the byte that it had reached. After four tries
-    with growing waits (81 s in all) it ends with an error.
+    continues. If Drive fails, the copy goes on from the byte that it had reached. If Drive goes on
+    failing for 81 seconds, it ends with an error.
 
     Args:
         source: folder of shards, usually on Drive. It may be a URL that fsspec knows, such as
@@ -238,12 +239,11 @@ class Copying:
     def _cut_file(self, name: str, size: int, checksum: str) -> Iterator[_Part]:
         """Yield the parts of a file.
 
-        The whole file is one part if it is small, if the target has a file of this name, if the
-        target is on a server, or if the server of the source gives only whole files.
+        The whole file is one part if it is small, if the target has a file of this name, or if the
+        target is on a server.
         """
         path = self.target / name
-        gives_parts = not isinstance(self.source, UrlPath) or self.source.has_ranges
-        if isinstance(path, UrlPath) or size <= PART_BYTES or not gives_parts or path.exists():
+        if isinstance(path, UrlPath) or size <= PART_BYTES or path.exists():
             yield _Part(name, size, checksum)
             return
         temporary = name_temporary(path)
@@ -277,13 +277,15 @@ class Copying:
     def copy_file(self, name: str, size: int, checksum: str) -> str:
         """Copy one file unless it is there; return its name if it was copied, else ""."""
         path = self.target / name
+        files = [(name, size, checksum)]
+        if not self.retries.write(self.target, find_fault, self.target, files):
+            self._bytes_done[name] = size
+            return ""
+        self.retries.write(self.target, self._refuse_other, path)
         if isinstance(path, UrlPath):
-            return self._send_file(path, name, size, checksum)
+            self._send_file(path, size, checksum)
+            return name
         with explain_write(self.target):
-            if not find_fault(self.target, [(name, size, checksum)]):
-                self._bytes_done[name] = size
-                return ""
-            self._refuse_other(path)
             temporary = name_temporary(path)
             try:
                 self._transfer_whole(name, size, checksum, temporary, 2)
@@ -292,23 +294,19 @@ class Copying:
                 temporary.unlink(missing_ok=True)
         return name
 
-    def _send_file(self, path: UrlPath, name: str, size: int, checksum: str) -> str:
-        """Send one file to a server unless it is there; return the same as `copy_file`."""
+    def _send_file(self, path: UrlPath, size: int, checksum: str) -> None:
+        """Read one file whole, and send it to a server."""
         for _ in range(2):
-            with self._explain_read(name):
-                content = read_file(self.source / name, self.retries, most_bytes=math.inf)
+            with self._explain_read(path.name):
+                content = read_file(self.source / path.name, self.retries, most_bytes=math.inf)
             if len(content) == size and hash_bytes(content) == checksum:
                 break
         else:
-            raise self._explain_difference(name)
+            raise self._explain_difference(path.name)
         if self.stop.is_set():
             raise CancelledError
-        is_there = self.retries.write(self.target, path.holds, content)
-        if not is_there:
-            self.retries.write(self.target, self._refuse_other, path)
-            self.retries.write(self.target, write_file, path, content)
-        self._bytes_done[name] = size
-        return "" if is_there else name
+        self.retries.write(self.target, write_file, path, content)
+        self._bytes_done[path.name] = size
 
     def _refuse_other(self, path: Place) -> None:
         if path.exists() and not self.overwrite:
@@ -356,13 +354,10 @@ class Copying:
                     self._bytes_done[name] += count
         return offset - start, state.hexdigest()
 
-    def _open_source(self, name: str) -> DriveFile | UrlFile:
+    def _open_source(self, name: str) -> PieceFile:
         """Open a file to copy; its ``readinto`` reads a range into a buffer."""
-        path = self.source / name
         with self._explain_read(name):
-            if isinstance(path, UrlPath):
-                return UrlFile(path, self.retries, block_bytes=self._block_bytes)
-            return DriveFile(path, self.retries)
+            return open_pieces(self.source / name, self.retries, block_bytes=self._block_bytes)
 
     @contextmanager
     def _explain_read(self, name: str) -> Iterator[None]:
@@ -385,7 +380,7 @@ def read_target(source: Place, target: Place, index: ShardIndex) -> ShardIndex |
             other shards than the source.
     """
     with explain_write(target):
-        if is_same_place(source, target):
+        if identify_place(source) == identify_place(target):
             raise ColabUtilsError(f"{source} is source and target at once. Name another target.")
         if (target / WRITER_NAME).exists():
             raise ColabUtilsError(

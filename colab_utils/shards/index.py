@@ -12,7 +12,7 @@ from colab_utils.drive import Retries
 from colab_utils.errors import DAMAGE, ColabUtilsError
 from colab_utils.files import hash_bytes, parse_file, read_file, write_file
 from colab_utils.os_errors import explain_os_error
-from colab_utils.places import Place, UrlPath, open_place
+from colab_utils.places import Place, open_place
 from colab_utils.shards.lock import find_writer
 
 FORMAT_NAME = "colab_utils shards"
@@ -114,9 +114,6 @@ def read_index(folder: str | Place, retries: Retries | None = None) -> ShardInde
     path = folder / INDEX_NAME
     read = partial(read_file, path, retries)
     try:
-        if isinstance(path, UrlPath):
-            # This small read finds out whether the server can send parts of files.
-            path.read_range(0, 1)
         return parse_file(path, read, lambda content: _parse_index(json.loads(content), folder))
     except FileNotFoundError:
         writer = find_writer(folder)

@@ -18,9 +18,9 @@ import psutil
 
 from colab_utils.drive import Retries, explain_write
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.files import hash_bytes, open_file, write_file
+from colab_utils.files import hash_bytes, read_file, write_file
 from colab_utils.machine import find_host, require_linux
-from colab_utils.places import Place, UrlPath
+from colab_utils.places import Place, identify_place
 from colab_utils.processes import start_thread
 
 WRITER_NAME = "writer.txt"
@@ -133,8 +133,7 @@ def lock_here(folder: Place) -> Iterator[bool]:
     """
     import fcntl
 
-    real = str(folder) if isinstance(folder, UrlPath) else os.path.realpath(folder)
-    place = hash_bytes(os.fsencode(real))
+    place = hash_bytes(os.fsencode(identify_place(folder)))
     with explain_write(Path(os.environ.get("TMPDIR", "/tmp"))):
         temporary = Path(gettempdir())
     with explain_write(temporary):
@@ -160,8 +159,8 @@ def find_writer(folder: Place, *, is_locked: bool = False) -> str:
     path = folder / WRITER_NAME
     lines = ""
     silent_s = math.inf
-    with suppress(FileNotFoundError), open_file(path) as file:
-        lines = file.read(200).decode(errors="replace")
+    with suppress(FileNotFoundError):
+        lines = read_file(path)[:200].decode(errors="replace")
         silent_s = time() - path.stat().st_mtime
     writer, host, pid, mark, *_ = (lines + "\n\n\n").split("\n")
     if host != _find_host():

@@ -26,7 +26,6 @@ from colab_utils.places import (
     PlaceLike,
     RefusedError,
     UrlPath,
-    find_reason,
     open_place,
 )
 from colab_utils.training.checkpoint import (
@@ -194,7 +193,7 @@ class CheckpointFolder:
 
     def _name_trouble(self, error: DriveLostError) -> str:
         if isinstance(error, NotTakenError) or isinstance(self.run, UrlPath):
-            return f"{self.run} takes no checkpoint now ({find_reason(error)})"
+            return f"{self.run} takes no checkpoint now ({error.reason})"
         return "Drive does not answer"
 
     def send_waiting(self) -> None:
@@ -337,7 +336,7 @@ def _guard_disk() -> Iterator[None]:
         if isinstance(error, OSError) and error.errno not in _TAKES_NO_MORE:
             raise
         lost = NotTakenError(str(error))
-        lost.reason = getattr(error, "strerror", "") or find_reason(error)
+        lost.reason = getattr(error, "strerror", "") or getattr(error, "reason", "")
         raise lost from error
 
 

@@ -38,6 +38,11 @@ RECIPE = {
 }
 
 
+def open_as(kind):
+    """Return a function that opens each file of the source as one of this kind."""
+    return lambda path, retries, **_: kind(path, retries)
+
+
 def make_source(folder, *, shards=4, seed=0, tar_bytes=3000, arrays_bytes=1000):
     """A folder of shards as the index sees it; a copy does not look inside the files."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -86,7 +91,7 @@ def opened(monkeypatch):
             counts[Path(path).name] += 1
             super().__init__(path, *options)
 
-    monkeypatch.setattr(module, "DriveFile", CountingFile)
+    monkeypatch.setattr(module, "open_pieces", open_as(CountingFile))
     return counts
 
 
@@ -171,7 +176,7 @@ def test_a_slowed_folder_slows_every_stream(source, tmp_path, monkeypatch):
             seen.append(self.profile)
             self.profile = None
 
-    monkeypatch.setattr(module, "DriveFile", SpyingFile)
+    monkeypatch.setattr(module, "open_pieces", open_as(SpyingFile))
     slow_down(source, "bad")
     copy_shards(source, tmp_path / "ssd")
     assert {profile.name for profile in seen} == {"bad"}
@@ -335,7 +340,7 @@ def test_a_read_that_was_wrong_once_is_repaired(source, tmp_path, monkeypatch):
                 buffer[:count] = b"?" * count
             return count
 
-    monkeypatch.setattr(module, "DriveFile", FlakyFile)
+    monkeypatch.setattr(module, "open_pieces", open_as(FlakyFile))
     copy_shards(source, tmp_path / "ssd")
     assert bad == []
     assert_same(source, tmp_path / "ssd")
@@ -367,7 +372,7 @@ def test_a_drive_that_vanishes_leaves_complete_files(source, tmp_path, monkeypat
             return super().readinto(buffer, offset)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "DriveFile", VanishingFile)
+        patch.setattr(module, "open_pieces", open_as(VanishingFile))
         with pytest.raises(
             DriveLostError,
             match=r"disconnected.*force_remount.*run the same again: what is done is safe",
@@ -552,7 +557,7 @@ def test_parts_of_a_file_are_read_at_once(tmp_path, monkeypatch):
                 barrier.wait(20)
             return super().readinto(buffer, offset)
 
-    monkeypatch.setattr(module, "DriveFile", WaitingFile)
+    monkeypatch.setattr(module, "open_pieces", open_as(WaitingFile))
     source = make_source(tmp_path / "drive", shards=1, tar_bytes=3999)
     copy_shards(source, tmp_path / "ssd", streams=4)
     assert_same(source, tmp_path / "ssd")
@@ -569,7 +574,7 @@ def test_a_part_that_was_wrong_once_is_repaired(source, tmp_path, monkeypatch, s
                 buffer[:count] = b"?" * count
             return count
 
-    monkeypatch.setattr(module, "DriveFile", FlakyFile)
+    monkeypatch.setattr(module, "open_pieces", open_as(FlakyFile))
     copy_shards(source, tmp_path / "ssd")
     assert bad == []
     assert_same(source, tmp_path / "ssd")
@@ -615,7 +620,7 @@ def test_a_read_error_of_the_source_is_not_told_as_one_of_the_target(source, tmp
         def readinto(self, buffer, offset):
             raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(module, "DriveFile", BrokenFile)
+    monkeypatch.setattr(module, "open_pieces", open_as(BrokenFile))
     message = rf"shard-00000.*cannot be read in {re.escape(str(source))}: Input/output error"
     with pytest.raises(ColabUtilsError, match=message):
         copy_shards(source, tmp_path / "ssd")

@@ -1,7 +1,9 @@
 """Shards at URLs: written, verified and copied, with servers that fail."""
 
 import errno
+import json
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import write_shards
 from colab_utils.training.checkpoint_folder import CheckpointFolder
 from tests.faulty_server import FaultyFileSystem, fail_from, fail_times
+from tests.file_server import FileServer
 from tests.snapshots import snapshot
 
 URL = "faulty://bucket/shards"
@@ -222,15 +225,35 @@ def test_an_error_of_reading_is_never_one_of_space(filled, tmp_path, error, kind
     assert "write" not in str(caught.value)
 
 
-def test_a_server_without_parts_of_files_is_copied_from(filled, local, tmp_path, monkeypatch):
+def test_a_server_without_parts_of_files_is_refused(filled, tmp_path, monkeypatch):
     monkeypatch.setattr(copying, "PART_BYTES", 1000)
     FaultyFileSystem.sends_whole_files = True
-    url = "faulty://whole/shards"
-    shutil.copytree(local, Path(FaultyFileSystem.root) / "whole" / "shards")
-    copy_shards(url, tmp_path / "ssd")
+    with pytest.raises(RefusedError, match=r"sends no parts of files\. Copy the file"):
+        copy_shards(URL, tmp_path / "ssd")
+
+
+def test_shards_images_and_annotations_come_from_a_web_server(photos, local, tmp_path):
+    folder = tmp_path / "web"
+    shutil.copytree(local, folder / "shards")
+    shutil.copytree(photos.images, folder / "my photos")
+    shutil.copy(photos.annotations, folder / "a.json")
+    faults = tmp_path / "faults.json"
+    faults.write_text(json.dumps({"cut": True, "times": 3}))
+    server = FileServer(folder, faults, bytes_per_s=0)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    copy_shards(f"{url}/shards", tmp_path / "ssd")
     assert snapshot(tmp_path / "ssd") == snapshot(local)
-    # The index and its probe are read, and nothing of a shard more than once.
-    assert FaultyFileSystem.calls["read"] <= 2
+    assert verify_shards(f"{url}/shards").bad == ()
+    places = (f"{url}/my photos", f"{url}/a.json?signature=secret")
+    write_shards(*places, shards=tmp_path / "shards", workers=2, **SETTINGS)
+    assert snapshot(tmp_path / "shards") == snapshot(local)
+    with pytest.raises(ColabUtilsError, match="can only be read"):
+        copy_shards(local, f"{url}/new")
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(DriveLostError, match="the server failed"):
+        copy_shards(f"{url}/shards", tmp_path / "other")
 
 
 def test_a_damaged_source_is_told(filled, tmp_path):

@@ -4,8 +4,6 @@ check credentials as the real ones do: `make test-engines` installs what they ne
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from colab_utils.data.checks import check_dataset
@@ -14,7 +12,7 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import make_loader
-from colab_utils.places import RefusedError, UrlPath, open_place
+from colab_utils.places import RefusedError, open_place
 from colab_utils.shards import copy as copying
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.index import read_index
@@ -77,20 +75,6 @@ def test_shards_arrive(url, local, tmp_path):
     assert snapshot(tmp_path / "ssd") == snapshot(local)
     batches = make_loader(ShardDataset(url), batch_size=4, device="cpu", workers=2)
     assert sum(len(targets) for _, targets in batches) == 30
-
-
-def test_a_large_file_is_sent_in_parts_and_not_read_back(store, monkeypatch):
-    path = UrlPath(f"{store.url}/large")
-    content = os.urandom(120_000_000)
-    with monkeypatch.context() as patch:
-        patch.setattr(UrlPath, "read_bytes", None)
-        path.write(content)
-        assert path.holds(content)
-        assert not path.holds(content[:-1])
-    assert path.read_range(110_000_000, 1000) == content[110_000_000:110_001_000]
-    other = bytearray(content)
-    other[-1] ^= 1
-    assert not path.holds(bytes(other))
 
 
 def test_checkpoints_lie_in_a_bucket(store):
@@ -167,25 +151,14 @@ def test_credentials_that_are_missing_are_told(store, url, local):
         copy_shards(local, url)
 
 
-def test_a_clock_that_is_wrong_is_told(store, url, local):
-    forget_servers()
-    store.set_rules(clock_s=3600)
-    with pytest.raises(RefusedError, match=r"Set the clock of this machine"):
-        copy_shards(local, url)
-    store.rules.unlink()
-    copy_shards(local, url)
-    assert verify_shards(url).bad == ()
-
-
 # In these tests, the credentials expire in the middle. The same call then continues in the same
 # process with new ones.
 
 
 def expect_expiry(store, skip, call):
     store.expire(skip=skip)
-    with pytest.raises(RefusedError, match=rf"{store.expired}.*credentials.*expired") as caught:
+    with pytest.raises(RefusedError, match=rf"{store.expired}.*credentials.*expired"):
         call()
-    assert str(caught.value).count(store.expired) == 1
     store.renew()
 
 
