@@ -18,7 +18,6 @@ from colab_utils import drive
 from colab_utils.__main__ import _make_parser, main
 from colab_utils.data.archives import unpack_dataset
 from colab_utils.data.coco import read_coco
-from colab_utils.data.mask_files import convert_masks
 from colab_utils.data.repair import repair_annotations
 from colab_utils.diagnosis.watch import watch
 from colab_utils.errors import ColabUtilsError
@@ -112,8 +111,6 @@ CALLS = {
     "read_receipts": lambda url: read_receipts([url]),
     "slow_down": lambda url: slow_down(url, "bad"),
     "make_dataset": lambda url: make_dataset(url, n=1),
-    "convert_masks images": lambda url: convert_masks(url, "masks", output="a.json"),
-    "convert_masks output": lambda url: convert_masks("images", "masks", output=url),
     "unpack_dataset source": lambda url: unpack_dataset(str(url), Path("ssd")),
     "unpack_dataset folder": lambda url: unpack_dataset("https://127.0.0.1:1/a.zip", url),
 }
@@ -250,11 +247,6 @@ def test_no_message_holds_the_secrets_of_a_url(place, refusing_server, entry, st
     assert not re.search("S3CRET|TOPSIG|mount Drive", "".join(shown))
     for name in ("ssd", "drive", "runs"):
         shutil.rmtree(place / name, ignore_errors=True)
-
-
-def test_masks_of_a_url_are_refused(tmp_path, tiny_dataset):
-    with pytest.raises(ColabUtilsError, match=MESSAGE):
-        convert_masks(tiny_dataset.images, "s3://bucket/masks", output=tmp_path / "a.json")
 
 
 def test_a_summary_is_not_written_to_a_url(place):

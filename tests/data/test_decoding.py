@@ -33,7 +33,6 @@ from colab_utils.data.decoding import (
     read_npy_header,
     to_rgb,
 )
-from colab_utils.data.mask_files import convert_masks
 from colab_utils.data.orientation import decode_upright
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import CocoFolder
@@ -388,16 +387,6 @@ def test_cut_photos_are_bad_for_all_who_read_them(switches, tmp_path):
     for index in (1, 2):
         with pytest.raises(ColabUtilsError, match="not a complete image"):
             folder[index]
-
-
-def test_a_cut_mask_is_no_mask(switches, tmp_path):
-    for name in ("images", "masks"):
-        (tmp_path / name).mkdir()
-        Image.effect_noise((40, 30), 50).save(tmp_path / name / "a.png")
-    os.truncate(tmp_path / "masks/a.png", 700)
-    with pytest.raises(ColabUtilsError, match="truncated"):
-        convert_masks(tmp_path / "images", tmp_path / "masks", output=tmp_path / "a.json")
-    assert not (tmp_path / "a.json").exists()
 
 
 def test_many_threads_share_the_switches(switches):

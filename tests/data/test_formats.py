@@ -74,14 +74,14 @@ def make_object_files():
 
 
 def make_run_lengths():
-    lines = ["ImageId,EncodedPixels"]
+    lines = ["ImageId,ClassId,EncodedPixels"]
     for name, objects in OBJECTS.items():
         save_photo(Path(f"kaggle/{name}.jpg"))
         for outline in objects:
             mask = np.array(draw([(1, outline)])).ravel("F")
             changes = np.flatnonzero(np.diff(mask, prepend=0, append=0))
             runs = np.stack([changes[::2] + 1, np.diff(changes)[::2]], 1)
-            lines.append(f"{name}.jpg,{' '.join(map(str, runs.ravel()))}")
+            lines.append(f"{name}.jpg,{outline[0]},{' '.join(map(str, runs.ravel()))}")
     Path("train.csv").write_text("\n".join(lines))
 
 
@@ -228,6 +228,7 @@ def test_the_objects_come_out_where_they_were_drawn(name, code, tmp_path, monkey
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"no {package}: make test-formats installs it")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "docs/recipes")
     make, images, annotations = MADE[name]
     make()
     exec(compile(code, name, "exec"), {})
@@ -249,3 +250,74 @@ def test_the_objects_come_out_where_they_were_drawn(name, code, tmp_path, monkey
         if len(dataset.class_names) > 1:
             labels = [dataset.class_names[label] for label in target["labels"].tolist()]
             assert labels == [objects[place][0] for place in overlap.argmax(1)]
+
+
+def run_recipe(name):
+    [code] = [code for heading, code in RECIPES if heading == name]
+    exec(compile(code, name, "exec"), {})
+
+
+def write_table(names, lines):
+    for name in names:
+        save_photo(Path("kaggle", name))
+    Path("train.csv").write_text("\n".join(lines))
+
+
+def read_classes(annotations):
+    """Return the classes of each image's objects, by the image's name."""
+    coco = json.loads(Path(annotations).read_text())
+    names = {category["id"]: category["name"] for category in coco["categories"]}
+    classes = {image["file_name"]: [] for image in coco["images"]}
+    files = {image["id"]: image["file_name"] for image in coco["images"]}
+    for annotation in coco["annotations"]:
+        classes[files[annotation["image_id"]]].append(names[annotation["category_id"]])
+    return classes
+
+
+def test_a_table_keeps_its_classes_and_images_without_a_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = ["ImageId,ClassId,EncodedPixels", "a[1].jpg,1,65 3", "a[1].jpg,3,100 5", "b.jpg,4,"]
+    write_table(["a[1].jpg", "b.jpg", "c.jpg"], lines)
+    run_recipe("Run lengths in a CSV, as on Kaggle")
+    assert read_classes("kaggle.json") == {"a[1].jpg": ["1", "3"], "b.jpg": [], "c.jpg": []}
+
+
+def test_a_class_behind_the_name_of_an_image_is_a_class(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_table(["a_1.jpg"], ["ImageId_ClassId,EncodedPixels", "a_1.jpg_2,65 3", "a_1.jpg_4,"])
+    [code] = [code for heading, code in RECIPES if heading.startswith("Run lengths")]
+    exec(code.replace('"ImageId"', '"ImageId_ClassId"'), {})
+    assert read_classes("kaggle.json") == {"a_1.jpg": ["2"]}
+
+
+def test_a_table_with_two_columns_of_classes_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_table(["a.jpg"], ["ImageId,ClassId,Label,EncodedPixels", "a.jpg,1,cat,65 3"])
+    with pytest.raises(ValueError, match="Which of"):
+        run_recipe("Run lengths in a CSV, as on Kaggle")
+
+
+def test_circles_ellipses_and_boxes_to_check_of_via(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_photo(Path("balloon/train/x.jpg"))
+    shapes = [
+        ({"name": "circle", "cx": 60, "cy": 60, "r": 20}, {"name": "ball"}),
+        (
+            {"name": "ellipse", "cx": 150, "cy": 90, "rx": 40, "ry": 10, "theta": np.pi / 2},
+            {"type": {"car": True, "dog": False}},
+        ),
+        ({"name": "rect", "x": 8, "y": 120, "width": 30, "height": 20}, {"type": {"car": False}}),
+        ({"name": "point", "cx": 3, "cy": 3}, {}),
+    ]
+    regions = [
+        {"shape_attributes": shape, "region_attributes": attributes} for shape, attributes in shapes
+    ]
+    via = {"x.jpg1": {"filename": "x.jpg", "size": 1, "regions": regions}}
+    Path("balloon/train/via_region_data.json").write_text(json.dumps(via))
+    run_recipe("VIA")
+    assert read_classes("balloon.json") == {"x.jpg": ["ball", "car", "object"]}
+    target = CocoFolder("balloon/train", "balloon.json")[0][1]
+    assert np.allclose(target["boxes"][0], [40, 40, 80, 80], atol=1.5)
+    assert np.allclose(target["boxes"][1], [140, 50, 160, 130], atol=1.5)
+    areas = target["masks"].sum((1, 2)).tolist()
+    assert np.allclose(areas, [np.pi * 400, np.pi * 400, 600], rtol=0.05)

@@ -21,7 +21,6 @@ import pytest
 from PIL import Image, TiffImagePlugin
 
 from colab_utils.data.checks import check_dataset
-from colab_utils.data.mask_files import convert_masks
 from colab_utils.data.repair import repair_annotations
 from colab_utils.errors import ColabUtilsError
 from colab_utils.shards.write import write_shards
@@ -248,20 +247,3 @@ def test_a_page_takes_little_memory(tmp_path, coco, kind):
         run, env=environment, capture_output=True, text=True, check=True, timeout=120
     )
     assert float(done.stdout) < 1
-
-
-def test_masks_of_every_depth_keep_their_objects(tmp_path):
-    for name in ("images", "masks"):
-        (tmp_path / name).mkdir()
-    values = np.repeat(np.array([[1, 200, 300, 400, 500]]), 4, 0)
-    Image.new("RGB", (5, 4)).save(tmp_path / "images/0.png")
-    Image.frombytes("I;16B", (5, 4), values.astype(">u2").tobytes()).save(tmp_path / "masks/0.tif")
-    made = convert_masks(tmp_path / "images", tmp_path / "masks", output=tmp_path / "a.json")
-    assert len(json.loads(made.read_text())["annotations"]) == 5
-    Image.fromarray(values.astype(np.float32)).save(tmp_path / "masks/0.tif")
-    with pytest.raises(ColabUtilsError, match="floating point numbers: save whole numbers"):
-        convert_masks(tmp_path / "images", tmp_path / "masks", output=tmp_path / "b.json")
-    (tmp_path / "masks/0.tif").unlink()
-    os.mkfifo(tmp_path / "masks/0.tif")
-    with pytest.raises(ColabUtilsError, match="is a device or a pipe"):
-        convert_masks(tmp_path / "images", tmp_path / "masks", output=tmp_path / "b.json")

@@ -1,7 +1,12 @@
+"""The recipe docs/recipes/masks_to_coco.py, run on masks of many kinds."""
+
 from __future__ import annotations
 
 import io
 import json
+import re
+import runpy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,9 +15,10 @@ from PIL import Image, ImageFilter
 from torchvision.ops import masks_to_boxes
 
 from colab_utils.data.checks import check_dataset
-from colab_utils.data.mask_files import convert_masks
-from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dataset import CocoFolder
+
+RECIPE = Path(__file__).parents[2] / "docs/recipes/masks_to_coco.py"
+convert_masks = runpy.run_path(str(RECIPE))["convert_masks"]
 
 
 @pytest.fixture
@@ -113,11 +119,11 @@ def spoil_colours(folder):
 SPOILED = [
     (
         lambda folder: (folder / "PedMasks/Fudan1_mask.png").unlink(),
-        "1 file has no partner, such as Fudan1_mask",
+        "3 images, among them Fudan0, do not fit 2 masks",
     ),
     (
         lambda folder: (folder / "PNGImages/Fudan1.png").unlink(),
-        "1 file has no partner, such as Fudan1_mask",
+        "2 images, among them Fudan0, do not fit 3 masks",
     ),
     (
         lambda folder: (folder / "PNGImages/Fudan1.jpg").touch(),
@@ -128,9 +134,9 @@ SPOILED = [
         "its mask .*Fudan1_mask.png cannot be read",
     ),
     (lambda folder: (folder / "people.json").touch(), "Name a new file"),
-    (spoil_size, "a mask of 60 x 40 pixels at .*, found 9 x 9"),
-    (spoil_kind, "is a JPEG, which does not keep its values"),
-    (spoil_colours, "has .* colours, and each would be one object"),
+    (spoil_size, "Fudan1_mask.png has another size than .*Fudan1.png"),
+    (spoil_kind, "is a JPEG or a photo, whose values mean nothing"),
+    (spoil_colours, "is a JPEG or a photo, whose values mean nothing"),
 ]
 
 
@@ -138,22 +144,15 @@ SPOILED = [
 def test_what_is_wrong_is_told_and_nothing_is_written(people, spoil, message):
     spoil(people)
     before = sorted(path.name for path in people.iterdir())
-    with pytest.raises(ColabUtilsError, match=message):
+    with pytest.raises(ValueError, match=message):
         convert(people)
     assert sorted(path.name for path in people.iterdir()) == before
 
 
 def test_a_folder_without_images_is_refused(people):
     (people / "empty").mkdir()
-    with pytest.raises(ColabUtilsError, match=r"empty has no image files"):
+    with pytest.raises(ValueError, match=r"empty has no image files"):
         convert_masks(people / "empty", people / "PedMasks", output=people / "people.json")
-
-
-def test_a_file_that_cannot_be_written(people):
-    with pytest.raises(ColabUtilsError, match=r"Writing into .* failed"):
-        convert_masks(
-            people / "PNGImages", people / "PedMasks", output=people / "no/such/people.json"
-        )
 
 
 ROWS, COLUMNS = np.mgrid[:64, :96]
@@ -197,7 +196,7 @@ IDS = np.where(DISC, 1, np.where(OTHER, 2, 0))
 )
 def test_pixels_without_a_label_are_no_object(tmp_path, void, kind):
     folders = save_masks(tmp_path, add_rim(IDS, void).astype(kind))
-    with pytest.raises(ColabUtilsError, match=rf"{void} beside 2 others.*background=\(0, {void}\)"):
+    with pytest.raises(ValueError, match=rf"{void} beside objects.*background=\(0, {void}\)"):
         convert_masks(**folders)
     assert not folders["output"].exists()
     assert list_areas(folders, background=(0, void)) == [DISC.sum(), OTHER.sum()]
@@ -207,7 +206,7 @@ def test_pascal_vocs_colours_have_one_for_pixels_without_a_label(tmp_path):
     colours = np.zeros((256, 3), np.uint8)
     colours[[1, 2, 255]] = [[128, 0, 0], [192, 0, 128], [224, 224, 192]]
     folders = save_masks(tmp_path, colours[add_rim(IDS, 255)])
-    with pytest.raises(ColabUtilsError, match="pixels without a label"):
+    with pytest.raises(ValueError, match="pixels without a label"):
         convert_masks(**folders)
     assert list_areas(folders, background=(0, 0xE0E0C0)) == [DISC.sum(), OTHER.sum()]
 
@@ -267,7 +266,7 @@ def draw_grey_edge():
 )
 def test_soft_edges_are_no_objects(tmp_path, mask):
     folders = save_masks(tmp_path, IDS.astype(np.uint8), mask)
-    with pytest.raises(ColabUtilsError, match=r"1\.png.*soft edges.*threshold"):
+    with pytest.raises(ValueError, match=r"1\.png.*soft edges.*threshold"):
         convert_masks(**folders)
     assert not folders["output"].exists()
 
@@ -287,7 +286,7 @@ def test_a_threshold_makes_one_object_of_a_mask(tmp_path):
 
 def test_a_jpeg_is_a_mask_by_its_threshold(tmp_path):
     folders = save_masks(tmp_path, DISC.astype(np.uint8) * 255, ending=".jpg", quality=90)
-    with pytest.raises(ColabUtilsError, match=r"is a JPEG.*threshold=127"):
+    with pytest.raises(ValueError, match=r"is a JPEG.*threshold=127"):
         convert_masks(**folders)
     (area,) = list_areas(folders, threshold=127)
     assert abs(area - DISC.sum()) < 0.03 * DISC.sum()
@@ -299,7 +298,7 @@ def test_an_object_in_the_corners_may_be_the_background(tmp_path):
         IDS.astype(np.uint8),
         np.where(DISC, 0, 255).astype(np.uint8),
     )
-    with pytest.raises(ColabUtilsError, match=r"1\.png.*255 is in its corners and in 89% of.*=255"):
+    with pytest.raises(ValueError, match=r"1\.png.*255 in its corners.*background=255"):
         convert_masks(**folders)
     assert list_areas(folders, background=0) == [DISC.sum(), OTHER.sum(), (~DISC).sum()]
 
@@ -347,32 +346,21 @@ def test_what_was_understood_is_printed(tmp_path, capsys):
             np.zeros((64, 96), np.uint8),
         )
     )
-    share = DISC.mean()
-    assert capsys.readouterr().out == (
-        f"2 images, 2 objects; the largest covers {share:.0%} of its image\n"
-    )
+    assert capsys.readouterr().out == "2 images, 2 objects: object\n"
 
 
 def test_masks_without_any_object_are_refused(tmp_path):
     folders = save_masks(tmp_path, np.zeros((64, 96), np.uint8))
-    with pytest.raises(ColabUtilsError, match="hold only background"):
+    with pytest.raises(ValueError, match="have no object"):
         convert_masks(**folders)
 
 
 def test_a_mask_file_an_object_is_another_layout(people):
     Image.new("L", (60, 40)).save(people / "PedMasks/Fudan1_mask2.png")
-    with pytest.raises(ColabUtilsError, match=r"file has no partner.*FORMATS\.md"):
+    with pytest.raises(ValueError, match=r"do not fit 4 masks.*FORMATS\.md"):
         convert(people)
-    with pytest.raises(ColabUtilsError, match=r"has no image files.*FORMATS\.md"):
+    with pytest.raises(ValueError, match=r"has no image files.*FORMATS\.md"):
         convert_masks(people, people, output=people / "people.json")
-
-
-def test_programs_from_outside_find_the_names_where_they_were():
-    from colab_utils.data import archives, sources
-
-    assert sources.convert_masks is convert_masks
-    assert sources.unpack_dataset is archives.unpack_dataset
-    assert sources.is_archive is archives.is_archive
 
 
 def test_a_mask_of_several_pages_is_refused(tmp_path):
@@ -382,27 +370,127 @@ def test_a_mask_of_several_pages_is_refused(tmp_path):
     page = Image.new("L", (24, 16))
     page.paste(1, (2, 2, 8, 8))
     page.save(tmp_path / "masks" / "a.tif", save_all=True, append_images=[page])
-    with pytest.raises(ColabUtilsError, match="several pages: save each as a file"):
+    with pytest.raises(ValueError, match=r"has several pages.*Save it as a PNG"):
         convert_masks(tmp_path / "images", tmp_path / "masks", output=tmp_path / "coco.json")
 
 
-def test_regions_of_cityscapes_are_no_objects(tmp_path):
-    values = np.full((16, 24), 7, np.uint16)
-    values[:8] = 23
-    values[4:12, 4:12] = 26000
-    values[4:12, 14:20] = 26001
-    (tmp_path / "images").mkdir()
-    (tmp_path / "masks").mkdir()
-    Image.new("RGB", (24, 16)).save(tmp_path / "images" / "a.png")
-    Image.fromarray(values).save(tmp_path / "masks" / "a.png")
-    folders = tmp_path / "images", tmp_path / "masks"
-    with pytest.raises(
-        ColabUtilsError, match=r"has 2 values below 1,000 .*background=range\(1000\)"
-    ):
-        convert_masks(*folders, output=tmp_path / "coco.json")
-    made = convert_masks(*folders, output=tmp_path / "coco.json", background=range(1000))
-    areas = [annotation["area"] for annotation in json.loads(made.read_text())["annotations"]]
-    assert areas == [64, 48]
+def draw_stripes(values, kind=np.int32):
+    """Return a mask with a stripe for each value or colour, and background between them."""
+    values = np.array(values, kind)
+    mask = np.zeros((24, 8 * len(values) + 4, *values.shape[1:]), kind)
+    for number, value in enumerate(values):
+        mask[4:20, 8 * number + 4 : 8 * number + 10] = value
+    return mask
+
+
+def list_classes(folders, **options):
+    made = json.loads(convert_masks(**folders, **options).read_text())
+    names = {category["id"]: category["name"] for category in made["categories"]}
+    return [names[annotation["category_id"]] for annotation in made["annotations"]]
+
+
+CODES = [
+    # Cityscapes: regions have their class alone.
+    (1000, [7, 26000, 26001, 23, 24000], {26: "car", 24: "person"}, ["car", "car", "person"]),
+    # Mapillary Vistas: regions have the number 0.
+    (256, [27 * 256, 55 * 256 + 1, 13 * 256, 55 * 256 + 2], {55: "car"}, ["car", "car"]),
+    (100, [101, 102, 201, 1101], {1: "a", 2: "b"}, ["a", "a", "b"]),
+    (10_000, [10_001, 20_001, 20_002], {1: "a", 2: "b"}, ["a", "b", "b"]),
+    (65_536, [65_537, 65_538, 9 * 65_536 + 1], {1: "a", 9: "b"}, ["a", "a", "b"]),
+]
+
+
+@pytest.mark.parametrize(("factor", "values", "names", "result"), CODES)
+def test_codes_of_classes_are_refused_or_mapped(tmp_path, factor, values, names, result):
+    # No mask alone shows the code.
+    folders = save_masks(
+        tmp_path, draw_stripes(values[:2]), draw_stripes(values[2:]), ending=".tif"
+    )
+    for options in ({}, {"background": 0}):
+        with pytest.raises(ValueError, match=rf"class \* {factor} \+ number.*value // {factor}\)"):
+            convert_masks(**folders, **options)
+    assert not folders["output"].exists()
+    assert list_classes(folders, classes=lambda value: names.get(value // factor)) == result
+
+
+def test_regions_that_background_leaves_out_do_not_merge_the_other_classes(tmp_path):
+    folders = save_masks(tmp_path, draw_stripes([7, 23, 26000, 26001]))
+    assert list_classes(folders, background=range(1000)) == ["object", "object"]
+    folders["output"].unlink()
+    Image.fromarray(draw_stripes([7, 24000, 26000, 26001])).save(tmp_path / "masks/0.png")
+    with pytest.raises(ValueError, match="class \\* 1000"):
+        convert_masks(**folders, background=range(1000))
+
+
+def test_colours_with_the_class_in_red_are_refused_or_mapped(tmp_path):
+    colours = [(4, 0, 0), (5, 1, 0), (5, 2, 0), (9, 1, 0)]
+    folders = save_masks(tmp_path, draw_stripes(colours, np.uint8))
+    with pytest.raises(ValueError, match=r"value // 256 // 256\)"):
+        convert_masks(**folders)
+    names = {5: "chair", 9: "door"}
+    result = list_classes(folders, classes=lambda value: names.get(value // 65_536))
+    assert result == ["chair", "chair", "door"]
+
+
+def test_panoptic_colours_are_refused_or_mapped(tmp_path):
+    """A panoptic PNG has a number as red + 256 * green + 65536 * blue."""
+    numbers = [7, 26000, 26001, 24000]
+    colours = [[number % 256, number // 256 % 256, number // 65_536] for number in numbers]
+    folders = save_masks(tmp_path, draw_stripes(colours, np.uint8))
+    with pytest.raises(ValueError, match=r"classes=(lambda value: .*// 1000\))") as error:
+        convert_masks(**folders)
+    classes = eval(re.search(r"(lambda value: .*?// 1000\))", str(error.value))[1])
+    assert list_classes(folders, classes=classes) == ["car", "car"]
+
+
+def test_masks_without_background_are_refused(tmp_path):
+    values = np.where(ROWS < 32, 70, np.where(COLUMNS < 48, 80, 90)).astype(np.uint8)
+    folders = save_masks(tmp_path, values)
+    with pytest.raises(ValueError, match=r"no background.*classes="):
+        convert_masks(**folders)
+    assert len(list_areas(folders, background=0)) == 3
+
+
+PLAIN = {
+    "counted": range(1, 301),
+    "counted from 100 on": range(100, 140),
+    "spread over the greys": range(51, 256, 51),
+    "spread over 16 bits": range(257, 257 * 30, 257),
+    "hundreds": [1, 200, 300, 400, 500],
+    "one class": [26000, 26001, 26002],
+}
+
+
+@pytest.mark.parametrize("values", PLAIN.values(), ids=PLAIN)
+def test_plain_values_are_no_code(tmp_path, values):
+    assert len(list_areas(save_masks(tmp_path, draw_stripes([*values])))) == len(values)
+
+
+COLOURS = {
+    "pure": [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0)],
+    "Pascal VOC": [(128, 0, 0), (0, 128, 0), (128, 128, 0), (0, 0, 128), (64, 0, 0)],
+    "grey": [(1, 1, 1), (2, 2, 2)],
+    "random": np.random.default_rng(0).integers(1, 256, (40, 3)),
+}
+
+
+@pytest.mark.parametrize("colours", COLOURS.values(), ids=COLOURS)
+def test_plain_colours_are_no_code(tmp_path, colours):
+    folders = save_masks(tmp_path, draw_stripes(colours, np.uint8))
+    assert len(list_areas(folders)) == len(colours)
+
+
+def test_masks_of_every_depth_keep_their_objects(tmp_path):
+    values = np.repeat(np.array([[1, 200, 300, 400, 500, 0]]), 4, 0)
+    folders = save_masks(tmp_path, values.astype(np.uint16))
+    (tmp_path / "masks/0.png").unlink()
+    mask = Image.frombytes("I;16B", (6, 4), values.astype(">u2").tobytes())
+    mask.save(tmp_path / "masks/0.tif")
+    assert list_areas(folders) == [4] * 5
+    folders["output"].unlink()
+    Image.fromarray(values.astype(np.float32)).save(tmp_path / "masks/0.tif")
+    with pytest.raises(ValueError, match="no whole numbers"):
+        convert_masks(**folders)
 
 
 def test_objects_in_pieces_are_counted(tmp_path, capsys):
@@ -415,9 +503,7 @@ def test_objects_in_pieces_are_counted(tmp_path, capsys):
             mask.paste(255, box)
         mask.save(tmp_path / "masks" / f"{name}.png")
     convert_masks(tmp_path / "images", tmp_path / "masks", output=tmp_path / "coco.json")
-    assert (
-        "2 objects; the largest covers 8% of its image; 1 lie in pieces" in capsys.readouterr().out
-    )
+    assert "2 objects: object\n1 objects lie in pieces." in capsys.readouterr().out
 
 
 def test_hidden_files_and_folders_are_no_masks(people):
@@ -435,5 +521,5 @@ def test_a_shape_that_only_the_alpha_shows_is_not_lost(tmp_path):
     alpha = (DISC * 255).astype(np.uint8)
     mask = Image.fromarray(np.dstack([nothing, nothing, nothing, alpha]))
     folders = save_masks(tmp_path, mask)
-    with pytest.raises(ColabUtilsError, match="save its alpha channel as the mask"):
+    with pytest.raises(ValueError, match="Save its alpha as the mask"):
         convert_masks(**folders)
