@@ -10,7 +10,7 @@ from http.client import HTTPException
 from lzma import LZMAError
 from pathlib import Path, PureWindowsPath
 from urllib.parse import quote
-from urllib.request import urlopen
+from urllib.request import build_opener
 from zipfile import BadZipFile, ZipFile, ZipInfo
 
 import xxhash
@@ -32,7 +32,7 @@ _PIECE_BYTES = 1_000_000
 # A server that sends nothing for so long is given up.
 _SILENT_S = 60.0
 # Errors of a damaged zip, and of a server that stops in the middle of it. A password and an unknown
-# compression raise a RuntimeError.
+# compression raise a RuntimeError, and damaged bzip2 an OSError without a number.
 _DAMAGE = (
     BadZipFile,
     zlib.error,
@@ -41,8 +41,7 @@ _DAMAGE = (
     RuntimeError,
     ValueError,
     HTTPException,
-    ConnectionError,
-    TimeoutError,
+    OSError,
 )
 # Google Drive divides a large folder into zips with such names.
 _PART = re.compile(r"-\d{3}\.zip$")
@@ -107,6 +106,8 @@ def unpack_dataset(source: str, folder: Path, annotations: str = "") -> tuple[Pa
                     _download(source, path)
                 names = _unpack(path, target / "files", annotations, source)
             except _DAMAGE as error:
+                if getattr(error, "errno", None) and not isinstance(error, ConnectionError):
+                    raise
                 raise ColabUtilsError(
                     f"{source} is not a whole zip: {_explain_damage(error, path)}"
                 ) from error
@@ -127,7 +128,8 @@ def _download(url: str, path: Path) -> None:
     # Names with spaces and letters of any language are allowed in an address.
     address = quote(url, safe=":/?#[]@!$&'()*+,;=%~")
     try:
-        answer = urlopen(address, timeout=_SILENT_S)
+        # The proxies of the environment are looked up anew.
+        answer = build_opener().open(address, timeout=_SILENT_S)
     except (OSError, HTTPException, ValueError) as error:
         # Other errors than those of the server may quote a password in the address.
         reason = error if isinstance(error, OSError) else type(error).__name__

@@ -306,8 +306,10 @@ def test_circles_ellipses_and_boxes_to_check_of_via(tmp_path, monkeypatch):
             {"name": "ellipse", "cx": 150, "cy": 90, "rx": 40, "ry": 10, "theta": np.pi / 2},
             {"type": {"car": True, "dog": False}},
         ),
-        ({"name": "rect", "x": 8, "y": 120, "width": 30, "height": 20}, {"type": {"car": False}}),
-        ({"name": "point", "cx": 3, "cy": 3}, {}),
+        (
+            {"name": "rect", "x": 8, "y": 120, "width": 30, "height": 20},
+            {"type": {"car": True, "dog": True}},
+        ),
     ]
     regions = [
         {"shape_attributes": shape, "region_attributes": attributes} for shape, attributes in shapes
@@ -315,7 +317,7 @@ def test_circles_ellipses_and_boxes_to_check_of_via(tmp_path, monkeypatch):
     via = {"x.jpg1": {"filename": "x.jpg", "size": 1, "regions": regions}}
     Path("balloon/train/via_region_data.json").write_text(json.dumps(via))
     run_recipe("VIA")
-    assert read_classes("balloon.json") == {"x.jpg": ["ball", "car", "object"]}
+    assert read_classes("balloon.json") == {"x.jpg": ["ball", "car", "car dog"]}
     target = CocoFolder("balloon/train", "balloon.json")[0][1]
     assert np.allclose(target["boxes"][0], [40, 40, 80, 80], atol=1.5)
     assert np.allclose(target["boxes"][1], [140, 50, 160, 130], atol=1.5)
