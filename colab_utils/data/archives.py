@@ -9,6 +9,7 @@ from functools import partial
 from http.client import HTTPException
 from lzma import LZMAError
 from pathlib import Path, PureWindowsPath
+from urllib.error import HTTPError
 from urllib.parse import quote
 from urllib.request import build_opener
 from zipfile import BadZipFile, ZipFile, ZipInfo
@@ -131,6 +132,8 @@ def _download(url: str, path: Path) -> None:
         # The proxies of the environment are looked up anew.
         answer = build_opener().open(address, timeout=_SILENT_S)
     except (OSError, HTTPException, ValueError) as error:
+        if isinstance(error, HTTPError):
+            error.close()
         # Other errors than those of the server may quote a password in the address.
         reason = error if isinstance(error, OSError) else type(error).__name__
         raise ColabUtilsError(
