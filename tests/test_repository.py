@@ -336,6 +336,26 @@ def test_light_modules_load_nothing_heavy_and_touch_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_watch_loads_no_dataset_and_no_loader_of_ours(tmp_path):
+    script = "import sys, colab_utils\ncolab_utils.watch\nprint(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.split()
+    modules = list_modules(PACKAGE)
+    ours = {name.removeprefix("colab_utils."): modules[name] for name in loaded if name in modules}
+    rooms = {name.split(".")[0] for name in ours}
+    assert not rooms & {"data", "shards", "training", "comparison", "show", "places", "files"}
+    of_loading = {name.removeprefix("loading.") for name in ours if name.startswith("loading.")}
+    assert of_loading == {"clock", "ranks", "workers"}
+    nodes = (count_nodes(ast.parse(path.read_text(encoding="utf-8"))) for path in ours.values())
+    assert sum(nodes) <= 16_000
+
+
 def test_every_public_name_exists_and_is_explained():
     assert len(colab_utils.__all__) <= 20
     assert set(colab_utils.__all__) <= set(dir(colab_utils))

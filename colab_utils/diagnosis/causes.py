@@ -2,13 +2,10 @@
 next.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from colab_utils.diagnosis.cures import Cause, make_cause
 from colab_utils.diagnosis.looks import OTHER_LOADER
-from colab_utils.diagnosis.stages import Stage
 from colab_utils.diagnosis.waits import (
     Array,
     LoopFacts,
@@ -32,8 +29,6 @@ _LEAST_LOST = 0.2
 # Another loader is a cause if it has this share of the loop's time. A look needs Python's lock,
 # which a loader often releases, so looks meet it too often.
 _LEAST_OTHER = 0.2
-# Ids of the causes that are no matter of the loader's speed.
-_OUTSIDE = {"hang", "memory", "other_programs", "other_loader"}
 # Ids of the causes in which the loop waits because workers compute.
 _LOADING = {"work", "collate"}
 
@@ -82,49 +77,6 @@ def find_causes(
     if facts.growth:
         causes.append(Cause("memory", 0.0, str(facts.growth), facts.growth.cure))
     return causes
-
-
-def refine_causes(causes: Sequence[Cause], stages: Sequence[Stage], *, waits: bool) -> list[Cause]:
-    """Replace the causes "work" and "collate" by the stage of loading that works longest.
-
-    Args:
-        causes: Causes that `find_causes` returned.
-        stages: Stages of loading, timed alone. Empty if a sample could not be timed.
-        waits: Whether faster loading can win something. If not, only stalls, growing memory,
-            other programs and other loaders are kept.
-    """
-    if not waits:
-        return [cause for cause in causes if cause.id in _OUTSIDE]
-    # A diagnosis itself copies batches after steps, so what follows a step is no cause.
-    return [
-        _name_stage(cause, stages) for cause in causes if cause.id not in ("between", "periodic")
-    ]
-
-
-def _name_stage(cause: Cause, stages: Sequence[Stage]) -> Cause:
-    """Replace the cause "work" by the stage with the most CPU time, and "collate" by the longer one
-    of the stages "collate" and "hand-off".
-
-    Return any other cause as it is.
-    """
-    if cause.id == "work":
-        # Workers were seen at work, so a stage that only waits is not what they did.
-        unit = "ms of CPU time an image"
-        times_ms = {stage.name: stage.cpu_ms for stage in stages}
-    elif cause.id == "collate":
-        unit = "ms an image"
-        times_ms = {
-            stage.name: stage.mean_ms for stage in stages if stage.name in ("collate", "hand-off")
-        }
-    else:
-        return cause
-    largest = max(times_ms, key=times_ms.__getitem__, default="sample")
-    # The stage "sample" is the whole loading, so its name would say less than the cause does.
-    if largest == "sample":
-        return cause
-    whole_ms = sum(times_ms.values())
-    part = f"{largest} takes {times_ms[largest]:.3g} of {whole_ms:.3g} {unit}."
-    return make_cause(largest, cause.share, f"{cause.why} {part}")
 
 
 def _explain_between(between: Array, share: float, facts: LoopFacts) -> Cause:

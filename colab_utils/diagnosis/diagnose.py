@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from colab_utils.diagnosis.causes import refine_causes
-from colab_utils.diagnosis.cures import Cause
+from colab_utils.diagnosis.cures import Cause, make_cause
 from colab_utils.diagnosis.fixes import (
     TIMEOUT_S,
     Fix,
@@ -42,6 +41,8 @@ _SAMPLED = 16
 _VERIFIED = 64
 # Below this headspace, faster loading can win less than 10 %.
 _FINE_HEADSPACE = 1.1
+# Ids of the causes that are no matter of the loader's speed.
+_OUTSIDE = {"hang", "memory", "other_programs", "other_loader"}
 
 
 @dataclass(frozen=True)
@@ -271,6 +272,49 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
         now.error,
         causes=tuple(causes),
     )
+
+
+def refine_causes(causes: Sequence[Cause], stages: Sequence[Stage], *, waits: bool) -> list[Cause]:
+    """Replace the causes "work" and "collate" by the stage of loading that works longest.
+
+    Args:
+        causes: Causes that `find_causes` returned.
+        stages: Stages of loading, timed alone. Empty if a sample could not be timed.
+        waits: Whether faster loading can win something. If not, only stalls, growing memory,
+            other programs and other loaders are kept.
+    """
+    if not waits:
+        return [cause for cause in causes if cause.id in _OUTSIDE]
+    # A diagnosis itself copies batches after steps, so what follows a step is no cause.
+    return [
+        _name_stage(cause, stages) for cause in causes if cause.id not in ("between", "periodic")
+    ]
+
+
+def _name_stage(cause: Cause, stages: Sequence[Stage]) -> Cause:
+    """Replace the cause "work" by the stage with the most CPU time, and "collate" by the longer one
+    of the stages "collate" and "hand-off".
+
+    Return any other cause as it is.
+    """
+    if cause.id == "work":
+        # Workers were seen at work, so a stage that only waits is not what they did.
+        unit = "ms of CPU time an image"
+        times_ms = {stage.name: stage.cpu_ms for stage in stages}
+    elif cause.id == "collate":
+        unit = "ms an image"
+        times_ms = {
+            stage.name: stage.mean_ms for stage in stages if stage.name in ("collate", "hand-off")
+        }
+    else:
+        return cause
+    largest = max(times_ms, key=times_ms.__getitem__, default="sample")
+    # The stage "sample" is the whole loading, so its name would say less than the cause does.
+    if largest == "sample":
+        return cause
+    whole_ms = sum(times_ms.values())
+    part = f"{largest} takes {times_ms[largest]:.3g} of {whole_ms:.3g} {unit}."
+    return make_cause(largest, cause.share, f"{cause.why} {part}")
 
 
 def _list_comparable(timed: LoadingStages, now: BatchTimes) -> list[Stage]:

@@ -17,8 +17,7 @@ from colab_utils.diagnosis.summary import LoopRecord
 from colab_utils.diagnosis.system_calls import find_wait, read_call, read_ending
 from colab_utils.diagnosis.timing import count_images
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading.loader import Loader
-from colab_utils.loading.prefetcher import (
+from colab_utils.loading.workers import (
     WorkerDiedError,
     WorkerJob,
     describe_exit,
@@ -79,6 +78,8 @@ class Pass:
         # These verdicts on the current wait were reported already.
         self._verdicts = set[str]()
         self._can_interrupt = False
+        # Our own loader knows the batches that it has asked its workers for.
+        self._knows_jobs = hasattr(loader, "list_jobs")
 
     def run(self) -> Iterator[Any]:
         """Yield the batches."""
@@ -278,7 +279,7 @@ class Pass:
         while this process does something else than wait for them. If no worker is left, it is this
         process.
         """
-        if isinstance(self._loader, Loader):
+        if self._knows_jobs:
             jobs = self._loader.list_jobs()
             if jobs:
                 return jobs[0]
@@ -303,7 +304,7 @@ class Pass:
         """Return the worker whose end made the loader fail, and how it ended. Return None if the
         loader failed for another reason.
         """
-        if isinstance(self._loader, Loader):
+        if self._knows_jobs:
             return (error.job, error.ending) if isinstance(error, WorkerDiedError) else None
         # A DataLoader keeps the exit codes of its workers. With persistent workers, it may fail as
         # it starts a pass, and then it keeps its iterator.

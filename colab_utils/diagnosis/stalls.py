@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from colab_utils.diagnosis.processes import Activity
-from colab_utils.loading.prefetcher import WorkerJob
+from colab_utils.loading.workers import WorkerJob
 
 # A message names at most this many samples of a batch, and this many lines of a stack.
 _NAMED_SAMPLES = 16

@@ -20,12 +20,9 @@ from colab_utils.diagnosis.memory_growth import Growth, MemoryLog, find_growth
 from colab_utils.diagnosis.processes import WorkerMonitor
 from colab_utils.diagnosis.timing import CpuClock, CpuUse, count_workers, find_error
 from colab_utils.diagnosis.waits import LoopFacts
-from colab_utils.files import write_file
 from colab_utils.loading.clock import LoopClock
 from colab_utils.loading.ranks import find_ranks
-from colab_utils.places import require_local_path
 from colab_utils.progress import is_notebook
-from colab_utils.slow_drive import find_profile
 from colab_utils.units import format_seconds
 
 _Array = NDArray[Any]
@@ -134,6 +131,9 @@ class Summary:
 
     def save(self, path: str | Path) -> None:
         """Write all fields as JSON, with ``images_per_second`` and ``wait_share``."""
+        from colab_utils.files import write_file
+        from colab_utils.places import require_local_path
+
         content = asdict(self) | {
             "images_per_second": self.images_per_second,
             "wait_share": self.wait_share,
@@ -168,8 +168,7 @@ class LoopRecord(LoopFacts):
         self._hides_workers = not (hasattr(loader, "workers") or hasattr(loader, "num_workers"))
         workers = count_workers(loader)
         restarts = workers > 0 and not getattr(loader, "persistent_workers", True)
-        folder = getattr(self.monitor.dataset, "folder", None)
-        is_slowed = isinstance(folder, Path) and find_profile(folder) is not None
+        is_slowed = _is_slowed(getattr(self.monitor.dataset, "folder", None))
         super().__init__(workers, restarts, is_slowed, Looks(self.monitor))
 
     @contextmanager
@@ -319,6 +318,16 @@ class LoopRecord(LoopFacts):
             self._printed = summary
             # Other processes may print, too: a single write keeps these lines together.
             (sys.stdout if is_notebook() else sys.stderr).write(f"{summary}\n")
+
+
+def _is_slowed(folder: Any) -> bool:
+    """Return whether the folder of a dataset is slowed by `slow_down`."""
+    if not isinstance(folder, Path):
+        return False
+    # Only the datasets of this package are read in slowed folders, and they have loaded this.
+    from colab_utils.slow_drive import find_profile
+
+    return find_profile(folder) is not None
 
 
 def split_micro_batches(parts_s: _Array) -> _Array:

@@ -8,7 +8,7 @@ from threading import get_native_id
 
 import psutil
 
-from colab_utils.loading.prefetcher import describe_exit
+from colab_utils.loading.workers import describe_exit
 
 # Numbers of system calls on x86_64, from asm/unistd_64.h.
 _NUMBERS = (

@@ -27,11 +27,12 @@ from colab_utils.loading.dataset_checks import warn_of_open_file
 from colab_utils.loading.devices import find_device
 from colab_utils.loading.fetcher import Fetcher
 from colab_utils.loading.late import BoundedPrefetcher, LateSample
-from colab_utils.loading.prefetcher import PREFETCH, Loaded, Prefetcher, WorkerJob
+from colab_utils.loading.prefetcher import PREFETCH, Loaded, Prefetcher
 from colab_utils.loading.ranks import Ranks, find_ranks
 from colab_utils.loading.sampler import BatchSampler, LoaderState
 from colab_utils.loading.targets import Target, Transforms, apply_transforms, check_transformed
 from colab_utils.loading.tune import tune_workers
+from colab_utils.loading.workers import WorkerJob
 from colab_utils.machine import count_cores, require_linux
 from colab_utils.require import require_choice, require_count, require_max_bad, require_number
 from colab_utils.streams import StreamTrial, require_streams

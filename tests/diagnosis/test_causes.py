@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from colab_utils.diagnosis import causes, waits
-from colab_utils.diagnosis.causes import find_causes, refine_causes
+from colab_utils.diagnosis.causes import find_causes
 from colab_utils.diagnosis.cures import CURES, Cause
+from colab_utils.diagnosis.diagnose import refine_causes
 from colab_utils.diagnosis.looks import OTHER_LOADER
 from colab_utils.diagnosis.memory_growth import Growth
 from colab_utils.diagnosis.processes import SampleTimes

@@ -20,7 +20,7 @@ from colab_utils.diagnosis.processes import WorkerMonitor, list_other_workers
 from colab_utils.diagnosis.system_calls import classify_call, find_wait, measure_memory_part
 from colab_utils.diagnosis.watch import watch
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.prefetcher import describe_exit, explain_death
+from colab_utils.loading.workers import describe_exit, explain_death
 from colab_utils.machine import count_oom_kills
 
 pytestmark = [

@@ -30,9 +30,10 @@ from colab_utils.loading import shared_memory
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.fetcher import Fetcher
 from colab_utils.loading.loader import make_loader
-from colab_utils.loading.prefetcher import Worker, WorkerDiedError, end_workers
+from colab_utils.loading.prefetcher import Worker, end_workers
 from colab_utils.loading.shared_memory import SharedBuffer, SharedBufferPool
 from colab_utils.loading.targets import apply_transforms
+from colab_utils.loading.workers import WorkerDiedError
 from colab_utils.shards.arrays import ArraysBuilder, describe_shard, dump_arrays
 from colab_utils.shards.index import read_index, write_index
 from colab_utils.shards.records import load_record, split_member

@@ -1,0 +1,90 @@
+"""The batch that a worker process was asked for, and how a worker process ended."""
+
+import re
+import shutil
+import signal
+from typing import Any, NamedTuple
+
+from colab_utils.errors import ColabUtilsError
+from colab_utils.machine import count_oom_kills, find_free_memory
+from colab_utils.units import format_bytes
+
+
+class WorkerJob(NamedTuple):
+    """A worker and the batch that it was asked to load."""
+
+    worker: int | None
+    """Number of the worker, from 0; None for this process, or the second one of a late batch."""
+    pid: int
+    """Process id of the worker."""
+    number: int | None = None
+    """Number of the batch in its epoch; None if it is not known."""
+    indices: tuple[Any, ...] = ()
+    """Indices of the batch's samples in the loader's dataset."""
+
+
+class WorkerDiedError(ColabUtilsError):
+    """The error for a worker process that ended by itself or was killed."""
+
+    job: WorkerJob
+    """The worker and the oldest batch that it was loading."""
+    ending: str
+    """Description of the process's end, such as "killed by signal: Killed"."""
+
+
+def describe_exit(code: int) -> str:
+    """Describe by its exit code how a process ended. A negative code is a signal.
+
+    Example:
+        >>> describe_exit(-9), describe_exit(1)
+        ('killed by signal: Killed', 'exit code 1')
+    """
+    if code < 0:
+        return f"killed by signal: {signal.strsignal(-code)}"
+    return f"exit code {code}"
+
+
+def explain_death(ending: str, oom_kills: int) -> str:
+    """Explain why a worker process may have ended, and what to do.
+
+    Args:
+        ending: Description of its end.
+        oom_kills: The result of `count_oom_kills` before the worker ended.
+
+    Example:
+        >>> explain_death(describe_exit(3), 0).partition(".")[0]
+        'A worker process ended (exit code 3)'
+    """
+    how = re.search(r"killed by signal: ([\w ]+)|exit code \d+", ending)
+    cure = "Your own code or a library ended it: load with workers=0 to see where."
+    if "Bus error" in ending:
+        cure = _explain_bus_error()
+    if "Killed" in ending:
+        cure = _explain_kill(oom_kills)
+    reason = how[0] if how else "no reason given"
+    return f"A worker process ended ({reason}). {cure}"
+
+
+def _explain_kill(oom_kills: int) -> str:
+    """Say that memory ran out, if the system has killed a process for that since ``oom_kills`` was
+    read. If not, say that memory is the likely cause.
+    """
+    cure = "use fewer workers, a smaller prefetch or a smaller batch, and run the same again."
+    if count_oom_kills() > oom_kills:
+        return f"The system ended a process because memory ran out: {cure}"
+    free = format_bytes(find_free_memory())
+    return (
+        f"What killed it is not known. Now {free} of memory are free. The usual reason is too "
+        f"little memory: {cure}"
+    )
+
+
+def _explain_bus_error() -> str:
+    """Name the possible causes of a bus error."""
+    shm = format_bytes(shutil.disk_usage("/dev/shm").free)
+    return (
+        "There are two possible causes. A mapped file (a numpy memmap, an LMDB) became shorter or "
+        "could not be read: copy it to the local disk, and write a new version under "
+        "another name. Or /dev/shm was full: use a smaller batch. "
+        f"Now {shm} of /dev/shm are free."
+    )
