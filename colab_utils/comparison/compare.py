@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from colab_utils.comparison import LEAST_NOISE, measure_spread
 from colab_utils.comparison.loaders import Setting, deliver
 from colab_utils.comparison.prepared import PreparedData, PreparedFiles
 from colab_utils.comparison.strategies import Strategy, choose_strategies
 from colab_utils.data.masks import nearest_indices
 from colab_utils.diagnosis.diagnose import put_back
+from colab_utils.diagnosis.noise import LEAST_NOISE, find_noise, is_faster, measure_spread
 from colab_utils.diagnosis.timing import BatchTimes, time_batches
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.files import drop_cached
@@ -423,14 +423,15 @@ class _Row:
 
 
 def _describe_step(before: StrategyTiming, after: StrategyTiming) -> str:
-    gain = (after.images_per_second or 0) / (before.images_per_second or 1)
-    noise = max(LEAST_NOISE, before.spread, after.spread)
-    if gain >= 1 + noise:
-        words = f"trains {gain:.1f} times as many images/s as"
-    elif gain <= 1 - noise:
-        words = f"trains {1 - gain:.0%} fewer images/s than"
+    rate = after.images_per_second or 0.0
+    earlier = before.images_per_second or 1.0
+    spreads = (before.spread, after.spread)
+    if is_faster(rate, earlier, *spreads):
+        words = f"trains {rate / earlier:.1f} times as many images/s as"
+    elif is_faster(earlier, rate, *spreads):
+        words = f"trains {1 - rate / earlier:.0%} fewer images/s than"
     else:
-        words = f"is, within {noise:.0%}, as fast as"
+        words = f"is, within {find_noise(*spreads):.0%}, as fast as"
     return f"{after.title} {words} {before.title}"
 
 

@@ -25,6 +25,7 @@ from torch.utils.data import (
 
 from colab_utils.data.coco import write_subset
 from colab_utils.data.sizes import plan_size
+from colab_utils.diagnosis.noise import LEAST_NOISE, find_noise, is_faster
 from colab_utils.diagnosis.timing import (
     BatchTimes,
     count_prefetch,
@@ -67,14 +68,8 @@ _Prepare = partial[dict[str, Any]]
 _SIDES = {"min_size": 800, "max_size": 1333}
 # Resizing is a fix only if it leaves at most this share of the pixels.
 _SMALLER = 0.9
-# A fix wins if its rate is more than this many times yours, and by more than the noise.
-_GAIN = 1.05
-# A rate that is below the best rate by at most this share counts as equally good.
-_SAME = 0.05
 # A trial goes on until the standard error of its rate is at most this share.
 _SURE = 0.07
-# A standard error of this share or more is told.
-_TOLD = 0.05
 # A diagnosis ends with an error if one batch takes longer than this.
 TIMEOUT_S = 60.0
 # The emulated step of a trial keeps at least this share of a core busy.
@@ -132,7 +127,7 @@ def describe_rate(rate: float, error: float) -> str:
         ('7.2 images/s (give or take 30%)', '7.2 images/s')
     """
     text = f"{rate:.1f} images/s"
-    if error >= _TOLD:
+    if error >= LEAST_NOISE:
         text += f" (give or take {error:.0%})"
     return text
 
@@ -185,7 +180,7 @@ class Situation:
         again = self.repeated
         own_rate = self.loop.images_per_second
         ratio = again.images_per_second / own_rate
-        if rate <= _GAIN * own_rate * max(ratio, 1 / ratio):
+        if not is_faster(rate, own_rate * max(ratio, 1 / ratio)):
             return own_rate, self.loop.error
         if not is_gain(again.images_per_second, self.loop, again.error):
             return rate, error
@@ -354,7 +349,8 @@ def is_gain(rate: float, loop: BatchTimes, error: float = 0.0) -> bool:
         >>> is_gain(5.2, loop), is_gain(5.3, loop), is_gain(5.3, loop, error=0.1)
         (False, True, False)
     """
-    return rate > (_GAIN + 2 * hypot(loop.error, error)) * loop.images_per_second
+    noise = LEAST_NOISE + 2 * hypot(loop.error, error)
+    return is_faster(rate, loop.images_per_second, noise)
 
 
 def _describe_gain(rate: float, loop: BatchTimes, error: float) -> str:
@@ -363,7 +359,8 @@ def _describe_gain(rate: float, loop: BatchTimes, error: float) -> str:
     """
     if is_gain(rate, loop, error):
         return f"about {describe_rate(rate, error)}"
-    if rate < (_GAIN - 2 * hypot(loop.error, error)) * loop.images_per_second:
+    least = 1 + LEAST_NOISE - 2 * hypot(loop.error, error)
+    if rate < least * loop.images_per_second:
         return "wins nothing"
     return "not known yet, because the times of batches differ too much. Raise seconds"
 
@@ -379,7 +376,7 @@ def rank_fixes(fixes: Sequence[Fix]) -> list[Fix]:
     costs = [*FIXES]
 
     def order(fix: Fix) -> tuple[float, int]:
-        margin = max(_SAME, hypot(fix.error, best.error))
+        margin = find_noise(hypot(fix.error, best.error))
         rate = fix.images_per_second
         if rate > max(0.0, 1 - margin) * best.images_per_second:
             rate = best.images_per_second

@@ -17,8 +17,9 @@ from colab_utils.diagnosis.causes import find_causes, find_lost_share
 from colab_utils.diagnosis.cures import Cause
 from colab_utils.diagnosis.looks import BACKWARD, Looks
 from colab_utils.diagnosis.memory_growth import Growth, MemoryLog, find_growth
+from colab_utils.diagnosis.noise import find_error
 from colab_utils.diagnosis.processes import WorkerMonitor
-from colab_utils.diagnosis.timing import CpuClock, CpuUse, count_workers, find_error
+from colab_utils.diagnosis.timing import CpuClock, CpuUse, count_workers
 from colab_utils.diagnosis.waits import LoopFacts
 from colab_utils.loading.clock import LoopClock
 from colab_utils.loading.ranks import find_ranks

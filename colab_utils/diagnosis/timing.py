@@ -4,7 +4,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from glob import glob
-from time import perf_counter, process_time
+from time import process_time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +12,9 @@ import psutil
 import torch
 from numpy.typing import NDArray
 
+from colab_utils.diagnosis.noise import find_error, is_steady
 from colab_utils.errors import ColabUtilsError, describe_error
+from colab_utils.loading.clock import LoopClock
 from colab_utils.processes import list_processes, quiet_fork
 
 # A machine is busy if its cores are idle for less than this share of their time.
@@ -20,13 +22,6 @@ _HARDLY = 0.1
 # After ``max_s``, timing goes on until this many times the batches that workers load ahead came.
 # How many of these lie ready at the beginning and at the end is chance.
 _AHEAD = 2
-# A standard error comes from the means of this many blocks of successive batches.
-_BLOCKS = 10
-# The second half of the timed batches is compared with all if there are at least this many rounds.
-_HALVED_ROUNDS = 8
-# A rate is steady if they differ by at most this share, or by this many standard errors.
-_STEADY = 0.03
-_NOISE = 1.5
 # Timing begins anew, because the rate was not steady, at most until this many times ``max_s``.
 _ANEW = 2
 # Timing ends at the latest after this many times ``max_s``.
@@ -92,62 +87,6 @@ class BatchTimes:
         return 1000 * max(1, workers) * at_work_s / self.images
 
 
-def find_error(seconds: NDArray[np.float64], round_batches: int = 1) -> float:
-    """Return the standard error of the mean time of a batch, as a share of the mean.
-
-    It comes from the means of up to ten blocks of successive batches (the method of batch means).
-    Single batches would not do, because a worker that is late holds up the batches of all others,
-    which then come at once. A few blocks may be alike by chance, so the fewer they are, the more
-    the error is enlarged: 1.2 times for ten blocks, three times for two. Student's t distribution
-    has similar factors.
-
-    Args:
-        seconds: Time of each batch in seconds, float64 [batches].
-        round_batches: Number of workers that deliver in turns. A block has at least so many
-            batches.
-
-    Returns:
-        The share. It is 1 if there are too few batches for two blocks: nothing is known then.
-
-    Example:
-        >>> round(find_error(np.array([1.0, 3.0] * 50)), 3), find_error(np.ones(1))
-        (0.0, 1.0)
-    """
-    blocks = min(_BLOCKS, len(seconds) // round_batches)
-    if blocks < 2:
-        return 1.0
-    means = [block.mean() for block in np.array_split(seconds, blocks)]
-    error_s = np.std(means, ddof=1) / np.sqrt(blocks) * (blocks + 1) / (blocks - 1)
-    return float(error_s / max(seconds.mean(), 1e-9))
-
-
-def is_steady(seconds: NDArray[np.float64], round_batches: int = 1) -> bool:
-    """Return whether the second half of the batches took as long as all of them.
-
-    It did not, for example, if batches were used up that had been loaded ahead, if the memory of
-    the workers grew, or if the number of streams was being found. The means may differ by 3 %, or
-    by 1.5 standard errors of the second half if that is more. Fewer than eight rounds are too few
-    to see a difference.
-
-    Args:
-        seconds: Time of each batch in seconds, float64 [batches].
-        round_batches: Number of workers that deliver in turns.
-
-    Example:
-        >>> is_steady(np.array([0.1] * 10 + [0.2] * 10)), is_steady(np.ones(20))
-        (False, True)
-    """
-    later = seconds[len(seconds) // 2 :]
-    difference = float(abs(later.mean() / seconds.mean() - 1))
-    return len(seconds) < _HALVED_ROUNDS * round_batches or difference <= max(
-        _STEADY, _NOISE * find_error(later, round_batches)
-    )
-
-
-# The seconds of a wait, those of a step, the CPU seconds of this step, and the number of images.
-_Times = tuple[float, float, float, int]
-
-
 def time_batches(
     loader: Iterable[Any],
     step: Callable[..., Any] | None = None,
@@ -197,7 +136,6 @@ def time_batches(
         >>> len(times.wait_s), times.wait_share < 0.5
         (3, True)
     """
-    timed: list[_Times] = []
     workers = count_workers(loader)
     lanes = max(1, workers)
     ahead = max(1, workers * count_prefetch(loader))
@@ -207,17 +145,17 @@ def time_batches(
     due_s = max_s
     cpu_began_s = measure_tree_cpu()
     with closing(fetch_batches(loader)) as source:
-        began_s = perf_counter()
-        for seen, (batch, times) in enumerate(_run_loop(source, step), start=1):
-            elapsed_s = perf_counter() - began_s
+        loop = _Loop(source, step)
+        for seen, batch in enumerate(loop.run(), start=1):
+            elapsed_s = loop.clock.seconds
             if seen > untimed:
-                timed.append(times)
+                timed = seen - untimed
                 if on_batch is not None:
-                    on_batch(len(timed) - 1, batch)
-                is_over = len(timed) >= batches
-                if elapsed_s > due_s and len(timed) % lanes == 0:
-                    so_far = _summarise(timed, lanes)
-                    is_sure = len(timed) >= needed and so_far.error <= most_error
+                    on_batch(timed - 1, batch)
+                is_over = timed >= batches
+                if elapsed_s > due_s and timed % lanes == 0:
+                    so_far = loop.summarise(timed, lanes)
+                    is_sure = timed >= needed and so_far.error <= most_error
                     is_over = is_over or is_sure or elapsed_s > _LONGEST * max_s
                     if elapsed_s < anew_s and not is_steady(so_far.batch_s, lanes):
                         untimed = seen
@@ -227,45 +165,58 @@ def time_batches(
                 untimed = seen
             if seen == untimed:
                 # The warm-up ends here.
-                timed.clear()
                 due_s = max(max_s, elapsed_s + max_s / 2)
                 cpu_began_s = measure_tree_cpu()
         # CPU time is read before the workers end.
         cpu_s = measure_tree_cpu() - cpu_began_s
-    if not timed:
+    if loop.clock.count <= untimed:
         raise ColabUtilsError(
             f"The loader gives no more than the {untimed} batches of the warm-up, and no second "
             "epoch. Pass a loader that can be iterated again, or warmup=0."
         )
-    return _summarise(timed, lanes, cpu_s)
+    return loop.summarise(loop.clock.count - untimed, lanes, cpu_s)
 
 
-def _summarise(timed: list[_Times], lanes: int, cpu_s: float = 0.0) -> BatchTimes:
-    """Return the times of batches that ``lanes`` workers delivered in turns."""
-    waits, steps, step_cpu, images = zip(*timed, strict=True)
-    return BatchTimes(waits, steps, max(1, sum(images)), cpu_s, sum(step_cpu), lanes)
+class _Loop:
+    """A loop over batches that runs a step for each, and its clock."""
 
+    def __init__(self, source: Iterable[Any], step: Callable[..., Any] | None) -> None:
+        self.clock = LoopClock(synchronised=True)
+        self._source = source
+        self._step = step
+        # The images of each batch, and the CPU seconds of its step.
+        self._counts: list[tuple[int, float]] = []
 
-def _run_loop(
-    source: Iterable[Any], step: Callable[..., Any] | None
-) -> Iterator[tuple[Any, _Times]]:
-    """Yield each batch after its step, with its times. What the caller does with it is not timed.
+    def run(self) -> Iterator[Any]:
+        """Yield each batch after its step. What the caller does with it counts to no batch.
 
-    Raises:
-        ColabUtilsError: the step fails.
-    """
-    asked_s = perf_counter()
-    for number, batch in enumerate(source, start=1):
-        # What the loader queued on the device belongs to the wait.
-        _synchronize()
-        got_s = perf_counter()
-        cpu_began_s = process_time()
-        if step is not None:
-            _run_step(step, batch, number)
-        ended_s = perf_counter()
-        step_cpu_s = process_time() - cpu_began_s
-        yield batch, (got_s - asked_s, ended_s - got_s, step_cpu_s, count_images(batch))
-        asked_s = perf_counter()
+        Raises:
+            ColabUtilsError: the step fails.
+        """
+        self.clock.ask()
+        for number, batch in enumerate(self._source, start=1):
+            # What the loader queued on the device belongs to the wait.
+            _synchronize()
+            self.clock.receive()
+            cpu_began_s = process_time()
+            if self._step is not None:
+                _run_step(self._step, batch, number)
+            step_cpu_s = process_time() - cpu_began_s
+            self.clock.ask()
+            self._counts.append((count_images(batch), step_cpu_s))
+            yield batch
+            self.clock.ask()
+
+    def summarise(self, timed: int, lanes: int, cpu_s: float = 0.0) -> BatchTimes:
+        """Return the times of the last ``timed`` batches, which ``lanes`` workers delivered in
+        turns.
+        """
+        self.clock.read()
+        waits, steps, _ = self.clock.parts_s[-timed:].T.tolist()
+        images, step_cpu = zip(*self._counts[-timed:], strict=True)
+        return BatchTimes(
+            tuple(waits), tuple(steps), max(1, sum(images)), cpu_s, sum(step_cpu), lanes
+        )
 
 
 class CpuUse(NamedTuple):

@@ -27,6 +27,10 @@ class LoopClock:
     the time in which the GPU had no work, and a step ends when the GPU has finished it. The clock
     waits for the GPU only in `read`.
 
+    Args:
+        synchronised: Whether the caller waits for the GPU before each call, so that the wall clock
+            says all. Default: False.
+
     Attributes:
         images: Images received.
         began_s: Time at which the clock was made, from `time.perf_counter`.
@@ -44,7 +48,8 @@ class LoopClock:
         (8, (2, 3), [0])
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, synchronised: bool = False) -> None:
+        self._synchronised = synchronised
         self.began_s = perf_counter()
         self.images = 0
         self.firsts = list[int]()
@@ -78,14 +83,14 @@ class LoopClock:
 
     def ask(self) -> float:
         """Note that the loop requests a batch, and return the time from `time.perf_counter`."""
-        now = _note_moment()
+        now = self._note_moment()
         self._end_batch(now)
         self._moments = [now]
         return now.wall_s
 
     def receive(self, images: int = 0) -> None:
         """Note that the batch has arrived, with this many images."""
-        self._moments.append(_note_moment())
+        self._moments.append(self._note_moment())
         self.images += images
         # If this batch is the first of a pass, the time between the passes ended when the batch
         # was requested.
@@ -97,14 +102,14 @@ class LoopClock:
     def end_step(self) -> None:
         """Note that the step has ended. If a batch gets several calls, the last one counts."""
         if len(self._moments) > 1:
-            self._moments[2:] = [_note_moment()]
+            self._moments[2:] = [self._note_moment()]
 
     def stop(self) -> None:
         """Note that the pass has ended, or that the loop has left it."""
         if not self._moments:
             return
         # If the last request returned no batch, the pass ended at that request.
-        left = _note_moment() if len(self._moments) > 1 else self._moments[0]
+        left = self._note_moment() if len(self._moments) > 1 else self._moments[0]
         self._end_batch(left)
         self._settle()
         if self.firsts:
@@ -124,6 +129,13 @@ class LoopClock:
             newest.event.synchronize()
         self._settle()
         return float(self.parts_s[:, 0].sum()) + sum(_measure(at_work))
+
+    def _note_moment(self) -> "_Moment":
+        event = None
+        if torch.cuda.is_initialized() and not self._synchronised:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+        return _Moment(perf_counter(), event)
 
     def _end_batch(self, left: "_Moment") -> None:
         if len(self._moments) > 1:
@@ -151,14 +163,6 @@ class _Moment(NamedTuple):
     wall_s: float
     event: Any
     """The CUDA event on the current stream; None if this process does not use CUDA."""
-
-
-def _note_moment() -> _Moment:
-    event = None
-    if torch.cuda.is_initialized():
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-    return _Moment(perf_counter(), event)
 
 
 def _measure(moments: list[_Moment]) -> list[float]:

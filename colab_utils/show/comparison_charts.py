@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from colab_utils.comparison import COURSE_STRATEGIES, LEAST_NOISE, measure_spread
+from colab_utils.comparison import COURSE_STRATEGIES
+from colab_utils.diagnosis.noise import LEAST_NOISE, find_noise, is_faster, measure_spread
 from colab_utils.errors import ColabUtilsError
 from colab_utils.show.charts import (
     BLUE,
@@ -31,7 +32,7 @@ COCO_IMAGES = 118_287
 _SESSION_EPOCHS = 3
 _SESSIONS = 3
 _EPOCHS = _SESSIONS * _SESSION_EPOCHS
-# A gain, a wait, or the extra time of a step is not mentioned if its share is smaller than this.
+# A wait, or the extra time of a step, is not mentioned if its share is smaller than this.
 _LITTLE = 0.1
 # The content of a receipt's ``comparison.json``, or one of its strategies.
 Content = Mapping[str, Any]
@@ -226,7 +227,7 @@ def describe_gain(comparison: "Comparison | Content") -> str:
     else:
         finding += f" of the time with the {now['title']}"
         if now is not best:
-            finding += f": no other way is {_find_noise(best, now):.0%} faster"
+            finding += f": no other way is {find_noise(*_measure_spreads(best, now)):.0%} faster"
     return _warn_of_busy(content, finding)
 
 
@@ -236,16 +237,12 @@ def _warn_of_busy(content: Content, title: str) -> str:
 
 
 def _is_faster(row: Content, other: Content) -> bool:
-    gain: float = row["images_per_second"] / other["images_per_second"]
-    return gain >= 1 + _find_noise(row, other)
+    spreads = _measure_spreads(row, other)
+    return is_faster(row["images_per_second"], other["images_per_second"], *spreads)
 
 
-def _find_noise(*rows: Content) -> float:
-    """Return the smallest gain, as a share, that makes one of these strategies count as faster.
-
-    It is 10 %, or more if the repeats of one of them differ by more.
-    """
-    return max(_LITTLE, *(measure_spread(row["repeats_images_per_second"]) for row in rows))
+def _measure_spreads(*rows: Content) -> list[float]:
+    return [measure_spread(row["repeats_images_per_second"]) for row in rows]
 
 
 def find_gain(content: Content) -> tuple[Content, Content]:

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from colab_utils.diagnosis import timing
-from colab_utils.diagnosis.timing import CpuClock, find_error, is_steady, time_batches
+from colab_utils.diagnosis.noise import find_error, is_steady
+from colab_utils.diagnosis.timing import CpuClock, time_batches
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
+from colab_utils.loading import clock
 from colab_utils.loading.emulated_step import EmulatedStep
 from colab_utils.machine import count_cores
 
@@ -294,7 +295,7 @@ class _Invented:
         self.then_s = then_s
         self.spread = spread
         self.now_s = 0.0
-        monkeypatch.setattr(timing, "perf_counter", lambda: self.now_s)
+        monkeypatch.setattr(clock, "perf_counter", lambda: self.now_s)
 
     def __iter__(self):
         chance = random.Random(0)
