@@ -168,7 +168,11 @@ def _prepare_output(output: Any, section: str) -> Any:
 
 def _write_comparison(demo: Path) -> str:
     """Return the page of what notebook 05 measured, with the receipt inside."""
-    from colab_utils.show.comparison_charts import plot_cold_start, plot_comparison, plot_epochs
+    from colab_utils.show.comparison_charts import (
+        describe_hours,
+        plot_cold_start,
+        plot_comparison,
+    )
     from colab_utils.show.report import show_chart, show_notes, tabulate_comparison
 
     parts = ["# The comparison of this run", ""]
@@ -180,8 +184,9 @@ def _write_comparison(demo: Path) -> str:
             continue
         content = json.loads(paths[-1].read_text(encoding="utf-8"))
         parts += [f"## {title}", ""]
-        for plot in (plot_comparison, plot_cold_start, plot_epochs):
+        for plot in (plot_comparison, plot_cold_start):
             parts += _show_raw(show_chart(plot(content), "p"))
+        parts += [describe_hours(content), ""]
         parts += _show_raw(tabulate_comparison(content).to_html())
         parts += _show_raw(show_notes(content))
     if len(parts) == 2:

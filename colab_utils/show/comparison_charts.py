@@ -1,37 +1,29 @@
-"""Charts of a comparison: images a second, the first seconds, and the hours of many epochs."""
+"""What a comparison shows: charts of images a second and of the first seconds, and sentences."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from matplotlib.axes import Axes
-
 from colab_utils.comparison import COURSE_STRATEGIES
 from colab_utils.diagnosis.noise import LEAST_NOISE, find_noise, is_faster, measure_spread
 from colab_utils.errors import ColabUtilsError
 from colab_utils.show.charts import (
-    BLUE,
-    GREY,
-    INK,
-    ORANGE,
     count_batches,
     format_figure,
     plot_bars,
     plot_first_seconds,
 )
-from colab_utils.show.pictures import DescribedFigure, make_figure
+from colab_utils.show.pictures import DescribedFigure
 
 if TYPE_CHECKING:
     from colab_utils.comparison.compare import Comparison
 
 # Hours are scaled to a dataset of this many images, the training images of COCO.
 COCO_IMAGES = 118_287
-# Colab is assumed to take the machine and its disk away after this many epochs.
-_SESSION_EPOCHS = 3
+# Colab is assumed to take the machine and its disk away after every third epoch.
+_EPOCHS = 9
 _SESSIONS = 3
-_EPOCHS = _SESSIONS * _SESSION_EPOCHS
 # A wait, or the extra time of a step, is not mentioned if its share is smaller than this.
 _LITTLE = 0.1
 # The content of a receipt's ``comparison.json``, or one of its strategies.
@@ -124,17 +116,12 @@ def plot_cold_start(
     return plot_first_seconds(rows, seconds=shown_s, title=title, unit=unit)
 
 
-def plot_epochs(comparison: "Comparison | Content") -> DescribedFigure:
-    """Draw how many hours the epochs of a dataset as large as COCO take.
+def describe_hours(comparison: "Comparison | Content") -> str:
+    """Return a sentence: how many hours the epochs of a dataset as large as COCO take.
 
     The measured times are scaled to COCO's number of images. A session on Colab has three epochs.
-    The time to convert counts once, and the time to copy counts in each session.
-
-    At most three of the timed strategies are drawn:
-
-    - The first one.
-    - One that needs no conversion: "streams", or "dataloader" if "streams" was not timed.
-    - `make_loader`, or the one that takes the fewest hours if `make_loader` was not timed.
+    The time to convert counts once, and the time to copy counts in each session. If strategies of
+    the course were timed, only they are named.
 
     Args:
         comparison: Result of `compare`, or the content of a receipt's ``comparison.json``.
@@ -144,67 +131,17 @@ def plot_epochs(comparison: "Comparison | Content") -> DescribedFigure:
     """
     content = read_comparison(comparison)
     rows = content["fair"]
-    lines = {name: _add_up(row, _SESSIONS) for name, row in rows.items()}
-    total = {name: float(hours[-1]) for name, (_, hours) in lines.items()}
-    best = "packed" if "packed" in total else min(total, key=lambda name: total[name])
-    unconverted = "streams" if "streams" in total else "dataloader"
-    names = dict.fromkeys((*list(total)[:1], unconverted, best))
-    drawn = [name for name in names if name in total]
-    rival = min(set(drawn) - {best}, key=lambda name: total[name], default=best)
-    spent = {name: f"{format_figure(hours)} hours" for name, hours in total.items()}
-    figure, axis = _make_epochs(
-        _warn_of_busy(content, _describe_hours(rows[best], rows[rival], spent))
-    )
-    label_at = 0.0
-    for name in sorted(drawn, key=lambda name: total[name]):
-        colour = ORANGE
-        if name == best:
-            colour = BLUE
-        elif name == drawn[0]:
-            colour = GREY
-        axis.plot(*lines[name], color=colour, linewidth=4)
-        figure.words.append(f"{rows[name]['label']}: {spent[name]}")
-        # Names of lines that end at about the same hour are moved apart.
-        label_at = max(total[name], label_at + 0.08 * max(total[name] for name in drawn))
-        text = f" {rows[name]['label']}: {spent[name]}"
-        axis.text(
-            _EPOCHS,
-            label_at,
-            text,
-            fontsize=15,
-            va="center",
-            color=INK,
-            parse_math=False,
-        )
-    axis.set_ylim(0, None)
-    axis.set_ylabel(f"hours, step {content['step']}", fontsize=14, parse_math=False)
-    return figure
+    names = [name for name in rows if name in COURSE_STRATEGIES] or [*rows]
+    spent = [f"{_count_hours(rows[name])} hours with {rows[name]['title']}" for name in names]
+    sentence = f"{_EPOCHS} epochs of {COCO_IMAGES:,} images: {', '.join(spent)}"
+    return _warn_of_busy(content, sentence)
 
 
-def _describe_hours(best: Content, rival: Content, spent: Mapping[str, str]) -> str:
-    """Return a title: when the best strategy has paid back, and how long it and its rival take."""
-    rows = (best,) if best is rival else (best, rival)
-    ends = ", ".join(f"{spent[row['name']]} with {row['title']}" for row in rows)
-    pay_back = _describe_pay_back(best, rival)
-    return f"{pay_back}{_EPOCHS} epochs of {COCO_IMAGES:,} images: {ends}"
-
-
-def _make_epochs(title: str) -> tuple[DescribedFigure, Axes]:
-    """Return an empty chart of hours over epochs."""
-    figure = make_figure(title, width=12, height=5.5)
-    axis = figure.add_subplot()
-    for session in range(1, _SESSIONS):
-        axis.axvline(
-            session * _SESSION_EPOCHS,
-            color=GREY,
-            linewidth=1,
-            linestyle=":",
-        )
-    axis.set(xlim=(0, _EPOCHS), xticks=range(_EPOCHS + 1))
-    axis.set_xlabel("epochs; at a dotted line a new session copies again", fontsize=14)
-    axis.tick_params(labelsize=12)
-    axis.spines[["top", "right"]].set_visible(False)
-    return figure, axis
+def _count_hours(row: Content) -> str:
+    session_ms = row["session_ms_per_image"] + row["cold_ms_per_image"]
+    later_ms = (_EPOCHS - _SESSIONS) * 1000 / row["images_per_second"]
+    ms = row["once_ms_per_image"] + _SESSIONS * session_ms + later_ms
+    return format_figure(ms * COCO_IMAGES / 3.6e6)
 
 
 def describe_gain(comparison: "Comparison | Content") -> str:
@@ -284,29 +221,3 @@ def read_comparison(comparison: "Comparison | Content") -> Content:
     fair = {name: row for name, row in timed.items() if row["comparable"]}
     content["fair"] = fair or timed
     return content
-
-
-def _add_up(row: Content, sessions: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the points of a strategy's line in the chart: their epochs, and their hours."""
-    later = _SESSION_EPOCHS - 1
-    ms = 1000 / row["images_per_second"]
-    session = [(0, row["session_ms_per_image"]), (1, row["cold_ms_per_image"]), (later, later * ms)]
-    epochs, spent_ms = np.cumsum([(0, row["once_ms_per_image"]), *session * sessions], axis=0).T
-    return epochs, spent_ms * COCO_IMAGES / 3.6e6
-
-
-def _describe_pay_back(own: Content, other: Content) -> str:
-    """Return a sentence: after how many epochs a strategy stays ahead of the other.
-
-    The sentence is empty if the strategy never stays ahead, or is ahead from the start.
-    """
-    epochs = np.arange(0, 100 * _SESSION_EPOCHS + 0.005, 0.01)
-    own_hours = np.interp(epochs, *_add_up(own, 100))
-    other_hours = np.interp(epochs, *_add_up(other, 100))
-    behind = np.flatnonzero(own_hours >= other_hours)
-    if len(behind) == 0 or behind[-1] + 1 == len(epochs):
-        return ""
-    paid_epochs = epochs[behind[-1] + 1]
-    if paid_epochs <= 1:
-        return "Paid back in the first epoch. "
-    return f"Paid back after {paid_epochs:.1f} epochs. "

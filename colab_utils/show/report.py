@@ -20,9 +20,9 @@ from colab_utils.show import render
 from colab_utils.show.charts import plot_statistics
 from colab_utils.show.comparison_charts import (
     COCO_IMAGES,
+    describe_hours,
     plot_cold_start,
     plot_comparison,
-    plot_epochs,
 )
 from colab_utils.show.pictures import DescribedFigure, draw_annotations, embed_figure
 from colab_utils.show.receipts import summarise_receipt
@@ -65,12 +65,12 @@ def write_receipt(
     content = json.loads(json.dumps(asdict(comparison)))
     if questions:
         content["questions"] = dict(questions)
-    plots = (plot_comparison, plot_cold_start, plot_epochs)
     page = _write_page(
         folder / "index.html",
         "receipt",
         content=content,
-        charts=[plot(content) for plot in plots],
+        charts=[plot_comparison(content), plot_cold_start(content)],
+        hours=describe_hours(content),
         line="\t".join(map(str, summarise_receipt(content).values())),
         table=tabulate_comparison(content),
         notes=show_notes(content),

@@ -15,9 +15,9 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.emulated_step import describe_busy
 from colab_utils.show.comparison_charts import (
     describe_gain,
+    describe_hours,
     plot_cold_start,
     plot_comparison,
-    plot_epochs,
 )
 
 STEPS = ["plain loop", "+ 2 workers", "+ 32 streams", "+ shards on SSD", "+ make_loader"]
@@ -130,7 +130,7 @@ def test_what_could_not_be_timed_has_no_bar(make_timing, lose, make_comparison):
         plot_comparison(make_comparison(lost))
 
 
-# These tests look at the charts of the first seconds and of the hours.
+# These tests look at the chart of the first seconds and at the hours.
 
 
 def test_the_first_seconds_are_those_of_the_course(course, make_timing, make_comparison, lose):
@@ -151,84 +151,21 @@ def test_the_first_seconds_are_those_of_the_course(course, make_timing, make_com
         plot_cold_start(make_comparison(lose(course[0])))
 
 
-def test_hours_are_those_of_coco_over_sessions_of_three_epochs(course, make_comparison):
-    figure = plot_epochs(make_comparison(*course))
-    hours = 118_287 / 3600
-    lines = {
-        line.get_color(): line for line in figure.axes[0].get_lines() if len(line.get_xdata()) > 2
-    }
-    assert len(lines) == 3
-    assert sorted(line.get_ydata()[-1] for line in lines.values()) == [
-        # The data are converted once and copied three times.
-        pytest.approx(9 * hours / 38.4 + (0.15 + 3 * 0.002) * hours),
-        pytest.approx(9 * hours / 20),
-        pytest.approx(9 * hours / 1.6),
-    ]
-    assert read_title(figure) == (
-        "Paid back after 6.5 epochs. 9 epochs of 118,287 images: 13 hours with make_loader, 15 "
-        "hours with 32 streams"
+def test_hours_are_those_of_coco_over_sessions_of_three_epochs(
+    course, make_timing, make_comparison
+):
+    assert describe_hours(make_comparison(*course)) == (
+        "9 epochs of 118,287 images: 185 hours with plain loop, 69 hours with 2 workers, "
+        "15 hours with 32 streams, 14 hours with shards on SSD, 13 hours with make_loader"
     )
-    assert read_texts(figure) == [
-        " + make_loader: 13 hours",
-        " + 32 streams: 15 hours",
-        " plain loop: 185 hours",
-    ]
-    assert not figure.axes[0].get_legend()
-
-
-def test_names_at_the_ends_of_lines_do_not_overlap(make_timing, make_comparison):
-    close = [
-        make_timing("sequential", images_per_second=35.0),
-        make_timing("dataloader", images_per_second=36.0),
-    ]
-    figure = plot_epochs(make_comparison(*close, make_timing("packed")))
-    figure.canvas.draw()
-    low, middle, high = sorted(text.get_window_extent().y0 for text in figure.axes[0].texts)
-    height = figure.axes[0].texts[0].get_window_extent().height
-    assert min(middle - low, high - middle) >= height
-
-
-@pytest.mark.parametrize(
-    ("rate", "once_ms", "paid"),
-    [
-        # Each epoch wins 26 ms an image, and 10 ms were spent.
-        (19.2, 10, "Paid back in the first epoch. 9 epochs"),
-        # Each epoch wins 26 ms an image, and 90 ms were spent.
-        (19.2, 90, "Paid back after 3.5 epochs. 9 epochs"),
-        # The pay-back comes long after the chart ends.
-        (37.0, 100, "Paid back after "),
-        # Nothing is won, so no pay-back is named.
-        (
-            38.4,
-            100,
-            "9 epochs of 118,287 images: 11 hours with make_loader, 7.7 hours with 2 workers",
-        ),
-    ],
-)
-def test_when_it_is_paid_back(make_timing, make_comparison, rate, once_ms, paid):
-    workers = make_timing("dataloader", images_per_second=rate, cold_ms_per_image=1000 / rate)
-    packed = make_timing("packed", once_ms_per_image=once_ms, session_ms_per_image=0.0)
-    title = read_title(plot_epochs(make_comparison(workers, packed)))
-    assert title.startswith(paid)
-    assert not any(word in title for word in ("never", " 0 ", "minutes"))
-
-
-def test_a_first_epoch_and_copies_count(make_timing, make_comparison):
     costs = {
         "once_ms_per_image": 200.0,
         "session_ms_per_image": 50.0,
         "cold_ms_per_image": 300.0,
     }
-    figure = plot_epochs(
-        make_comparison(make_timing("dataloader", images_per_second=10.0, **costs))
-    )
-    lines = [line for line in figure.axes[0].get_lines() if len(line.get_xdata()) > 2]
-    (line,) = lines
-    assert list(line.get_xdata()) == [0, 0, 1, 3, 3, 4, 6, 6, 7, 9]
-    ms = [200, 250, 550, 750, 800, 1100, 1300, 1350, 1650, 1850]
-    assert list(line.get_ydata()) == pytest.approx(
-        [duration_ms * 118_287 / 3.6e6 for duration_ms in ms]
-    )
+    workers = make_timing("dataloader", images_per_second=10.0, **costs)
+    # An image takes 200 ms once, three times 50 + 300 ms, and six times 100 ms.
+    assert describe_hours(make_comparison(workers)).endswith(": 61 hours with 2 workers")
 
 
 # These tests look at names.
@@ -240,13 +177,12 @@ NAMES = ["$a_b$", "_x", r"$\nope$", "50% <b> \\n"]
 def test_names_in_figures_are_shown_as_they_are(make_timing, make_comparison):
     rows = [make_timing(name, images_per_second=1.6 + n) for n, name in enumerate(NAMES)]
     comparison = replace(make_comparison(*rows), step=NAMES[2])
-    for plot, least in ((plot_comparison, 4), (plot_epochs, 2)):
-        figure = plot(comparison)
-        # Drawing raises where a formula is none.
-        figure.canvas.draw()
-        texts = [text for text in figure.findobj(Text) if text.get_text()]
-        assert sum(any(name in text.get_text() for text in texts) for name in NAMES) >= least
-        assert not [text for text in texts if "$" in text.get_text() and text.get_parse_math()]
+    figure = plot_comparison(comparison)
+    # Drawing raises where a formula is none.
+    figure.canvas.draw()
+    texts = [text for text in figure.findobj(Text) if text.get_text()]
+    assert all(any(name in text.get_text() for text in texts) for name in NAMES)
+    assert not [text for text in texts if "$" in text.get_text() and text.get_parse_math()]
 
 
 # These tests look at what one method wins over another.
@@ -291,7 +227,7 @@ def test_a_wide_spread_is_written_on_the_bar(make_timing, make_comparison):
     assert "repeats differ by" in read_texts(plot_comparison(make_comparison(row)))[0]
 
 
-@pytest.mark.parametrize("plot", [plot_comparison, plot_cold_start, plot_epochs])
+@pytest.mark.parametrize("plot", [plot_comparison, plot_cold_start])
 def test_a_busy_machine_is_named_before_any_finding(course, make_comparison, plot):
     busy = describe_busy(100, 250)
     comparison = replace(make_comparison(*course), busy=busy)

@@ -11,7 +11,7 @@ import pytest
 
 from colab_utils.comparison import COURSE_STRATEGIES
 from colab_utils.loading.emulated_step import describe_busy
-from colab_utils.show.comparison_charts import plot_cold_start, plot_comparison, plot_epochs
+from colab_utils.show.comparison_charts import plot_cold_start, plot_comparison
 from colab_utils.show.report import write_receipt
 from tests.judged_pages import check_page
 from tools.pages import NotebookRun, write_demo_index
@@ -106,8 +106,3 @@ def test_what_is_drawn_is_what_is_written_beside_it(make_random, seed):
         assert words[0] == "waits"
         assert float(words[1].rstrip("%,")) == pytest.approx(waits, abs=0.51)
         assert int(words[2]) == len(ends_s)
-    axis = plot_epochs(comparison).axes[0]
-    lines = [line for line in axis.get_lines() if len(line.get_xdata()) > 2]
-    hours = sorted(line.get_ydata()[-1] for line in lines)
-    texts = sorted(float(text.get_text().split()[-2].replace(",", "")) for text in axis.texts)
-    assert texts == pytest.approx(hours, rel=0.06)

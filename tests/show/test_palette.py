@@ -9,7 +9,7 @@ import pytest
 from matplotlib.colors import to_hex, to_rgb
 
 from colab_utils.show.charts import plot_bars, plot_first_seconds
-from colab_utils.show.comparison_charts import plot_comparison, plot_epochs
+from colab_utils.show.comparison_charts import plot_comparison
 from colab_utils.show.pictures import PALETTE
 
 # The matrices are those of Machado, Oliveira and Fernandes (2009), severity 1.0, on linear RGB.
@@ -89,7 +89,6 @@ def figures(course, make_comparison):
         ),
         "first seconds": plot_first_seconds({"copy": [(0, 1)], "step": [(1, 2)]}),
         "comparison": plot_comparison(comparison),
-        "epochs": plot_epochs(comparison),
     }
 
 

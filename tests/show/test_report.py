@@ -45,8 +45,8 @@ def test_the_receipt_holds_everything_itself(tmp_path, course, make_comparison):
     page = write_receipt(make_comparison(*course), tmp_path / "receipt")
     reader = Reader(page)
     assert page == tmp_path / "receipt" / "index.html"
-    # The page loads the bars, the first seconds, and the hours.
-    assert len(reader.loads) == 3
+    # The page loads the bars and the first seconds.
+    assert len(reader.loads) == 2
     assert all(source.startswith("data:image/svg+xml;base64,") for source in reader.loads)
     assert "script" not in reader.tags
     assert reader.links == ["comparison.json"]
@@ -75,8 +75,8 @@ def test_a_line_can_be_pasted_into_the_class_sheet(tmp_path, course, make_compar
 def test_titles_are_text_and_tables_scroll(tmp_path, course, make_comparison):
     page = write_receipt(make_comparison(*course), tmp_path).read_text(encoding="utf-8")
     assert page.count("<table") == len(re.findall(r"<div[^>]*overflow:auto[^>]*><table", page)) == 1
-    assert page.count("<img") == page.count('<div class="scroll chart"><img') == 3
-    for title in ("The step waits 96%", "Paid back after 6.5 epochs"):
+    assert page.count("<img") == page.count('<div class="scroll chart"><img') == 2
+    for title in ("The step waits 96%", "Batches in the first"):
         assert re.search(rf"<h[12][^>]*>{title}", page), title
 
 
