@@ -3,6 +3,7 @@
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,6 @@ def plot_first_seconds(
     title: str = "",
     unit: str = "seconds",
     blue: Collection[str] = ("copy",),
-    white: str = "waits",
 ) -> DescribedFigure:
     """Draw when the training step ran and when it waited, since the first batch was requested.
 
@@ -51,7 +51,6 @@ def plot_first_seconds(
             row and in the last one. Default: "".
         unit: Text under the axis. It may also say that the step is emulated. Default: "seconds".
         blue: Names of the rows that show copies or workers, not steps. Default: "copy" alone.
-        white: Word for the gaps. Default: "waits".
 
     Raises:
         ColabUtilsError: There is no step to draw.
@@ -90,7 +89,7 @@ def plot_first_seconds(
                 edgecolor=GREY,
             )
             batches = format_count(count_batches(spans, shown_s), "batch", "batches")
-            text = f"{white} {waits[name]}, {batches}"
+            text = f"waits {waits[name]}, {batches}"
             _write(axis, text, shown_s, row)
             figure.words.append(f"{name}: {text}")
         lengths = [(begin_s, end_s - begin_s) for begin_s, end_s in spans]
@@ -247,10 +246,10 @@ def plot_streams(trials: Sequence[StreamTrial], *, name: str = "Drive") -> Descr
     """
     if not trials:
         raise ColabUtilsError("There is no trial to draw. Read more files first.")
-    rates: dict[int, list[float]] = {}
+    measured: dict[int, list[float]] = {}
     for trial in sorted(trials, key=lambda trial: trial.streams):
-        rates.setdefault(trial.streams, []).append(trial.files_per_s)
-    medians = {streams: float(np.median(values)) for streams, values in rates.items()}
+        measured.setdefault(trial.streams, []).append(trial.files_per_s)
+    medians = {streams: median(rates) for streams, rates in measured.items()}
     highest = max(medians.values())
     enough = min(streams for streams, rate in medians.items() if rate >= _NEAR_MOST * highest)
     ending = "more win little" if enough < max(medians) else "more were not tried"
@@ -258,21 +257,8 @@ def plot_streams(trials: Sequence[StreamTrial], *, name: str = "Drive") -> Descr
         f"{name} gives {format_figure(medians[enough])} files a second with "
         f"{enough} streams; {ending}"
     )
-    figure = make_figure(title, width=12, height=5)
-    for streams, rate in medians.items():
-        figure.words.append(f"{streams} streams: {format_figure(rate)} files a second")
-    axis = figure.add_subplot()
-    axis.plot(list(medians), list(medians.values()), "o-", color=BLUE, linewidth=2, markersize=8)
-    axis.plot(enough, medians[enough], "o", color=ORANGE, markersize=14)
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(list(medians), [str(streams) for streams in medians], fontsize=12)
-    axis.set_ylim(0, 1.15 * highest)
-    axis.tick_params(labelsize=12)
-    axis.minorticks_off()
-    axis.set_xlabel("streams: files that are read at the same time", fontsize=14)
-    axis.set_ylabel("files a second", fontsize=14)
-    axis.spines[["top", "right"]].set_visible(False)
-    return figure
+    rates = {f"{streams} streams": rate for streams, rate in medians.items()}
+    return plot_bars(rates, title=title, unit="files a second", highlight=[f"{enough} streams"])
 
 
 def plot_statistics(statistics: DatasetStatistics) -> DescribedFigure:
