@@ -129,18 +129,17 @@ def _list_groups(root: Path, controller: str) -> list[Path]:
     """Return the folders of the control groups that hold this process, innermost first.
 
     Version 1 of control groups has a tree for each controller. Version 2 has one tree for all
-    controllers. A machine may have both. In a container, the inner folders may not be visible. The
-    top folder of the tree is then the container's own group.
+    controllers. In a container, the inner folders may not be visible. The top folder of the tree is
+    then the container's own group.
     """
     folders: list[Path] = []
     table = root / "proc/self/cgroup"
     lines = table.read_text().splitlines() if table.is_file() else []
     for line in lines:
         _, controllers, group = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        for tree in [controller] if controllers else ["", "unified"]:
-            folder = root / "sys/fs/cgroup" / tree / group.strip("/")
+        if not controllers or controller in controllers.split(","):
+            tree = root / "sys/fs/cgroup" / (controller if controllers else "")
+            folder = tree / group.strip("/")
             folders += [folder, *folder.parents]
     return folders
 

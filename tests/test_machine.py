@@ -119,14 +119,10 @@ def test_version_1_within_a_container_that_sees_its_own_group_as_the_top(tmp_pat
     assert find_group_cores(tmp_path) == 3
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_machine_with_both_versions(tmp_path, version):
+def test_a_machine_with_both_versions(tmp_path):
     join_groups(tmp_path, *(line.format(place="/jobs") for line in V1_LINES), "0::/scope")
-    if version == 1:
-        make_group(tmp_path, "jobs", 1, memory=2000, used=500, quota=300000)
-        make_files(tmp_path, {"sys/fs/cgroup/unified/scope/cgroup.procs": "1"})
-    else:
-        make_group(tmp_path, "unified/scope", 2, memory=2000, used=500, quota=300000)
+    make_group(tmp_path, "jobs", 1, memory=2000, used=500, quota=300000)
+    make_files(tmp_path, {"sys/fs/cgroup/unified/scope/cgroup.procs": "1"})
     assert find_group_memory(tmp_path) == 1500
     assert find_group_cores(tmp_path) == 3
 
