@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from time import perf_counter, sleep
 from typing import Any
 
@@ -45,6 +46,20 @@ class _StallInterrupt(BaseException):
     """Ends the waiting of the main thread."""
 
 
+@dataclass(eq=False)
+class _Wait:
+    """A wait for a batch."""
+
+    asked_s: float
+    """When the batch was asked for, by `time.perf_counter`."""
+    due_s: float
+    """The wait is explained when it has lasted this many seconds."""
+    verdicts: set[str] = field(default_factory=set)
+    """Verdicts on this wait that were reported already."""
+    reason: Stall | None = None
+    """Why the wait is given up; None if it is not."""
+
+
 class Pass:
     """One pass over a watched loader.
 
@@ -68,15 +83,9 @@ class Pass:
         self._batches: Iterator[Any] | None = None
         self._over = threading.Event()
         self._oom_kills = count_oom_kills()
-        # The thread that waits for a batch, and when it asked; None while it does not wait.
+        # The thread that waits for batches, and its wait; None while it does not wait.
         self._thread = threading.current_thread()
-        self._asked_s: float | None = None
-        # A wait that is given up: when it began, and why it is given up.
-        self._given_up: tuple[float, Stall] | None = None
-        # The current wait is explained when it has lasted this many seconds.
-        self._due_s = 0.0
-        # These verdicts on the current wait were reported already.
-        self._verdicts = set[str]()
+        self._wait: _Wait | None = None
         self._can_interrupt = False
         # Our own loader knows the batches that it has asked its workers for.
         self._knows_jobs = hasattr(loader, "list_jobs")
@@ -88,7 +97,7 @@ class Pass:
         try:
             with self._record.measure_pass():
                 while True:
-                    batch = self._fetch(self._record.ask())
+                    batch = self._fetch(_Wait(self._record.ask(), self._timeout_s))
                     if batch is _END:
                         break
                     self._record.receive(count_images(batch))
@@ -101,29 +110,28 @@ class Pass:
 
     # --- the thread that waits
 
-    def _fetch(self, asked_s: float) -> Any:
+    def _fetch(self, wait: _Wait) -> Any:
         """Return the next batch, or `_END`.
 
         Raises:
             ColabUtilsError: a worker ended, or the wait was given up. The message says why.
         """
         try:
-            batch = self._wait(asked_s)
+            batch = self._take(wait)
         except _StallInterrupt:
             # The error is raised below, outside of this handler, so that it does not show the
             # interrupt.
             batch = None
         except Exception as error:
-            stall = self._find_reason(asked_s) or self._explain_end(error, asked_s)
+            stall = wait.reason or self._explain_end(error, wait)
             if stall is None:
                 raise
             raise ColabUtilsError(str(stall)) from error
-        stall = self._find_reason(asked_s)
-        if stall is not None:
-            raise ColabUtilsError(str(stall))
+        if wait.reason is not None:
+            raise ColabUtilsError(str(wait.reason))
         return batch
 
-    def _wait(self, asked_s: float) -> Any:
+    def _take(self, wait: _Wait) -> Any:
         """Return the next batch, or `_END`. The monitor sees workers that are forked meanwhile."""
         waiting.monitor = self._monitor
         self._thread = threading.current_thread()
@@ -131,7 +139,7 @@ class Pass:
         self._can_interrupt = self._raises and is_main and INTERRUPT > 0
         if self._can_interrupt:
             outer_handler = signal.signal(INTERRUPT, self._interrupt)
-        self._asked_s = asked_s
+        self._wait = wait
         try:
             if self._batches is not None:
                 return next(self._batches, _END)
@@ -140,24 +148,17 @@ class Pass:
                 self._batches = iter(self._loader)
                 return next(self._batches, _END)
         finally:
-            self._asked_s = None
+            self._wait = None
             waiting.monitor = None
             if self._can_interrupt:
                 signal.signal(INTERRUPT, outer_handler)
 
     def _interrupt(self, number: int, frame: Any) -> None:
         """End a wait that was given up, unless its batch has come before the signal."""
-        if self._asked_s is not None and self._find_reason(self._asked_s) is not None:
+        if self._wait is not None and self._wait.reason is not None:
             raise _StallInterrupt
 
-    def _find_reason(self, asked_s: float) -> Stall | None:
-        """Return why the wait that began at ``asked_s`` was given up; None if it was not."""
-        if self._given_up is None:
-            return None
-        given_up_s, stall = self._given_up
-        return stall if given_up_s == asked_s else None
-
-    def _explain_end(self, error: Exception, asked_s: float) -> Stall | None:
+    def _explain_end(self, error: Exception, wait: _Wait) -> Stall | None:
         """Return a stall that says which worker ended, and how; None if the loader failed for
         another reason.
         """
@@ -171,7 +172,7 @@ class Pass:
         if dead is None:
             return None
         job, ending = dead
-        stall = self._explain(asked_s, job, ending)
+        stall = self._explain(wait, job, ending)
         self._record.stalls.append(stall)
         return stall
 
@@ -179,44 +180,39 @@ class Pass:
 
     def _watch(self) -> None:
         """Look at the loop again and again until the pass is over."""
-        asked_s: float | None = None
         while not self._over.wait(min(_PAUSE_S, self._timeout_s / 10)):
-            if self._asked_s != asked_s:
-                asked_s = self._asked_s
-                self._due_s = self._timeout_s
-                self._verdicts = set()
             # A process may end while it is looked at. The next look starts anew.
             with suppress(Exception):
-                if asked_s is not None:
-                    self._look(asked_s)
+                wait = self._wait
+                if wait is not None:
+                    self._look(wait)
                 record = self._record
                 record.looks.take(record.phase, self._thread, starts=record.starts)
-                self._record.memory.look(self._record.clock.count)
+                record.memory.look(record.clock.count)
 
-    def _look(self, asked_s: float) -> None:
+    def _look(self, wait: _Wait) -> None:
         """Look at a wait, and explain it each time that another ``timeout_s`` has passed."""
-        waited_s = perf_counter() - asked_s
+        waited_s = perf_counter() - wait.asked_s
         if waited_s <= _LATE_S:
             return
         blamed = self._find_blamed()
         sample = self._monitor.list_samples().get(blamed.pid, -1)
         self._record.note_samples((sample,) if sample >= 0 else blamed.indices)
         # An explanation takes half a second, so it begins before it is due.
-        if waited_s > self._due_s - min(_LOOK_S, self._due_s / 2):
-            self._due_s += self._timeout_s
-            stall = self._explain(asked_s, blamed, read_ending(blamed.pid))
-            if self._asked_s == asked_s:
-                self._act(asked_s, stall)
+        if waited_s > wait.due_s - min(_LOOK_S, wait.due_s / 2):
+            wait.due_s += self._timeout_s
+            stall = self._explain(wait, blamed, read_ending(blamed.pid))
+            if self._wait is wait:
+                self._act(wait, stall)
 
-    def _act(self, asked_s: float, stall: Stall) -> None:
+    def _act(self, wait: _Wait, stall: Stall) -> None:
         """Report a stall if its verdict is new. Give up the wait if stalls are to be raised."""
-        goes_on = self._find_reason(asked_s) is None
-        is_new = stall.verdict not in self._verdicts and goes_on
+        is_new = wait.reason is None and stall.verdict not in wait.verdicts
         if is_new:
-            self._verdicts.add(stall.verdict)
+            wait.verdicts.add(stall.verdict)
             self._record.stalls.append(stall)
-        if self._raises and goes_on:
-            self._given_up = (asked_s, stall)
+        if self._raises and wait.reason is None:
+            wait.reason = stall
         if self._can_interrupt:
             signal.pthread_kill(self._thread.ident or 0, INTERRUPT)
         elif is_new:
@@ -224,32 +220,32 @@ class Pass:
             with suppress(ColabUtilsWarning):
                 warnings.warn_explicit(str(stall), ColabUtilsWarning, __file__, 0)
 
-    def _explain(self, asked_s: float, job: WorkerJob, ending: str) -> Stall:
+    def _explain(self, wait: _Wait, job: WorkerJob, ending: str) -> Stall:
         """Explain why no batch comes from a process. A process that has not ended is observed for
         half a second.
         """
         if ending:
             verdict = "dead"
             death, _, cure = explain_death(ending, self._oom_kills).partition("). ")
-            seen = self._monitor.inspect_worker(job.pid)
+            seen = self._monitor.inspect(job.pid, self._thread)
             seen = seen._replace(call=death.rpartition("(")[2])
         else:
-            verdict, seen = self._observe(asked_s, job.pid)
+            verdict, seen = self._observe(wait, job.pid)
             cure = FINDINGS[verdict].cure
         file = find_file(self._monitor.dataset, seen.sample)
         if verdict == "read":
             file = seen.path
-        return Stall(verdict, perf_counter() - asked_s, job, seen, file, cure)
+        return Stall(verdict, perf_counter() - wait.asked_s, job, seen, file, cure)
 
-    def _observe(self, asked_s: float, pid: int) -> tuple[str, Activity]:
+    def _observe(self, wait: _Wait, pid: int) -> tuple[str, Activity]:
         """Observe a process for half a second, or until the batch comes. Return the verdict, and
         what the process does.
         """
-        before = self._inspect(pid)
+        before = self._monitor.inspect(pid, self._thread)
         until_s = perf_counter() + _LOOK_S
-        while self._asked_s == asked_s and perf_counter() < until_s:
+        while self._wait is wait and perf_counter() < until_s:
             sleep(_TICK_S)
-        after = self._inspect(pid)
+        after = self._monitor.inspect(pid, self._thread)
         if after.bytes_read != before.bytes_read or after.sample != before.sample:
             verdict = "slow"
         elif after.cpu_s - before.cpu_s > _BUSY_S:
@@ -263,12 +259,6 @@ class Pass:
         else:
             verdict = "waiting"
         return verdict, after
-
-    def _inspect(self, pid: int) -> Activity:
-        """Return what a worker does. For this process, return what its waiting thread does."""
-        if pid == os.getpid():
-            return self._monitor.inspect_thread(self._thread)
-        return self._monitor.inspect_worker(pid)
 
     def _find_blamed(self) -> WorkerJob:
         """Return the process that the loop waits for.
@@ -297,7 +287,7 @@ class Pass:
         alive.sort(key=self._monitor.is_idle)
         if alive:
             return WorkerJob(pids.index(alive[0]), alive[0])
-        own_sample = self._monitor.inspect_thread(self._thread).sample
+        own_sample = self._monitor.read_stack(self._thread).sample
         return WorkerJob(None, os.getpid(), indices=() if own_sample is None else (own_sample,))
 
     def _find_dead(self, error: Exception) -> tuple[WorkerJob, str] | None:

@@ -216,12 +216,22 @@ class WorkerMonitor:
             if row["pid"] and read_ending(int(row["pid"])):
                 row["pid"] = 0
 
-    def inspect_worker(self, pid: int) -> Activity:
-        """Return what a worker does in its main thread."""
-        sample = self.list_samples().get(pid, NO_SAMPLE)
-        call, path = read_call(pid, pid)
-        known = sample if sample >= 0 else None
-        return Activity((), call, path, known, self.is_idle(pid), *measure_use(f"/proc/{pid}"))
+    def inspect(self, pid: int, thread: threading.Thread) -> Activity:
+        """Return what a worker does in its main thread. If ``pid`` is that of this process, return
+        what another thread of it does.
+        """
+        if pid == os.getpid():
+            seen = self.read_stack(thread)
+            task = thread.native_id or 0
+            folder = f"/proc/self/task/{task}"
+        else:
+            sample = self.list_samples().get(pid, NO_SAMPLE)
+            seen = Activity(sample=sample if sample >= 0 else None, idle=self.is_idle(pid))
+            task = pid
+            folder = f"/proc/{pid}"
+        call, path = read_call(pid, task)
+        cpu_s, bytes_read = measure_use(folder)
+        return seen._replace(call=call, path=path, cpu_s=cpu_s, bytes_read=bytes_read)
 
     def is_idle(self, pid: int) -> bool:
         """Return whether a worker is at no sample, and waits for work."""
@@ -232,14 +242,6 @@ class WorkerMonitor:
             return False
         call, path = read_call(pid, pid)
         return call in ("poll", "read") and not path.startswith("/")
-
-    def inspect_thread(self, thread: threading.Thread) -> Activity:
-        """Return what another thread of this process does."""
-        task = thread.native_id or 0
-        call, path = read_call(os.getpid(), task)
-        use = measure_use(f"/proc/self/task/{task}")
-        seen = self.read_stack(thread)
-        return Activity(seen.stack, call, path, seen.sample, False, *use)
 
     def read_stack(self, thread: threading.Thread) -> Activity:
         """Return what another thread of this process does, as far as Python knows.
