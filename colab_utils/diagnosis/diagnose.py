@@ -236,16 +236,16 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
         indices = loading_stages.indices[: _VERIFIED if verify else _SAMPLED]
         fixes = find_fixes(
             Situation(
-                loader,
-                step,
-                now,
-                cached,
-                indices,
-                seconds,
-                verify,
-                began_s,
-                ceiling if step is not None else inf,
-                watched._record.restarts and summary.passes > 1,
+                loader=loader,
+                step=step,
+                loop=now,
+                cached=cached,
+                indices=indices,
+                seconds=seconds,
+                verify=verify,
+                began_s=began_s,
+                ceiling=ceiling if step is not None else inf,
+                has_restarts=watched._record.restarts and summary.passes > 1,
             )
         )
     causes = refine_causes(
@@ -260,16 +260,16 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
     if loading_stages.unseen:
         verdict.append(f"The stages of a sample could not be timed: {loading_stages.unseen}")
     return Diagnosis(
-        " ".join(verdict),
-        ceiling / now.images_per_second,
-        now.images_per_second,
-        now.wait_share,
-        (*loading, *_list_loop_stages(now, step)),
-        tuple(fixes),
-        _describe_confidence(now),
-        len(now.wait_s),
-        _name_step(step),
-        now.error,
+        verdict=" ".join(verdict),
+        headspace=ceiling / now.images_per_second,
+        images_per_second=now.images_per_second,
+        stall_share=now.wait_share,
+        stages=(*loading, *_list_loop_stages(now, step)),
+        fixes=tuple(fixes),
+        confidence=_describe_confidence(now),
+        batches=len(now.wait_s),
+        step=_name_step(step),
+        error=now.error,
         causes=tuple(causes),
     )
 

@@ -27,8 +27,6 @@ from colab_utils.progress import is_notebook
 from colab_utils.units import format_seconds
 
 _Array = NDArray[Any]
-# A summary lists this many of the slowest batches.
-_WORST = 10
 # Samples are noted for at most this many batches.
 _KEPT = 1000
 # If a loop has at least this many batches for each step of the optimizer, it accumulates gradients.
@@ -48,22 +46,6 @@ class Part:
     """Share of the time of the whole loop, 0 to 1."""
     median_ms: float
     p95_ms: float
-
-
-@dataclass(frozen=True)
-class SlowBatch:
-    """One of the batches that took longest."""
-
-    number: int
-    """Number of the batch, counted from 0 over all passes."""
-    wait_s: float
-    step_s: float
-    between_s: float
-    """Time from the end of its step to the request for the next batch."""
-    samples: tuple[int, ...]
-    """Indices of the samples that workers were loading while the loop waited for this batch. Some
-    may not have been seen.
-    """
 
 
 @dataclass(frozen=True)
@@ -89,8 +71,6 @@ class Summary:
     images: int
     error: float
     """Standard error of the mean time of a batch, as a share of that mean."""
-    worst: tuple[SlowBatch, ...]
-    """The ten batches that took longest, the longest first."""
     growth: Growth | None
     """How memory grows; None if it does not."""
     unseen: tuple[str, ...]
@@ -260,24 +240,20 @@ class LoopRecord(LoopFacts):
         later_s = parts_s.sum(axis=1) - np.where(is_first, waits, 0.0)
         ranks = find_ranks()
         return Summary(
-            _describe(causes, parts, start_s / whole_s, self.looks),
-            tuple(causes),
-            parts,
-            whole_s,
-            start_s,
-            clock.ends_s,
-            len(waits),
-            int(is_first.sum()),
-            clock.images,
-            find_error(later_s),
-            tuple(
-                SlowBatch(n, waits[n], steps[n], between[n], self.seen.get(n, ()))
-                for n in np.argsort(-later_s)[:_WORST].tolist()
-            ),
-            self.growth,
-            unseen,
-            find_lost_share(loop_s, self),
-            ranks.rank if ranks.count > 1 else None,
+            verdict=_describe(causes, parts, start_s / whole_s, self.looks),
+            causes=tuple(causes),
+            parts=parts,
+            seconds=whole_s,
+            start_s=start_s,
+            ends_s=clock.ends_s,
+            batches=len(waits),
+            passes=int(is_first.sum()),
+            images=clock.images,
+            error=find_error(later_s),
+            growth=self.growth,
+            unseen=unseen,
+            lost_share=find_lost_share(loop_s, self),
+            rank=ranks.rank if ranks.count > 1 else None,
         )
 
     def _list_unseen(self, parts_s: _Array) -> tuple[str, ...]:

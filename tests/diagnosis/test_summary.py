@@ -171,7 +171,6 @@ def test_a_loop_with_workers_says_what_is_slow_in_it(capsys):
     summary = watched.summary()
     assert [cause.id for cause in summary.causes] == ["sleep", "between"]
     assert summary.wait_share + sum(part.share for part in summary.parts[1:]) == pytest.approx(1)
-    assert len(summary.worst) == 10
     assert summary.parts[2].median_ms == pytest.approx(20, rel=0.3)
 
 
