@@ -194,11 +194,12 @@ def _check(
     settings: Any = {"deep": deep, "validation": validation, "exif": exif}
     if repair:
         checked = repair_annotations(images, annotations, output=repair, crowds=crowds, **settings)
+        source = repair
     else:
         source = read_coco(annotations)
         checked = colab_utils.check_dataset(images, source, **settings)
     if report:
-        page = write_check(checked, images, source, report, repaired=repair)
+        page = write_check(checked, images, source, report)
         print(f"report: {page}", file=sys.stderr)
     return checked
 

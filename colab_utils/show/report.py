@@ -85,8 +85,6 @@ def write_check(
     images: PlaceLike,
     annotations: PlaceLike | CocoDataset,
     path: str | Path,
-    *,
-    repaired: str | Path = "",
 ) -> Path:
     """Write the report of a dataset as one HTML page.
 
@@ -97,10 +95,8 @@ def write_check(
         report: Result of `check_dataset` or of ``repair_annotations``.
         images: Image folder.
         annotations: COCO JSON that was checked, or the result of `read_coco`. For a repair, this is
-            the original JSON.
+            the new JSON.
         path: Path of the page. An earlier report at this path is replaced.
-        repaired: The new JSON of a repair. Images are then drawn before and after the repair.
-            Default: "", no repair.
 
     Returns:
         Path of the page.
@@ -109,15 +105,11 @@ def write_check(
         ColabUtilsError: The page cannot be written, or ``path`` is a file that is not a report.
     """
     page = require_local_path(path)
-    before = read_coco(annotations)
-    after = read_coco(repaired) if repaired else before
-    pairs = _list_repaired(report, before, after)
-    worst = _list_worst(report, after)
+    dataset = read_coco(annotations)
     figures = []
     for title, panels, columns in (
-        (_WAYS, _list_turns(report, after), 2),
-        ("Before and after the repair", pairs[:8], 2),
-        ("The images to look at first", worst, 3),
+        (_WAYS, _list_turns(report, dataset), 2),
+        ("The images to look at first", _list_worst(report, dataset), 3),
     ):
         if panels:
             figures.append(draw_annotations(images, panels, title=title, columns=columns))
@@ -156,21 +148,6 @@ def _list_turns(report: DatasetReport, dataset: CocoDataset) -> list[_Panel]:
     for i in map(_index_ids(dataset).__getitem__, report.unclear):
         name = textwrap.shorten(escape(dataset.file_name(i)), 30)
         panels += [(f"--exif {exif}: {name}", dataset, i, exif) for exif in ("keep", "turn")]
-    return panels
-
-
-def _list_repaired(report: DatasetReport, before: CocoDataset, after: CocoDataset) -> list[_Panel]:
-    """Return the images that a repair changed, each before and after the repair."""
-    places = _index_ids(after)
-    changed = {name for repair in report.repairs for name in repair.examples}
-    panels = []
-    for i, number in enumerate(before.image_ids.tolist()):
-        name = escape(before.file_name(i))
-        # An image whose id was repeated has a new id after the repair, and cannot be paired.
-        if name in changed and number in places and number not in before.repeated_ids:
-            heading = textwrap.shorten(name, 30)
-            panels.append((f"{heading}, before", before, i, report.exif))
-            panels.append((f"{heading}, after", after, places[number], report.exif))
     return panels
 
 
