@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from math import hypot, inf
 from pathlib import Path
@@ -298,25 +298,44 @@ def find_fixes(now: Situation) -> list[Fix]:
         All fixes, the best first. Of those within 5 % of the best, the one with the least effort
         for you comes first.
     """
-    workers = count_workers(now.loader)
-    prefetch = 2 * count_prefetch(now.loader)
-    count = now.choose_workers(now.loop.find_load_ms(workers), now.loop.cpu_ms_per_image)
-    plans: list[tuple[Fix, _Prepare]] = []
-    if now.has_restarts:
-        fix = _make_fix("persistent_workers")
-        plans.append((fix, partial(dict, persistent=True)))
-    if _reads_one_by_one(now.loader):
-        plans.append((_make_fix("streams"), partial(_widen, now.loader.dataset)))
-    more = f"={count}, not {workers}"
-    if workers == 0 and isinstance(now.loader, DataLoader):
-        more += ", and persistent_workers=True"
-    plans.append((_make_fix("workers", more), partial(dict, workers=count)))
-    if workers:
-        fix = _make_fix("prefetch", f": {prefetch}, not {prefetch // 2}")
-        plans.append((fix, partial(dict, prefetch=prefetch)))
     with tempfile.TemporaryDirectory(prefix="colab_utils-") as folder:
-        plans += _plan_data(now, Path(folder))
-        return rank_fixes([_try_out(now, fix, prepare) for fix, prepare in plans])
+        return rank_fixes([_try_out(now, *plan) for plan in _plan_fixes(now, Path(folder))])
+
+
+def _plan_fixes(now: Situation, folder: Path) -> Iterator[tuple[str, str, _Prepare]]:
+    """Yield each fix that applies, the least effort for you first: its id, what is added to its
+    sentence, and what prepares its trial. Prepared data lie in ``folder``.
+    """
+    loader = now.loader
+    dataset = loader.dataset
+    workers = count_workers(loader)
+    if now.has_restarts:
+        yield "persistent_workers", "", partial(dict, persistent=True)
+    if _reads_one_by_one(loader):
+        yield "streams", "", partial(_widen, dataset)
+    count = now.choose_workers(now.loop.find_load_ms(workers), now.loop.cpu_ms_per_image)
+    more = f"={count}, not {workers}"
+    if workers == 0 and isinstance(loader, DataLoader):
+        more += ", and persistent_workers=True"
+    yield "workers", more, partial(dict, workers=count)
+    if workers:
+        prefetch = 2 * count_prefetch(loader)
+        yield "prefetch", f": {prefetch}, not {prefetch // 2}", partial(dict, prefetch=prefetch)
+    if not isinstance(dataset, CocoFolder | ShardDataset):
+        return
+    # This is asked now, because no folder is slowed while a fix is prepared.
+    is_slow = is_remote(dataset.folder)
+    make = partial(_prepare_shards, now, folder, is_slow=is_slow)
+    if isinstance(dataset, CocoFolder) or is_slow:
+        yield "shards", "", partial(make, "shards")
+    if not isinstance(loader, Loader):
+        yield "packed_masks", "", partial(make, "packed_masks")
+    if isinstance(dataset, CocoFolder):
+        sizes = dataset.coco.sizes[[*now.indices]]
+        planned = [plan_size(*size, **_SIDES) for size in sizes.tolist()]
+        share = np.prod(planned, axis=-1).sum() / max(sizes.prod(axis=-1).sum(), 1)
+        if share <= _SMALLER:
+            yield "resize", f", which leaves {share:.0%} of the pixels", partial(make, "resize")
 
 
 def _reads_one_by_one(loader: Any) -> bool:
@@ -332,12 +351,6 @@ def _widen(dataset: CocoFolder) -> dict[str, Any]:
     wide = copy(dataset)
     wide.streams = "auto"
     return {"dataset": wide, "packs": True}
-
-
-def _make_fix(id: str, more: str = "") -> Fix:
-    """Return a fix that has not been tried yet. ``more`` is added to its sentence."""
-    name, sentence = FIXES[id]
-    return Fix(id, name, f"{sentence}{more}")
 
 
 def is_gain(rate: float, loop: BatchTimes, error: float = 0.0) -> bool:
@@ -385,10 +398,12 @@ def rank_fixes(fixes: Sequence[Fix]) -> list[Fix]:
     return sorted(fixes, key=order)
 
 
-def _try_out(now: Situation, fix: Fix, prepare: _Prepare) -> Fix:
+def _try_out(now: Situation, id: str, more: str, prepare: _Prepare) -> Fix:
     """Forecast a fix by a short trial with an emulated step. With ``now.verify``, also measure it
-    by a longer trial with your step.
+    by a longer trial with your step. ``more`` is added to its sentence.
     """
+    name, sentence = FIXES[id]
+    sentence += more
     least_s = (_WARMUP_SHARE + _TRIAL_SHARE) * now.seconds
     why = f"no time is left. The trial takes {max(1, least_s):.0f} s or more. Raise seconds"
     if now.verify or perf_counter() - now.began_s < _LATE * now.seconds:
@@ -409,11 +424,11 @@ def _try_out(now: Situation, fix: Fix, prepare: _Prepare) -> Fix:
                 measured = _time(now, options, now.step, _VERIFY_SHARE)
                 measured_rate = measured.images_per_second
                 error = measured.error
-            return Fix(fix.id, fix.name, f"{fix.sentence}: {gain}.", rate, measured_rate, error)
+            return Fix(id, name, f"{sentence}: {gain}.", rate, measured_rate, error)
         except Exception as failure:
             # A trial that fails must not lose the results that the diagnosis has so far.
             why = describe_error(failure).removesuffix(".")
-    return replace(fix, sentence=f"{fix.sentence}. Not tried: {why}.")
+    return Fix(id, name, f"{sentence}. Not tried: {why}.")
 
 
 def _time(
@@ -446,29 +461,6 @@ def time_loop(
         most_error=_SURE,
         **options,
     )
-
-
-def _plan_data(now: Situation, folder: Path) -> list[tuple[Fix, _Prepare]]:
-    """Plan the fixes that store the data in another form or place, the least effort first."""
-    dataset = now.loader.dataset
-    if not isinstance(dataset, CocoFolder | ShardDataset):
-        return []
-    # This is asked now, because no folder is slowed while a fix is prepared.
-    is_slow = is_remote(dataset.folder)
-    is_folder = isinstance(dataset, CocoFolder)
-    fixes: list[Fix] = []
-    if is_folder or is_slow:
-        fixes.append(_make_fix("shards"))
-    if not isinstance(now.loader, Loader):
-        fixes.append(_make_fix("packed_masks"))
-    if isinstance(dataset, CocoFolder):
-        sizes = dataset.coco.sizes[[*now.indices]]
-        planned = [plan_size(*size, **_SIDES) for size in sizes.tolist()]
-        share = np.prod(planned, axis=-1).sum() / max(sizes.prod(axis=-1).sum(), 1)
-        if share <= _SMALLER:
-            fixes.append(_make_fix("resize", f", which leaves {share:.0%} of the pixels"))
-    make = partial(_prepare_shards, now, folder, is_slow=is_slow)
-    return [(fix, partial(make, fix.id)) for fix in fixes]
 
 
 def _prepare_shards(now: Situation, folder: Path, id: str, *, is_slow: bool) -> dict[str, Any]:
