@@ -1,7 +1,8 @@
 """What training waits for.
 
-`diagnose` measures a loader with a step, and tries what would help. `timing` has the clocks,
-`stages` times each stage of loading alone, and `fixes` tries each fix.
+`diagnose` measures a loader with a step, and tries what would help. `timing` times batches and the
+cores, `stages` times each stage of loading alone, and `fixes` tries each fix. `noise` says which
+difference of two rates counts.
 
 `watch` observes a run. `passes` follows its batches, and describes a batch that does not come in
 the words of `stalls`. `summary` says where the time went. `causes` says why: `waits` explains why
