@@ -38,7 +38,7 @@ def find_noise(*spreads: float) -> float:
         >>> find_noise(0.01, 0.08), find_noise()
         (0.08, 0.05)
     """
-    return max(LEAST_NOISE, *spreads)
+    return max((LEAST_NOISE, *spreads))
 
 
 def is_faster(rate: float, other: float, *spreads: float) -> bool:
