@@ -34,6 +34,7 @@ FLOORS = (
     "streams",
     "reader",
     "files",
+    "file_cache",
     "data",
     "sample_data",
     "shards",

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -32,6 +33,7 @@ from colab_utils.data.masks import (
 from colab_utils.data.orientation import Exif, choose_turn, decode_upright, find_turn
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
+from colab_utils.file_cache import FileCache
 from colab_utils.files import hash_bytes, read_file
 from colab_utils.loading.arrival import Arrival
 from colab_utils.loading.readers import ShardFiles, load_shard
@@ -79,6 +81,10 @@ class CocoFolder(CocoSamples):
         exif: What becomes of photos that EXIF turns while their size does not tell whether the
             annotations were drawn on the turned photo, as in ``write_shards``: "turn", "keep" or
             "auto". Where the size tells, it decides. Default: "auto".
+        cache: Folder on this machine's disk. The bytes of each file are kept there as they come,
+            and are read there afterwards, in any later session, too. If the files change, delete
+            the folder. If the disk gets full, no more is kept, with a warning. Default: None, which
+            keeps nothing.
 
     Raises:
         ColabUtilsError: The annotations are missing or are not COCO. When a sample is read: its
@@ -99,8 +105,12 @@ class CocoFolder(CocoSamples):
         contiguous_labels: bool = False,
         streams: int | str = "auto",
         exif: Exif = "auto",
+        cache: str | Path | FileCache | None = None,
     ) -> None:
         require_choice("exif", exif, get_args(Exif))
+        if isinstance(cache, str | Path):
+            cache = FileCache(cache)
+        self.cache = cache
         self.exif = exif
         self.folder = open_place(images)
         self.streams = require_streams(streams)
@@ -139,6 +149,9 @@ class CocoFolder(CocoSamples):
                     return image
             return torch.from_numpy(decode_upright(data, size, turn).transpose(2, 0, 1).copy())
         except ColabUtilsError as error:
+            if self.cache is not None:
+                # The file may be repaired in its folder.
+                self.cache.forget(self._name_file(index))
             raise ColabUtilsError(
                 f"{self.find_path(index)}: {error}. Run check on the dataset."
             ) from None
@@ -163,6 +176,14 @@ class CocoFolder(CocoSamples):
         return bytes(self._open_reader().take(self._check(index)))
 
     def _read_file(self, index: int) -> bytes:
+        if self.cache is None:
+            return self._read_slowly(index)
+        return self.cache.read(self._name_file(index), partial(self._read_slowly, index))
+
+    def _name_file(self, index: int) -> str:
+        return f"{self.folder}/{self.coco.file_name(index)}"
+
+    def _read_slowly(self, index: int) -> bytes:
         path = self.find_path(index)
         try:
             return self.retries.run_listed(path, partial(read_file, path, self.retries))

@@ -327,3 +327,44 @@ def test_shards_on_a_slow_folder_that_were_read_can_be_sent(near_and_far):
 def test_a_loader_refuses_a_number_of_streams_out_of_range(dataset, streams):
     with pytest.raises(ColabUtilsError, match="streams"):
         make_loader(dataset, batch_size=2, workers=0, streams=streams)
+
+
+@pytest.fixture
+def list_reads(monkeypatch, tmp_path):
+    """List the names of the image files that were read, in all processes."""
+    log = tmp_path / "reads"
+    log.write_text("")
+    read_whole = files.read_whole
+
+    def note(path, **options):
+        if path.suffix != ".json":
+            with open(log, "a") as file:
+                file.write(f"{path.name}\n")
+        return read_whole(path, **options)
+
+    monkeypatch.setattr(files, "read_whole", note)
+    return lambda: sorted(log.read_text().split())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_with_a_cache_each_file_is_read_once(tiny_dataset, tmp_path, list_reads, workers):
+    source = tiny_dataset.images, tiny_dataset.annotations
+    dataset = CocoFolder(*source, cache=tmp_path / "cache")
+    loader = make_loader(dataset, batch_size=2, workers=workers)
+    for _ in range(2):
+        assert sum(len(images) for images, _ in loader) == len(dataset)
+    loader.close()
+    again = CocoFolder(*source, cache=tmp_path / "cache")
+    assert_same(again[3], dataset[3])
+    assert list_reads() == sorted(path.name for path in tiny_dataset.images.iterdir())
+
+
+def test_a_file_that_was_repaired_is_read_anew(dataset, tmp_path):
+    annotations = _write_annotations(dataset, tmp_path)
+    copy = CocoFolder(tmp_path, annotations, cache=tmp_path / "cache")
+    content = copy.find_path(2).read_bytes()
+    copy.find_path(2).write_bytes(content[:100])
+    with pytest.raises(ColabUtilsError, match=copy.coco.file_name(2)):
+        copy[2]
+    copy.find_path(2).write_bytes(content)
+    assert_same(copy[2], dataset[2])
