@@ -8,7 +8,6 @@ import mmap
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from threading import Lock
 from time import monotonic, sleep
@@ -44,9 +43,9 @@ class FileCache:
 
     Args:
         folder: The folder of the cache. It is made if it does not exist.
-        reserve_bytes: Free bytes that the cache leaves on its disk. Default: 1 GB.
 
     Attributes:
+        reserve_bytes: Free bytes that the cache leaves on its disk. Default: 1 GB.
         gives_way: Whether this process reads a file that is not kept only while no other process
             does, or once a second. Default: False.
 
@@ -60,9 +59,9 @@ class FileCache:
         [b'first', b'first']
     """
 
-    def __init__(self, folder: str | Path, *, reserve_bytes: float = _RESERVE_BYTES) -> None:
+    def __init__(self, folder: str | Path) -> None:
         self.folder = require_local_path(folder)
-        self.reserve_bytes = reserve_bytes
+        self.reserve_bytes: float = _RESERVE_BYTES
         self.gives_way = False
         with explain_write(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -73,7 +72,7 @@ class FileCache:
         self._turn = Lock()
 
     def __reduce__(self) -> Any:
-        return partial(FileCache, reserve_bytes=self.reserve_bytes), (self.folder,)
+        return FileCache, (self.folder,), {"reserve_bytes": self.reserve_bytes}
 
     def read(self, name: str, read: Callable[[], bytes]) -> bytes:
         """Return the content of a file, which ``read`` reads if it is not kept yet.

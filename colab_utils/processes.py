@@ -66,6 +66,16 @@ def end_with_parent() -> None:
         os._exit(1)
 
 
+def end_process(process: Any, wait_s: float = 5.0) -> None:
+    """Kill a worker process and wait for its end. If it hangs, Python will not wait for it either,
+    when this program ends.
+    """
+    process.kill()
+    process.join(wait_s)
+    if process.exitcode is None:
+        vars(multiprocessing.process)["_children"].discard(process)
+
+
 # Error numbers that mean: the system starts no more processes or threads, or opens no more files.
 _LIMITS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 

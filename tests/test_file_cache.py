@@ -65,7 +65,8 @@ def test_a_read_that_fails_keeps_nothing(tmp_path):
 def test_a_damaged_file_is_read_anew(tmp_path, damage):
     cache = FileCache(tmp_path)
     cache.read("a.jpg", lambda: b"right")
-    (path,) = (path for path in tmp_path.iterdir() if not path.suffix)
+    kept = [path for path in tmp_path.iterdir() if not path.suffix]
+    path = kept[0]
     path.write_bytes(damage(path.read_bytes()))
     assert cache.read("a.jpg", lambda: b"anew") == b"anew"
     assert cache.read("a.jpg", lambda: b"again") == b"anew"
@@ -82,7 +83,8 @@ def test_a_file_that_is_forgotten_is_read_anew(tmp_path):
 def test_on_a_full_disk_no_more_is_kept_and_one_warning_says_so(tmp_path, monkeypatch):
     free = 2000
     monkeypatch.setattr(file_cache, "find_free_space", lambda folder: free)
-    cache = FileCache(tmp_path, reserve_bytes=1000)
+    cache = FileCache(tmp_path)
+    cache.reserve_bytes = 1000
     cache.read("first", lambda: bytes(500))
     with pytest.warns(ColabUtilsWarning, match="too full to keep more files") as caught:
         contents = [cache.read(name, lambda: bytes(1500)) for name in ("second", "third")]

@@ -7,7 +7,7 @@ which, if the turn changes the size.
 
 import io
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -177,11 +177,18 @@ def pick_turn(turns: Iterable[str]) -> str:
     return kinds.pop() if len(kinds) == 1 else ""
 
 
-def choose_turn(images: Place, dataset: CocoDataset, *, is_met: bool = False) -> str:
+def choose_turn(
+    images: Place,
+    dataset: CocoDataset,
+    *,
+    is_met: bool = False,
+    read: Callable[[int], bytes] | None = None,
+) -> str:
     """Return "turn" or "keep" for the photos of a dataset whose size does not tell.
 
     A few photos are looked at, always the same ones. A warning says what becomes of the photos
     whose size does not tell, if one of these is such a photo, or if one was met (``is_met``).
+    ``read`` reads the whole file of a photo; by default, its first bytes are read.
 
     Raises:
         DriveLostError: if Drive went away.
@@ -190,11 +197,14 @@ def choose_turn(images: Place, dataset: CocoDataset, *, is_met: bool = False) ->
     # A photo that Drive does not show now has no vote. Whoever reads it later looks for it again.
     retries.trusts_absence = True
 
+    def read_head(row: int) -> bytes:
+        path, _ = dataset.find_image(images, row)
+        with open_pieces(path, retries) as file:
+            return file.pread(_HEADER_BYTES, 0)
+
     def look(row: int) -> str:
         try:
-            path, _ = dataset.find_image(images, row)
-            with open_pieces(path, retries) as file:
-                head = file.pread(_HEADER_BYTES, 0)
+            head = (read or read_head)(row)
             return find_turn(head, tuple(dataset.sizes[row].tolist()))
         except UnavailableError:
             raise

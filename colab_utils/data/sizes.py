@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 Size = tuple[int, int]
 """Height and width in pixels."""
@@ -54,3 +55,17 @@ def plan_size(height: int, width: int, *, min_size: int, max_size: int) -> Size:
     """
     # One side never shrinks while the other grows, so `min` finds the smaller size.
     return min((height, width), fit_size(height, width, min_size=min_size, max_size=max_size))
+
+
+def plan_sizes(sizes: NDArray[np.int32], **limits: int) -> NDArray[np.int32]:
+    """Return the result of `plan_size` for each height and width, int32 [I, 2]. A size that is not
+    known, 0, stays.
+
+    Example:
+        >>> plan_sizes(np.array([[3000, 4000], [0, 0]], np.int32), min_size=800, max_size=1333)
+        array([[ 800, 1066],
+               [   0,    0]], dtype=int32)
+    """
+    kinds, places = np.unique(sizes, axis=0, return_inverse=True)
+    planned = [plan_size(*size, **limits) if all(size) else size for size in kinds.tolist()]
+    return np.array(planned, np.int32).reshape(-1, 2)[places.reshape(-1)]

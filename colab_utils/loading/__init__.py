@@ -13,9 +13,11 @@ The life of a sample, from COCO JSON to a batch on the device:
    record into a tar that WebDataset reads. Beside the tar it writes a file of arrays: offsets,
    boxes, labels and packed masks. `index.json` is written last.
 5. **Copy** (`colab_utils.shards.copy`): `copy_shards` copies the shards from Drive to the SSD and
-   checks them. `Arrival` (`colab_utils.loading.arrival`) copies in a thread while training runs.
-   The readers of `ArrivingShards` (`colab_utils.loading.arriving`) wait for the shards. Only one
-   process of a machine copies. The others watch its copy with a `FollowedArrival`.
+   checks them. `Arrival` (`colab_utils.loading.arrival`) copies in threads while training runs.
+   The readers of `ArrivingShards` (`colab_utils.loading.arriving`) wait for the files. Only one
+   process of a machine copies. Without shards, `open_dataset` (`colab_utils.loading.opening`)
+   opens loose files, and the process of a `Writing` (`colab_utils.loading.writing`) does steps 3
+   and 4 meanwhile. A `FileCache` (`colab_utils.file_cache`) keeps the bytes for both.
 6. **Dataset** (`colab_utils.loading.dataset`): `ShardDataset` opens the arrays of all shards, and
    reads their files with `ShardFiles` (`colab_utils.loading.readers`). ``dataset[i]`` returns
    ``(image, target)`` as in torchvision's references. Two faster methods serve batches: `describe`

@@ -1,18 +1,14 @@
 """A dataset of shards that are still being copied from Drive."""
 
-from contextlib import ExitStack
+import os
 from functools import partial
+from itertools import chain
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 from colab_utils.drive import Retries
-from colab_utils.loading.arrival import (
-    Arrival,
-    ArrivedShards,
-    FollowedArrival,
-    hold_arrival,
-    make_key,
-)
+from colab_utils.loading.arrival import POLL_S, Arrival, plan_windows, wait_for_file
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.readers import ShardFiles, load_shard
 from colab_utils.loading.targets import Transforms
@@ -26,24 +22,37 @@ _READERS = 32
 
 
 class _ArrivingFiles(ShardFiles):
-    """A reader of arriving shards. It works in the process that copies and in all others.
-
-    If a shard has not arrived in ``target``, the reader waits for it.
+    """A reader of arriving shards, which waits for each file. It works in all processes.
 
     Args:
         target: The folder that the shards are copied into.
-        key: The key of the copy, see `make_key`.
+        missing: The size of each file that has not been seen there yet, by its name.
     """
 
-    def __init__(self, target: Path, key: str) -> None:
+    _arrival: Arrival | None = None
+    _process = 0
+
+    def __init__(self, target: Path, missing: dict[str, int]) -> None:
         super().__init__(target)
-        self._arrived = ArrivedShards(target, key)
+        self._target = target
+        self._missing = missing
 
     def __reduce__(self) -> Any:
-        return _ArrivingFiles, (self.folder, self._arrived.key)
+        return _ArrivingFiles, (self._target, self._missing)
+
+    def follow(self, arrival: Arrival) -> None:
+        """Wait for the files of a copy that this process makes."""
+        self._arrival = arrival
+        self._process = os.getpid()
 
     def read_into(self, shard: int, name: str, start: int, buffer: Any) -> None:
-        self._arrived.wait_for(shard)
+        if name in self._missing:
+            if self._arrival is not None and self._process == os.getpid():
+                for _ in self._arrival.wait_for({shard}):
+                    sleep(POLL_S)
+            else:
+                wait_for_file(self._target / name, self._missing[name])
+            self._missing.pop(name, None)
         super().read_into(shard, name, start, buffer)
 
 
@@ -59,9 +68,9 @@ class ArrivingShards(ShardDataset):
     You can also use torch's ``DataLoader``. A worker that needs an image then waits until the shard
     of the image has arrived.
 
-    If ``torch.distributed`` is initialised, one process on each machine copies the shards. The
-    other processes of the machine, with the same ``target``, wait for these shards. The loaders of
-    all processes use the same order of images in each epoch.
+    One process of a machine copies the shards. The other processes of the machine, with the same
+    ``target``, wait for these shards. If that process ends too early, another one copies the rest.
+    The loaders of processes that train together use the same order of images in each epoch.
 
     Args:
         source: folder of shards, usually on Drive; or its URL, such as ``s3://bucket/shards``.
@@ -73,8 +82,7 @@ class ArrivingShards(ShardDataset):
 
     Attributes:
         arrival: the running copy (see `Arrival`). Its ``spans_s`` has the times of each shard that
-            has arrived, and ``is_complete`` tells whether all have. A `FollowedArrival` if another
-            process copies; None in workers.
+            has arrived, and ``is_complete`` tells whether all have. None in workers.
 
     Raises:
         ColabUtilsError: as for `ShardDataset` and `copy_shards`.
@@ -99,17 +107,9 @@ class ArrivingShards(ShardDataset):
         target = require_local_path(target)
         retries = Retries()
         index = read_index(source, retries)
-        lock = hold_arrival(target, make_key(index))
-        bring = FollowedArrival if lock is None else Arrival
-        arrival = bring(
-            source,
-            target,
-            index,
-            lock=lock or ExitStack(),
-            workers=workers,
-            seed=seed,
-            retries=retries,
-        )
+        windows = plan_windows(index.recipe, [shard.images for shard in index.shards], seed)
+        order = [*chain(*windows)]
+        arrival = Arrival(source, target, index, order=order, workers=workers, retries=retries)
         load = partial(load_shard, source, retries=retries)
         # On a bad day, it takes 606 ms to read the tables of a shard on Drive. For 150 shards, one
         # thread would need 90 seconds.
@@ -119,27 +119,8 @@ class ArrivingShards(ShardDataset):
             except BaseException:
                 arrival.stop()
                 raise
-        files = _ArrivingFiles(target, arrival.key)
+        files = _ArrivingFiles(target, {name: size for name, size, _ in index.files()})
+        files.follow(arrival)
         self._open(files, index, shards, transforms, contiguous_labels=contiguous_labels)
         self.arrival = arrival
-
-    def stop(self) -> None:
-        """Stop the copy after the piece of a file that is being copied.
-
-        The shards that have arrived stay in ``target``, and a new `ArrivingShards` copies the
-        others. If another process copies the shards, this method does nothing.
-        """
-        if self.arrival is not None:
-            self.arrival.stop()
-
-    def wait(self) -> None:
-        """Wait until all shards have arrived.
-
-        A `WritingShards`, which writes the shards itself and sends them to Drive, also waits until
-        they are on Drive.
-
-        Raises:
-            ColabUtilsError: a shard cannot be copied or written, or the copy was stopped.
-        """
-        if self.arrival is not None:
-            self.arrival.wait()
+        self.windows = windows

@@ -17,10 +17,11 @@ from typing import Any, get_args
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 
-from colab_utils.data.coco import open_coco
-from colab_utils.data.decoding import decode_pixels
+from colab_utils.data.coco import CocoDataset, open_coco
+from colab_utils.data.decoding import decode_pixels, take_pixels
 from colab_utils.data.defects import warn_of_faults
 from colab_utils.data.image_checks import sample_faults
 from colab_utils.data.masks import (
@@ -28,14 +29,15 @@ from colab_utils.data.masks import (
     encode_segmentation,
     number_within,
     pack_masks,
+    resize_rles,
     unpack_masks,
 )
 from colab_utils.data.orientation import Exif, choose_turn, decode_upright, find_turn
+from colab_utils.data.sizes import Size, plan_size, plan_sizes
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.file_cache import FileCache
 from colab_utils.files import hash_bytes, read_file
-from colab_utils.loading.arrival import Arrival
 from colab_utils.loading.readers import ShardFiles, load_shard
 from colab_utils.loading.samples import CocoSamples
 from colab_utils.loading.targets import (
@@ -48,9 +50,11 @@ from colab_utils.loading.targets import (
 from colab_utils.os_errors import explain_os_error
 from colab_utils.places import Place, open_place
 from colab_utils.reader import Reader
-from colab_utils.require import require_choice
+from colab_utils.require import require_choice, require_count
 from colab_utils.shards.arrays import ShardArrays, convert_boxes
 from colab_utils.shards.index import ShardIndex, read_index
+from colab_utils.shards.records import name_image, scale_annotation
+from colab_utils.shards.stored_images import shrink
 from colab_utils.shards.tables import Tables, join_shards, make_tables
 from colab_utils.streams import is_remote, require_streams
 from colab_utils.units import format_count
@@ -58,6 +62,8 @@ from colab_utils.units import format_count
 # The two parts of a sample in a shard.
 _IMAGE = "image"
 _MASKS = "masks"
+# No side of an image has so many pixels.
+_NO_LIMIT = 2**31 - 1
 
 
 class CocoFolder(CocoSamples):
@@ -74,7 +80,7 @@ class CocoFolder(CocoSamples):
 
     Args:
         images: Image folder: a path, or a URL that fsspec knows, such as ``s3://bucket/images``.
-        annotations: COCO instance JSON: a path or a URL.
+        annotations: COCO instance JSON: a path or a URL; or the result of ``open_annotations``.
         contiguous_labels: Map category ids to labels 1 to K. Default: False.
         streams: Files that each process reads at the same time for a batch. "auto" measures how
             many are fastest. With 1, the files are read one after the other. Default: "auto".
@@ -85,6 +91,9 @@ class CocoFolder(CocoSamples):
             and are read there afterwards, in any later session, too. If the files change, delete
             the folder. If the disk gets full, no more is kept, with a warning. Default: None, which
             keeps nothing.
+        min_size: Shorter side that training needs, in pixels. A larger image is shrunk as
+            ``write_shards`` does, with its boxes and masks. Default: None, no limit.
+        max_size: Longer side that training needs, in pixels. Default: None, no limit.
 
     Raises:
         ColabUtilsError: The annotations are missing or are not COCO. When a sample is read: its
@@ -100,13 +109,20 @@ class CocoFolder(CocoSamples):
     def __init__(
         self,
         images: str | Place,
-        annotations: str | Place,
+        annotations: str | Place | CocoDataset,
         *,
         contiguous_labels: bool = False,
         streams: int | str = "auto",
         exif: Exif = "auto",
         cache: str | Path | FileCache | None = None,
+        min_size: int | None = None,
+        max_size: int | None = None,
     ) -> None:
+        limits = {"min_size": min_size, "max_size": max_size}
+        self._limits = {
+            name: _NO_LIMIT if limit is None else require_count(name, limit)
+            for name, limit in limits.items()
+        }
         require_choice("exif", exif, get_args(Exif))
         if isinstance(cache, str | Path):
             cache = FileCache(cache)
@@ -115,29 +131,45 @@ class CocoFolder(CocoSamples):
         self.folder = open_place(images)
         self.streams = require_streams(streams)
         self.retries = Retries()
-        self.coco = open_coco(images, annotations)
-        warn_of_faults(annotations, sample_faults(self.coco))
+        if isinstance(annotations, CocoDataset):
+            self.coco = annotations
+        else:
+            self.coco = open_coco(images, annotations)
+            warn_of_faults(annotations, sample_faults(self.coco))
         self._set_labels(self.coco.categories, contiguous=contiguous_labels)
         self._set_counts(self.coco.count_objects())
         self.left_out = self.coco.crowds
         self.image_ids = self.coco.image_ids
-        self.sizes = self.coco.sizes
+        self.sizes = plan_sizes(self.coco.sizes, **self._limits)
         self.fingerprint = self.coco.fingerprint
 
     def __getitem__(self, index: int) -> tuple[Tensor, Target]:
         index = self._check(index)
-        image = self.load_image(index)
-        height, width = image.shape[-2:]
-        annotations, boxes, masks = self._read_objects(index, height, width)
+        image, original = self._load(index)
+        annotations, boxes, masks = self._read_objects(index, original, image.shape[1:])
         labels = self._map_labels([a["category_id"] for a in annotations])
         area = np.array([a["area"] for a in annotations], np.float32)
         return image, self._make_target(index, boxes=boxes, labels=labels, masks=masks, area=area)
 
     def load_image(self, index: int) -> Tensor:
         """Return the image, uint8 [3, H, W], turned as its annotations were drawn."""
-        index = self._check(index)
+        return self._load(self._check(index))[0]
+
+    def _load(self, index: int) -> tuple[Tensor, Size]:
+        """Return the image, and its height and width before it was shrunk."""
+        image = self._decode_upright(index)
+        original = image.shape[1], image.shape[2]
+        size = plan_size(*original, **self._limits)
+        if size == original:
+            return image, original
+        pixels = Image.fromarray(image.permute(1, 2, 0).numpy())
+        return torch.from_numpy(
+            take_pixels(shrink(pixels, size)).transpose(2, 0, 1).copy()
+        ), original
+
+    def _decode_upright(self, index: int) -> Tensor:
         data = self.read(index)
-        height, width = self.sizes[index].tolist()
+        height, width = self.coco.sizes[index].tolist()
         size = height, width
         turn = find_turn(data, size)
         if turn == "unclear":
@@ -151,7 +183,7 @@ class CocoFolder(CocoSamples):
         except ColabUtilsError as error:
             if self.cache is not None:
                 # The file may be repaired in its folder.
-                self.cache.forget(self._name_file(index))
+                self.cache.forget(name_image(self.folder, self.coco, index))
             raise ColabUtilsError(
                 f"{self.find_path(index)}: {error}. Run check on the dataset."
             ) from None
@@ -178,10 +210,8 @@ class CocoFolder(CocoSamples):
     def _read_file(self, index: int) -> bytes:
         if self.cache is None:
             return self._read_slowly(index)
-        return self.cache.read(self._name_file(index), partial(self._read_slowly, index))
-
-    def _name_file(self, index: int) -> str:
-        return f"{self.folder}/{self.coco.file_name(index)}"
+        name = name_image(self.folder, self.coco, index)
+        return self.cache.read(name, partial(self._read_slowly, index))
 
     def _read_slowly(self, index: int) -> bytes:
         path = self.find_path(index)
@@ -200,8 +230,8 @@ class CocoFolder(CocoSamples):
     def read_masks(self, index: int) -> NDArray[np.uint8]:
         """Return the dense masks, uint8 [N, H, W], at the image size that the annotations give."""
         index = self._check(index)
-        _, _, masks = self._read_objects(index, *self.sizes[index].tolist())
-        return masks
+        original, size = (sizes[index].tolist() for sizes in (self.coco.sizes, self.sizes))
+        return self._read_objects(index, original, size)[2]
 
     def find_path(self, index: int) -> Place:
         """Return the path of the image file.
@@ -216,20 +246,29 @@ class CocoFolder(CocoSamples):
         return self.coco.annotations(self._check(index))
 
     def _read_objects(
-        self, index: int, height: int, width: int
+        self, index: int, original: Sequence[int], size: Sequence[int]
     ) -> tuple[list[dict[str, Any]], Any, NDArray[np.uint8]]:
-        """Return the annotations to train on, with their boxes and dense masks."""
-        annotations = [a for a in self.list_annotations(index) if not a["iscrowd"]]
+        """Return the annotations to train on, with their boxes and dense masks, for an image that
+        was shrunk from its ``original`` height and width to ``size``.
+        """
+        height, width = size
+        annotations = [
+            scale_annotation(annotation, original, size)
+            for annotation in self.list_annotations(index)
+            if not annotation["iscrowd"]
+        ]
         boxes, keep = convert_boxes([a["bbox"] for a in annotations], height, width)
         annotations = [a for a, kept in zip(annotations, keep.tolist(), strict=True) if kept]
         rles = []
         for annotation in annotations:
             try:
-                rles.append(encode_segmentation(annotation["segmentation"], height, width))
+                rles.append(encode_segmentation(annotation["segmentation"], *original))
             except ColabUtilsError as error:
                 raise ColabUtilsError(
                     f"annotation {annotation['id']}: {error}. Run check on the dataset."
                 ) from None
+        if tuple(size) != tuple(original):
+            rles = resize_rles(rles, height, width)
         return annotations, boxes[keep], unpack_masks(pack_masks(rles), height, width)
 
 
@@ -303,10 +342,6 @@ class ShardDataset(CocoSamples):
         if is_remote(folder):
             self.streams = "auto"
 
-    def __getstate__(self) -> dict[str, Any]:
-        # The threads that bring shards belong to the process that started them.
-        return {**super().__getstate__(), "arrival": None}
-
     def _open(
         self,
         files: ShardFiles,
@@ -316,8 +351,6 @@ class ShardDataset(CocoSamples):
         *,
         contiguous_labels: bool,
     ) -> None:
-        # The copy that brings the shards during training; None if there is no such copy.
-        self.arrival: Arrival | None = None
         self._files = files
         self.index = index
         self.transforms = transforms
@@ -409,12 +442,6 @@ class ShardDataset(CocoSamples):
         tables["labels"] = self._map_labels(tables["labels"])
         tables["iscrowd"] = np.zeros(len(objects), np.int64)
         return tables
-
-    def foresee(self, indices: Sequence[int]) -> dict[str, NDArray[Any]]:
-        """Return the tables that are known without waiting for a shard. In this class, they are all
-        tables of `describe`.
-        """
-        return self.describe(indices)
 
     def read_into(self, index: int, pixels: NDArray[np.uint8], bits: NDArray[np.uint8]) -> None:
         """Write an image's pixels, uint8 [H, W, 3], and the bits of all its masks into these

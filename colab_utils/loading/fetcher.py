@@ -58,10 +58,11 @@ class Fetcher:
         streams: Files that each worker reads at the same time, or "auto".
         writes_itself: Whether the dataset writes its images into a batch without making samples.
         arrival: The running copy, or None if the dataset does not read arriving shards.
+        windows, is_passing: As in `CocoSamples`.
         shard_of, sizes: The dataset's tables with these names, with one row for each sample that
             the fetcher can load; None if the dataset has no such table. Only the ``sizes`` of a
             user's dataset are read: integers [I, 2].
-        shards: Number of the dataset's shards.
+        shards: Number of shards of the dataset.
         reads_batches: Whether the dataset reads all samples of a batch in one call.
         max_bad: Number of bad images that the dataset allows.
         reads_ahead: Whether files of later batches can be read while a batch is loaded.
@@ -105,6 +106,8 @@ class Fetcher:
             base = base.dataset
             # A dataset without a length can be read by a Subset, too.
             rows = read_indices(indices, length_hint(base, sys.maxsize), "The Subset")[rows]
+        if isinstance(base, CocoSamples):
+            base = base.find_nearest()
         self._base = base
         self._rows = rows
         # A user's subclass of Subset may override only __getitem__, to change the samples. The
@@ -128,13 +131,18 @@ class Fetcher:
         has_transforms = getattr(base, "transforms", None) is not None
         self._is_own = isinstance(base, CocoSamples) and is_own_class and not has_transforms
         self.max_bad = base.max_bad if isinstance(base, CocoSamples) else 0
-        self.shards = 0
         self.arrival: Arrival | None = None
+        self.windows: Sequence[list[int]] = ()
         self.shard_of: Any = None
-        if isinstance(base, ShardDataset):
-            self.arrival = base.arrival
-            self.shard_of = base.shard_of[rows]
-            self.shards = len(base.index.shards)
+        self.shards = 0
+        self.is_passing = False
+        if isinstance(base, CocoSamples):
+            self.arrival = base.arrival if isinstance(base.arrival, Arrival) else None
+            self.windows = base.windows
+            self.is_passing = base.is_passing
+            if base.shard_of is not None:
+                self.shard_of = base.shard_of[rows]
+                self.shards = int(base.shard_of[-1]) + 1
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]

@@ -21,7 +21,6 @@ from torch.utils.data import Dataset, Sampler
 from colab_utils.data.defects import count_allowed
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import hash_bytes
-from colab_utils.loading.arrival import Arrival
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.dataset_checks import warn_of_open_file
 from colab_utils.loading.devices import find_device
@@ -244,6 +243,8 @@ def make_loader(
             "A sampler cannot be used while shards arrive. Wait until all shards have arrived, or "
             "leave sampler out."
         )
+    # Trials read images. Of loose files that become shards, they would read some too early.
+    is_complete = is_complete and not fetcher.is_passing
     if workers == "auto" and is_complete and len(fetcher) >= _TUNED_BATCHES * batch_size:
         batches = list(BatchSampler(len(fetcher), batch_size, seed, sizes=fetcher.sizes))
         count, rates = tune_workers(fetcher, batches)
@@ -486,18 +487,16 @@ class Loader:
         ranks = self._ranks
         arrival = self._fetcher.arrival
         shard_of = self._fetcher.shard_of
-        windows = order.windows
-        is_new = not (first or windows) and len(order.left) == order.size
-        if is_new and arrival is not None:
-            windows = self._choose_windows(arrival)
-            order.windows = windows
+        is_new = not (first or order.windows) and len(order.left) == order.size
+        if is_new and self._fetcher.windows:
+            order.windows = self._choose_windows()
         for number, indices in islice(enumerate(order), first, None):
             if arrival is not None and shard_of is not None:
-                yield from arrival.wait_for(set(shard_of[indices].tolist()), windows)
+                yield from arrival.wait_for(set(shard_of[indices].tolist()))
             self._totals[number] = len(indices)
             yield number, indices[ranks.rank :: ranks.count]
 
-    def _choose_windows(self, arrival: Arrival) -> list[list[int]]:
+    def _choose_windows(self) -> list[list[int]]:
         """Return the windows of shards of a new epoch (see `BatchSampler.windows`).
 
         An epoch has windows until one has run to its end. The speed of the copy has no influence,
@@ -509,9 +508,9 @@ class Loader:
         windows: list[list[int]] = []
         order = self._order
         begins_early = order.seed is not None and order.sampler is None and not self._has_passed
-        if begins_early:
-            windows = arrival.plan_windows()
         fetcher = self._fetcher
+        if begins_early:
+            windows = [*fetcher.windows]
         tables = (fetcher.shard_of.tobytes(), fetcher.sizes.tobytes())
         shards = hash_bytes(*tables, repr(windows).encode())
         own = {**self._take_state().describe_order(), "checksum of the shards": shards}

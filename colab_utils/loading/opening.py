@@ -1,36 +1,41 @@
-"""The nearest form of a dataset: shards on the SSD, on Drive, or still to be written."""
+"""The nearest form of a dataset: shards on the SSD, on Drive, or loose files."""
 
+import shutil
 import warnings
-from contextlib import ExitStack
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal
 
+import numpy as np
 import xxhash
 
+from colab_utils.data.coco import CocoDataset
 from colab_utils.data.coco_json import read_content
 from colab_utils.data.defects import count_allowed
 from colab_utils.drive import Retries, is_on_drive
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableError
-from colab_utils.loading.arrival import FollowedArrival, hold_arrival
+from colab_utils.file_cache import FileCache
+from colab_utils.loading.arrival import plan_windows
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
-from colab_utils.loading.writing import (
-    FollowedWriting,
-    Writing,
-    WritingShards,
-    name_writing,
-    warn_of_unsent,
-)
+from colab_utils.loading.ranks import find_ranks
+from colab_utils.loading.samples import CocoSamples
+from colab_utils.loading.writing import ShardWriter, Writing
 from colab_utils.places import Place, identify_place, open_place, require_local_path
 from colab_utils.require import require_count, require_max_bad
 from colab_utils.shards.folder_state import find_common_recipe
 from colab_utils.shards.index import INDEX_NAME, read_index
 from colab_utils.shards.jobs import has_files
 from colab_utils.shards.lock import WRITER_NAME, hold_folder
-from colab_utils.shards.plan import make_recipe, open_annotations, stamp_annotations
+from colab_utils.shards.plan import make_recipe, open_annotations, split_images, stamp_annotations
 from colab_utils.shards.source import read_source
+from colab_utils.shards.write import plan_recipe
 from colab_utils.streams import require_streams
+from colab_utils.units import format_count
+
+# The folder of the files that are kept while shards are written, in the folder of the shards.
+_CACHE_NAME = ".loose-files"
 
 
 def open_dataset(
@@ -51,17 +56,21 @@ def open_dataset(
 
     - Complete shards in ``ssd`` are read there (`ShardDataset`).
     - Shards in ``drive`` are copied to ``ssd`` while training reads them (`ArrivingShards`).
-    - If there are only loose files, a background process writes shards of them
-      (`WritingShards`). Training reads each shard as soon as it is finished. Each shard is also
-      sent to ``drive``, so that the next session can start from there. After an interruption,
-      writing goes on after the last finished shard.
+    - If there are only loose files, training reads these, and keeps their bytes in ``ssd``
+      (`CocoFolder` with streams and a cache). Meanwhile, a background process of low priority
+      writes shards of the same files into ``ssd``, and sends each to ``drive``. Each file is read
+      from Drive once. The next pass of a loader, or the next session, finds the shards. After an
+      interruption, writing goes on after the last finished shard.
 
-    If several processes train together, one process on each machine copies or writes, and the
-    others follow it. Only the machine of rank 0 sends the shards to ``drive``.
+    Loose files and shards have the same order of images, so a run goes on where it stopped.
+
+    If several processes train together, one process on each machine copies or writes. Only the
+    machine of rank 0 sends the shards to ``drive``.
 
     The shards are the same as `write_shards` makes with this ``shard_mb``. Shards that were begun
     with other settings are finished with those settings. If no shards can be written, for example
-    on a full disk, training reads the loose files (`CocoFolder`), and a warning says why.
+    on a full disk, a warning says why. If the disk is too small for the bytes of all files, no more
+    of them are kept, and a warning says so.
 
     If ``drive`` takes no files, or does not answer while the images lie elsewhere, a warning says
     so, and the shards stay in ``ssd``. If Drive does not answer and ``ssd`` has all shards, these
@@ -73,8 +82,7 @@ def open_dataset(
         annotations: COCO instance JSON; its path or a URL.
         drive: folder for the shards on Drive, or their URL; None keeps them in ``ssd`` alone.
         ssd: folder for the shards on this machine's disk.
-        shard_mb: size to aim at for each shard, in MB. The first ones are smaller: training begins
-            with one of 4 MB.
+        shard_mb: size to aim at for each shard, in MB. The first ones are smaller.
         streams: files that each process reads at the same time; "auto" finds the number by
             measuring.
         max_bad: largest share of bad images, and of bad objects, from 0 to 1 (``float``), or their
@@ -103,7 +111,7 @@ def open_dataset(
     drive = None if drive is None else open_place(drive)
     if drive is not None and identify_place(drive) == identify_place(ssd):
         raise ColabUtilsError(f"The folders drive and ssd are both {ssd}. Name two folders.")
-    default = make_recipe("shrink", min_size=800, max_size=1333, shard_mb=shard_mb)
+    recipe = make_recipe("shrink", min_size=800, max_size=1333, shard_mb=shard_mb)
     max_bad = require_max_bad(max_bad)
     require_streams(streams)
     require_count("seed", seed, minimum=0)
@@ -116,6 +124,7 @@ def open_dataset(
         drive = None
         ssd_has_shards = _do_without_drive(error, images, ssd, is_compared=ssd_has_shards)
     if ssd_has_shards and (drive_has_shards or drive is None):
+        shutil.rmtree(ssd / _CACHE_NAME, ignore_errors=True)
         return _open_shards(ssd, seed, contiguous_labels)
     if drive is not None and drive_has_shards:
         try:
@@ -127,37 +136,112 @@ def open_dataset(
             return shards
     dataset = open_annotations(images, annotations)
     folders: list[Place] = [ssd] if drive is None else [drive, ssd]
-    recipe = find_common_recipe(folders, dataset) or default
+    recipe = find_common_recipe(folders, dataset) or recipe
+    cache = FileCache(ssd / _CACHE_NAME)
+    recipe = plan_recipe(images, dataset, recipe, cache)
+    # The cache leaves room for the shards.
+    cache.reserve_bytes += len(dataset) * recipe["shard_mb"] * 1e6 / recipe["images_per_shard"]
+    opened: ShardDataset | LooseFiles = LooseFiles(
+        images,
+        dataset,
+        recipe,
+        ssd=ssd,
+        cache=cache,
+        streams=streams,
+        seed=seed,
+        contiguous_labels=contiguous_labels,
+    )
+    if ssd_has_shards:
+        opened = _open_shards(ssd, seed, contiguous_labels)
+    opened.max_bad = count_allowed(len(dataset), max_bad)
+    writer = ShardWriter(
+        ssd=ssd,
+        drive=drive if find_ranks().is_on_first_host else None,
+        images=images,
+        dataset=dataset,
+        recipe=recipe,
+        order=[*chain(*opened.windows)],
+        cache=cache,
+        streams=streams,
+        max_bad=max_bad,
+        is_written=ssd_has_shards,
+    )
+    _begin_writing(opened, writer)
+    return opened
+
+
+def _begin_writing(dataset: CocoSamples, writer: ShardWriter) -> None:
+    """Begin to write shards, or warn; one process of each machine does so."""
+    if not find_ranks().is_first_here:
+        return
     try:
-        lock = hold_arrival(ssd, name_writing(dataset))
-        writing: Writing | FollowedWriting
-        if lock is None:
-            writing = FollowedWriting(ssd, images, dataset, seed=seed)
-        else:
-            writing = Writing(
-                ssd,
-                drive,
-                images,
-                dataset,
-                recipe,
-                lock=lock,
-                streams=streams,
-                max_bad=max_bad,
-                seed=seed,
-            )
+        writing = Writing(writer)
     except ColabUtilsError as error:
-        if ssd_has_shards:
-            _warn(error, f"the shards in {ssd}, which are not sent to Drive")
-            return _open_shards(ssd, seed, contiguous_labels)
-        loose = CocoFolder(
-            images, annotations, contiguous_labels=contiguous_labels, streams=streams
+        _warn(error, f"the files in {writer.images}, and no shards are written in this session")
+        return
+    dataset.arrival = writing
+    if writing.refusal is not None:
+        _warn_of_unsent(writing.refusal)
+
+
+class LooseFiles(CocoFolder):
+    """A `CocoFolder` of which a background process writes shards. `open_dataset` makes it.
+
+    Its images are in the order of the shards, and its first epoch uses them in the order in which
+    the shards are written. So a run goes on with the finished shards where it stopped.
+
+    Attributes:
+        arrival: the `Writing`; None in workers, or if another process writes.
+    """
+
+    is_passing = True
+    _shards: ShardDataset | None = None
+    _is_told = False
+
+    def __init__(
+        self,
+        images: Place,
+        dataset: CocoDataset,
+        recipe: dict[str, Any],
+        *,
+        ssd: Path,
+        cache: FileCache,
+        streams: int | str,
+        seed: int,
+        contiguous_labels: bool,
+    ) -> None:
+        parts = split_images(recipe, len(dataset))
+        limits = {name: recipe[name] for name in ("min_size", "max_size")}
+        super().__init__(
+            images,
+            dataset.select(np.concatenate(parts)),
+            contiguous_labels=contiguous_labels,
+            streams=streams,
+            exif=recipe.get("exif", "keep"),
+            cache=cache,
+            **({} if recipe["storage"] == "keep" else limits),
         )
-        loose.max_bad = count_allowed(len(loose), max_bad)
-        # If the loose files are missing, too, this read raises an error that says so.
-        loose.read(0)
-        _warn(error, f"the loose files in {images}, which is slower")
-        return loose
-    return WritingShards(writing, dataset, max_bad=max_bad, contiguous_labels=contiguous_labels)
+        counts = [*map(len, parts)]
+        self.shard_of = np.repeat(np.arange(len(parts)), counts)
+        self.windows = plan_windows(recipe, counts, seed)
+        self._ssd = ssd
+        self._is_contiguous = contiguous_labels
+
+    def __str__(self) -> str:
+        return f"{format_count(len(self), 'loose file')}; {self.arrival or 'no shards are written'}"
+
+    def find_nearest(self) -> CocoSamples:
+        """Return the shards once all are written and hold all images; until then this dataset."""
+        error = None if self.arrival is None else self.arrival.find_error()
+        if error is not None and not self._is_told:
+            self._is_told = True
+            warnings.warn(f"{error} Training goes on.", ColabUtilsWarning, stacklevel=2)
+        if self._shards is None and (self._ssd / INDEX_NAME).exists():
+            index = read_index(self._ssd)
+            if index.fingerprint == self.fingerprint and index.images == len(self):
+                self._shards = ShardDataset(self._ssd, contiguous_labels=self._is_contiguous)
+                self._shards.windows = self.windows
+        return self._shards or self
 
 
 def _open_shards(folder: Place, seed: int, contiguous_labels: bool) -> ShardDataset:
@@ -166,17 +250,8 @@ def _open_shards(folder: Place, seed: int, contiguous_labels: bool) -> ShardData
     On another machine, they may still be arriving.
     """
     shards = ShardDataset(folder, contiguous_labels=contiguous_labels)
-    # Of this folder, only the status of the arrival is read. That is possible at a URL, too.
-    target = cast(Path, folder)
-    shards.arrival = FollowedArrival(
-        folder,
-        target,
-        shards.index,
-        lock=ExitStack(),
-        workers=1,
-        seed=seed,
-        retries=Retries(),
-    )
+    index = shards.index
+    shards.windows = plan_windows(index.recipe, [shard.images for shard in index.shards], seed)
     return shards
 
 
@@ -232,8 +307,17 @@ def _do_without_drive(
         return True
     if is_on_drive(images):
         raise error
-    warn_of_unsent(error)
+    _warn_of_unsent(error)
     return False
+
+
+def _warn_of_unsent(error: ColabUtilsError) -> None:
+    """Warn that shards are not sent to Drive."""
+    warnings.warn(
+        f"{error} The shards are not sent to Drive in this session. Training goes on.",
+        ColabUtilsWarning,
+        stacklevel=4,
+    )
 
 
 def _remove_mark(folder: Path) -> None:

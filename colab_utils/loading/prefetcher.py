@@ -27,7 +27,7 @@ from colab_utils.loading.fetcher import Fetcher, Result
 from colab_utils.loading.shared_memory import SharedBufferPool
 from colab_utils.loading.workers import WorkerDiedError, WorkerJob, describe_exit, explain_death
 from colab_utils.machine import count_oom_kills
-from colab_utils.processes import end_with_parent, quiet_fork
+from colab_utils.processes import end_process, end_with_parent, quiet_fork
 from colab_utils.streams import StreamTrial
 
 PREFETCH = 2
@@ -134,10 +134,7 @@ def end_workers(workers: Sequence[Worker]) -> None:
         worker.connection.close()
     until_s = perf_counter() + _DEATH_S
     for worker in workers:
-        worker.process.join(max(0.0, until_s - perf_counter()))
-        if worker.process.exitcode is None:
-            # The worker hangs. Python must not wait for it at the end of this program.
-            vars(multiprocessing.process)["_children"].discard(worker.process)
+        end_process(worker.process, max(0.0, until_s - perf_counter()))
 
 
 def _serve(

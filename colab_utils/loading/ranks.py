@@ -30,8 +30,16 @@ class Ranks:
     @property
     def is_on_first_host(self) -> bool:
         """Return whether this process is on the machine of rank 0."""
-        number = int(os.environ.get("LOCAL_RANK", self.rank))
-        return self.count == 1 or number == self.rank
+        return self.count == 1 or self._local_rank == self.rank
+
+    @property
+    def is_first_here(self) -> bool:
+        """Return whether this process is the first one on its machine."""
+        return self.count == 1 or self._local_rank == 0
+
+    @property
+    def _local_rank(self) -> int:
+        return int(os.environ.get("LOCAL_RANK", self.rank))
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all processes, in the order of their ranks."""

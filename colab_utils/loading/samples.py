@@ -49,6 +49,19 @@ class CocoSamples(Dataset[tuple[Tensor, Target]]):
     """Number of parts that each process reads at the same time. "auto" measures how many are
     fastest. With 1, the parts are read one after the other.
     """
+    arrival: Any = None
+    """The `Arrival` that copies shards of the dataset, or the `Writing` that writes them; None if
+    there is no such work, and in workers.
+    """
+    windows: Sequence[list[int]] = ()
+    """Numbers of the shards in the order in which the first epoch uses them (see `plan_windows`).
+    Without windows, it mixes all images.
+    """
+    shard_of: Any = None
+    """int64 [I]: number of the shard of each image, also before it is written; None without shards.
+    """
+    is_passing = False
+    """Whether a later pass may find a nearer form of the dataset (see `find_nearest`)."""
     _reader: Reader | None = None
     _reader_process = 0
 
@@ -70,8 +83,10 @@ class CocoSamples(Dataset[tuple[Tensor, Target]]):
         self.objects = int(counts.sum())
 
     def __getstate__(self) -> dict[str, Any]:
-        # Threads and locks cannot be pickled. The copy makes a reader of its own.
+        # Threads and locks cannot be pickled. The copy makes a reader of its own. The work that
+        # brings shards belongs to the process that started it.
         state = dict(vars(self))
+        state.pop("arrival", None)
         state.pop("_reader", None)
         state.pop("_reader_process", None)
         return state
@@ -137,7 +152,26 @@ class CocoSamples(Dataset[tuple[Tensor, Target]]):
         raise NotImplementedError
 
     def stop(self) -> None:
-        """End the background work that brings the dataset's files, if there is any."""
+        """Stop the copying or writing of shards, if there is any.
+
+        Finished shards stay, and the same call goes on after them. If another process copies them,
+        it goes on.
+        """
+        if self.arrival is not None:
+            self.arrival.stop()
+
+    def wait(self) -> None:
+        """Wait until all shards are copied, or are written and sent to Drive.
+
+        Raises:
+            ColabUtilsError: a shard cannot be copied or written, or the work was stopped.
+        """
+        if self.arrival is not None:
+            self.arrival.wait()
+
+    def find_nearest(self) -> "CocoSamples":
+        """Return the nearest form of this dataset that exists now, with the same samples."""
+        return self
 
     def _map_labels(self, category_ids: Any) -> NDArray[np.int64]:
         labels, ids = np.array(list(self.category_ids.items()), np.int64).reshape(-1, 2).T

@@ -1,430 +1,270 @@
-"""A dataset of shards that are still being written from loose files."""
+"""The writing of shards from loose files in the background, while training reads the same files."""
 
-import math
+import gc
+import mmap
 import multiprocessing
 import os
-import warnings
-from collections.abc import Sequence
-from concurrent.futures import BrokenExecutor, Future
+import signal
+import weakref
+from collections.abc import Callable
+from concurrent.futures import CancelledError
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter, process_time
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from colab_utils.data.coco import CocoDataset
-from colab_utils.data.defects import count_allowed
-from colab_utils.data.sizes import plan_size
-from colab_utils.drive import DriveLostError, Retries, explain_write, is_on_drive
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.files import hash_bytes
-from colab_utils.loading.arrival import (
-    Arrival,
-    ArrivedShards,
-    FollowedArrival,
-    read_status,
+from colab_utils.drive import Retries, explain_write
+from colab_utils.errors import ColabUtilsError, describe_error
+from colab_utils.file_cache import FileCache
+from colab_utils.places import Place
+from colab_utils.processes import (
+    end_process,
+    end_with_parent,
+    explain_lost_process,
+    explain_shared_memory,
+    quiet_fork,
 )
-from colab_utils.loading.arriving import ArrivingShards
-from colab_utils.loading.first_files import FirstFiles
-from colab_utils.loading.ranks import find_ranks
-from colab_utils.loading.readers import ShardFiles, load_shard
-from colab_utils.machine import count_cores
-from colab_utils.places import Place, UrlPath
-from colab_utils.processes import ThreadPool, explain_lost_process, fork_pool, kill_pool
-from colab_utils.shards.arrays import convert_boxes
-from colab_utils.shards.copy import COPY_STREAMS, Copying
-from colab_utils.shards.folder_state import find_common_recipe
+from colab_utils.shards.copy import Copying
 from colab_utils.shards.index import ShardIndex, ShardInfo, write_index
-from colab_utils.shards.jobs import (
-    ShardJob,
-    WorkerProgress,
-    join_run,
-    read_shard_index,
-    run_job,
-)
+from colab_utils.shards.jobs import ShardJob, WorkerProgress, write_shard
 from colab_utils.shards.lock import hold_folder
-from colab_utils.shards.plan import order_shards
 from colab_utils.shards.records import MISSING
 from colab_utils.shards.source import describe_source, keep_source
-from colab_utils.shards.tables import fill_tables, make_tables
-from colab_utils.shards.write import (
-    ShardRun,
-    begin_folder,
-    check_bad,
-    cut_jobs,
-    join_index,
-)
-from colab_utils.streams import is_remote
+from colab_utils.shards.write import ShardRun, begin_folder, check_bad, cut_jobs, join_index
 
-# Training waits for the first shard, so its writer goes before the writers of the others.
-_FIRST_PRIORITY = 10
-_LOWEST_PRIORITY = 19
+# The lowest priority: training goes before.
+_PRIORITY = 19
+# Seconds to wait for the process after it was stopped. A read of Drive may hang for longer.
+_STOP_S = 3.0
+# Columns of the times of each shard.
+_BEGAN, _WRITTEN, _SENT = range(3)
 
 
-class Writing(Arrival):
-    """The writing of a dataset's shards to this machine's disk, by processes of low
-    priority. The shards are the same as `write_shards` makes.
+@dataclass
+class ShardWriter:
+    """What a background process writes and sends; see `Writing`."""
 
-    If the images lie on the local disk, the first shard is written alone. From Drive, several
-    shards are begun at once, because their processes wait for files most of the time.
+    ssd: Path
+    drive: Place | None
+    """Folder that each finished shard is sent to; None if no more shards are sent."""
+    images: Place
+    dataset: CocoDataset
+    recipe: dict[str, Any]
+    """The complete recipe of the shards; see `plan_recipe`."""
+    order: list[int]
+    """Numbers of the shards, in the order in which they are written."""
+    cache: FileCache
+    streams: int | str
+    max_bad: float
+    is_written: bool = False
+    """Whether all shards are in ``ssd``, so that they are only sent."""
 
-    If ``drive`` is given, each finished shard is sent there, and the index after the last shard.
+    def __post_init__(self) -> None:
+        # Memory that both processes share: three times of each shard, and the CPU time.
+        count = len(self.order) + 1
+        self.times = np.frombuffer(mmap.mmap(-1, 24 * count), np.float64).reshape(count, 3)
+        self._failure: ColabUtilsError | None = None
+
+    def run(self, progress: WorkerProgress, begin: Callable[[Any], object]) -> None:
+        """Write and send all shards.
+
+        Args:
+            progress: ends the work.
+            begin: is called when the folders are locked, with the reason why ``drive`` takes no
+                shards, or None.
+
+        Raises:
+            ColabUtilsError: shards cannot be written or sent, or the work was stopped.
+        """
+        self._progress = progress
+        self._retries = Retries(progress.stop)
+        with ExitStack() as stack:
+            stack.enter_context(hold_folder(self.ssd))
+            if not self.is_written:
+                with explain_write(self.ssd):
+                    begin_folder(self.ssd, self.images, self.dataset, self.recipe)
+            self._try_on_drive(lambda: stack.enter_context(hold_folder(cast(Place, self.drive))))
+            begin(self._failure)
+            self._failure = None
+            self._write_all()
+        if self._failure is not None:
+            raise self._failure
+
+    def _write_all(self) -> None:
+        run = ShardRun(self.ssd, self.images, self.dataset, self.recipe)
+        jobs = list(cut_jobs(run, self.streams, self.drive))
+        done: list[ShardIndex] = []
+        for number in self.order:
+            self.times[number, _BEGAN] = perf_counter()
+            done.append(self._write(jobs[number]._replace(cache=self.cache)))
+            self.times[number, _WRITTEN] = perf_counter()
+            self.times[-1, 0] = process_time()
+            check_bad(self.dataset, done, self.max_bad)
+            if done[-1].images:
+                self._try_on_drive(self._send, number, done[-1].shards[0])
+        index = join_index(run, done)
+        write_index(self.ssd, index)
+        self._try_on_drive(self._retries.write, self.drive, write_index, self.drive, index)
+        for folder in {self.ssd, self.drive or self.ssd}:
+            keep_source(folder, index, self.images, describe_source(self.dataset), run.began_ns)
+
+    def _write(self, job: ShardJob) -> ShardIndex:
+        index = write_shard(job, self._progress)
+        names = [image.file_name for image in index.skipped if image.reason == MISSING]
+        if names and self._retries.find_again([job.images / name for name in names]):
+            # Drive did not show these images for a while. The shard is written again.
+            index = write_shard(job, self._progress)
+        return index
+
+    def _try_on_drive(self, call: Callable[..., object], *arguments: Any) -> None:
+        """Call a function that writes on Drive. After an error, nothing more is sent, but shards
+        are still written.
+        """
+        if self.drive is None:
+            return
+        try:
+            call(*arguments)
+        except ColabUtilsError as error:
+            self._failure = error
+            self.drive = None
+
+    def _send(self, number: int, shard: ShardInfo) -> None:
+        sending = Copying(self.ssd, cast(Place, self.drive), self._retries, overwrite=True)
+        # The arrays are sent first, because a tar alone does not show its dataset. If the session
+        # ended after sending only a tar, the next session would refuse the folder.
+        for file in reversed(shard.files()):
+            self._retries.run(partial(sending.copy_file, *file))
+        self.times[number, _SENT] = perf_counter()
+
+
+class Writing:
+    """A process of low priority that writes shards, and sends them to Drive.
+
+    The shards are the same as `write_shards` makes. Files that training has read come from the
+    cache. Others are read, and kept there, while training does not read. If the writing is
+    interrupted, a new one goes on after the last finished shard. If the shards cannot be sent, they
+    are still written.
 
     Attributes:
-        jobs: the jobs of the worker processes, one for each shard.
-        cpu_s: CPU time that the writing took, in seconds.
+        began_s: when the writing began, a time of ``perf_counter``.
+        refusal: why the folder on Drive takes no shards; None if it takes them.
 
     Raises:
         ColabUtilsError: another process writes there, or the disk is too small.
     """
 
-    def __init__(
-        self,
-        ssd: Path,
-        drive: Place | None,
-        images: Place,
-        dataset: CocoDataset,
-        recipe: dict[str, Any],
-        *,
-        lock: ExitStack,
-        streams: int | str,
-        max_bad: float,
-        seed: int,
-    ) -> None:
-        # Only the machine of rank 0 sends the shards to Drive.
-        sends = find_ranks().is_on_first_host
-        self._drive = drive if sends else None
-        self._max_bad = max_bad
-        self._done: list[ShardIndex] = []
-        self._sendings: list[Future[None]] = []
-        self._first: FirstFiles | None = None
-        self.cpu_s = 0.0
-        self.key = name_writing(dataset)
-        retries = Retries(multiprocessing.get_context("fork").Event())
-        self._sending = Copying(ssd, drive or ssd, Retries(), overwrite=True)
-        workers = count_cores()
-        if is_remote(images):
-            # The last file of a shard may come late. A process that waits for it needs no core, so
-            # there are more processes than cores.
-            workers *= 2
-            # Most of its time a process waits for files, so the others begin with the first one.
-            self._begins_alone = False
-        with lock as stack:
-            stack.enter_context(hold_folder(ssd))
-            self._hold_drive(stack, images)
-            # A URL is left out: the code behind it may hold locks, and processes are forked soon.
-            is_planned = "images_per_shard" in recipe
-            if not (is_planned or self._begins_alone or isinstance(images, UrlPath)):
-                self._first = FirstFiles(images, dataset, recipe, streams)
-                stack.callback(self._first.close)
-            # Images that Drive does not give are asked for again by `begin_folder` itself.
-            with explain_write(ssd):
-                recipe = begin_folder(ssd, images, dataset, recipe)
-            self._shard_run = ShardRun(ssd, images, dataset, recipe)
-            self.jobs = list(cut_jobs(self._shard_run, streams, drive))
-            self._prepare(
-                ssd,
-                images=[len(job.dataset) for job in self.jobs],
-                order=order_shards(recipe, len(self.jobs), seed),
-                workers=workers,
-                retries=retries,
+    def __init__(self, writer: ShardWriter) -> None:
+        self.began_s = perf_counter()
+        self._times = writer.times
+        self._error: ColabUtilsError | None = None
+        self._is_over = False
+        context = multiprocessing.get_context("fork")
+        with explain_shared_memory(), quiet_fork():
+            stop = context.Event()
+            self._connection, other_end = context.Pipe()
+            self._process = context.Process(
+                target=_serve, args=(writer, stop, other_end), daemon=True
             )
-            self._senders = stack.enter_context(ThreadPool(COPY_STREAMS))
-            progress = WorkerProgress(stop=retries.stop)
-            self._pool = fork_pool(min(workers, len(self.jobs)), join_run, progress)
-            self._begin(stack)
+            with other_end:
+                self._process.start()
+        self._finalizer = weakref.finalize(self, _end, os.getpid(), stop, self._process)
+        self.refusal = self._receive()
+        if self._error is not None:
+            raise self._error
 
-    def _hold_drive(self, stack: ExitStack, images: Place) -> None:
-        """Lock the folder on Drive. If it takes no files now, the shards are not sent there.
-
-        Raises:
-            DriveLostError: Drive does not answer, and the images lie there, too.
-        """
-        if self._drive is None:
-            return
+    def _receive(self) -> ColabUtilsError | None:
+        """Return what the process says: why Drive takes no shards, or None."""
+        refusal = None
         try:
-            stack.enter_context(hold_folder(self._drive))
-        except ColabUtilsError as error:
-            if isinstance(error, DriveLostError) and is_on_drive(images):
-                raise
-            self._drive = None
-            warn_of_unsent(error)
+            refusal, self._error = self._connection.recv()
+        except (EOFError, OSError):
+            self._error = explain_lost_process()
+        return refusal
+
+    @property
+    def is_at_work(self) -> bool:
+        """Return whether shards are still written or sent."""
+        return self._process.is_alive()
+
+    @property
+    def spans_s(self) -> dict[int, tuple[float, float]]:
+        """Return begin and end of the writing of each finished shard, in seconds after ``began_s``.
+
+        The keys are the numbers of the shards, in the order in which they were finished.
+        """
+        written = {
+            number: (began_s - self.began_s, ended_s - self.began_s)
+            for number, (began_s, ended_s, _) in enumerate(self._times[:-1].tolist())
+            if ended_s
+        }
+        return dict(sorted(written.items(), key=lambda item: item[1][1]))
+
+    @property
+    def cpu_s(self) -> float:
+        """Return the CPU time that the writing took, in seconds."""
+        return float(self._times[-1, 0])
 
     def stop(self) -> None:
         """End at the next image. Finished shards stay, and a new writing continues after them."""
-        self._sending.stop.set()
-        super().stop()
+        self._finalizer()
 
-    def _copy_all(self) -> None:
-        try:
-            super()._copy_all()
-        except BrokenExecutor:
-            raise explain_lost_process() from None
-        finally:
-            # A part of a file that a killed process leaves is removed with the lock of the folder.
-            kill_pool(self._pool)
+    def wait(self) -> None:
+        """Wait until all shards are written and sent.
 
-    def _fetch(self, number: int) -> None:
-        began_s = perf_counter()
-        priority = _FIRST_PRIORITY if number == self._order[0] else _LOWEST_PRIORITY
-        job = self.jobs[number]
-        if number == 0 and self._first:
-            job = self._first.fill(job)
-        part = self._write_shard(job, priority)
-        names = [image.file_name for image in part.skipped if image.reason == MISSING]
-        if names and self.retries.find_again([self._shard_run.images / name for name in names]):
-            # Drive did not show these images for a while. The shard is written again.
-            part = self._write_shard(job, priority)
-        with self._lock:
-            self._done.append(part)
-            check_bad(self._shard_run.dataset, self._done, self._max_bad)
-        self._note_shard(number, began_s)
-        if self._drive is not None and part.images:
-            self._sendings.append(self._senders.submit(self._send, part.shards[0]))
-
-    def _write_shard(self, job: ShardJob, priority: int) -> ShardIndex:
-        part, cpu_s = self._pool.submit(_run_timed, job, priority).result()
-        with self._lock:
-            self.cpu_s += cpu_s
-        return part
-
-    def _describe(self) -> dict[str, Any]:
-        return {**super()._describe(), "recipe": self._shard_run.recipe}
-
-    def _send(self, shard: ShardInfo) -> None:
-        sending = self._sending
-        tar, arrays = shard.files()
-        # The arrays are sent first, because a tar alone does not show its dataset. If the session
-        # ended after sending only a tar, the next session would refuse the folder.
-        sending.retries.run(partial(sending.copy_file, *arrays))
-        sending.retries.run(partial(sending.copy_file, *tar))
-
-    def _finish(self) -> None:
-        index = join_index(self._shard_run, self._done)
-        write_index(self.target, index)
-        for sending in self._sendings:
-            sending.result()
-        if self._drive is not None:
-            self._sending.retries.write(self._drive, write_index, self._drive, index)
-        run = self._shard_run
-        source = describe_source(run.dataset)
-        for folder in {self.target, self._drive or self.target}:
-            keep_source(folder, index, run.images, source, run.began_ns)
-
-    def __str__(self) -> str:
-        sent = sum(sending.done() for sending in self._sendings)
-        seconds = max((end_s for _, end_s in self.spans_s.values()), default=math.inf)
-        return (
-            f"{len(self._done)} of {len(self.jobs)} shards written, {sent} sent to Drive; the "
-            f"writing took {self.cpu_s / seconds:.1f} of {count_cores()} cores, at the lowest "
-            "priority"
-        )
-
-
-class FollowedWriting(FollowedArrival):
-    """The writing of a dataset's shards by another process of this machine.
-
-    Attributes:
-        jobs: the jobs of that process, one for each shard.
-    """
-
-    def __init__(self, ssd: Path, images: Place, dataset: CocoDataset, *, seed: int) -> None:
-        self.key = name_writing(dataset)
-        self._arrived = ArrivedShards(ssd, self.key)
-        # If the other process has ended meanwhile, the recipe is read from its shards.
-        recipe = read_status(ssd, self.key).get("recipe") or find_common_recipe([ssd], dataset)
-        self.jobs = list(cut_jobs(ShardRun(ssd, images, dataset, recipe), 1))
-        self._prepare(
-            ssd,
-            images=[len(job.dataset) for job in self.jobs],
-            order=order_shards(recipe, len(self.jobs), seed),
-            workers=1,
-            retries=Retries(),
-        )
-
-    def __str__(self) -> str:
-        return "another process of this machine writes them"
-
-
-def warn_of_unsent(error: ColabUtilsError) -> None:
-    """Warn that shards are written, but not sent to Drive."""
-    warnings.warn(
-        f"{error} The shards are not sent to Drive in this session. Training goes on.",
-        ColabUtilsWarning,
-        stacklevel=4,
-    )
-
-
-def name_writing(dataset: CocoDataset) -> str:
-    """Return a key that identifies the writing of this dataset."""
-    return hash_bytes(f"writing {dataset.fingerprint}".encode())
-
-
-def _run_timed(job: ShardJob, priority: int) -> tuple[ShardIndex, float]:
-    """Write a shard, and return its index and the CPU seconds that it took.
-
-    The process keeps a priority that is lower already. Only root could raise it.
-    """
-    os.nice(max(0, priority - os.nice(0)))
-    began_s = process_time()
-    return run_job(job), process_time() - began_s
-
-
-class WritingShards(ArrivingShards):
-    """A `ShardDataset` whose shards are written in the background while it is used.
-
-    Until a shard is written, its images and their sizes come from the annotations. Bad images are
-    left out with a warning, but no more than ``max_bad`` of them. Otherwise the dataset behaves
-    like `ArrivingShards`. `open_dataset` makes this dataset.
-
-    Attributes:
-        arrival: the `Writing`, or the `FollowedWriting` if another process writes; None in workers.
-        max_bad: number of images that may be bad.
-    """
-
-    def __init__(
-        self,
-        writing: Writing | FollowedWriting,
-        dataset: CocoDataset,
-        *,
-        max_bad: float,
-        contiguous_labels: bool = False,
-    ) -> None:
-        recipe = writing.jobs[0].recipe
-        self.arrival = writing
-        self._arrived = ArrivedShards(writing.target, writing.key)
-        self._reasons: dict[int, str] = {}
-        self._files = ShardFiles(writing.target)
-        self.transforms = None
-        self.folder = writing.target
-        self.fingerprint = dataset.fingerprint
-        self.is_decoded = recipe["storage"] == "pixels"
-        categories = dataset.categories
-        self._set_labels(categories, contiguous=contiguous_labels)
-        self.max_bad = count_allowed(len(dataset), max_bad)
-        shards = tuple(_foresee_shard(job) for job in writing.jobs)
-        self.index = ShardIndex(self.fingerprint, recipe, categories, shards)
-        # A shard never holds more objects than its annotations, so tables of this size are large
-        # enough.
-        parts = [job.dataset for job in writing.jobs]
-        counts = np.concatenate([part.count_objects() for part in parts])
-        tables = make_tables(len(counts), int(counts.sum()))
-        tables["shard_of"][:] = np.repeat(np.arange(len(parts)), [*map(len, parts)])
-        self._use_tables(tables)
-        self._set_counts(counts)
-        # None says that a shard is not opened yet.
-        self._bits = [None] * len(parts)
-        self.left_out = dataset.crowds
-        self.image_ids = np.concatenate([part.image_ids for part in parts])
-        # The order of an epoch depends on `image_ids` and `sizes`. So both stay as they are when a
-        # shard is opened.
-        self.sizes = np.concatenate([_plan_sizes(part, recipe) for part in parts])
-
-    def __str__(self) -> str:
-        return f"{super().__str__()}; {self.arrival}"
-
-    def foresee(self, indices: Sequence[int]) -> dict[str, NDArray[Any]]:
-        """Describe images by their annotations, without waiting for a shard.
-
-        The masks are assumed to fill their boxes. If the annotations lack the size of an image,
-        this method waits for the shards.
+        Raises:
+            ColabUtilsError: the shards cannot be written or sent, or the writing was stopped.
         """
-        rows = np.array([range(len(self))[index] for index in indices], np.int64)
-        sizes = self.sizes[rows]
-        writing = self.arrival
-        if not isinstance(writing, Writing | FollowedWriting) or sizes.min() <= 1:
-            return self.describe(indices)
-        objects = [self._foresee_objects(writing.jobs, row) for row in rows.tolist()]
-        boxes = np.concatenate([boxes for boxes, _ in objects])
-        crops = np.concatenate([np.floor(boxes[:, :2]), np.ceil(boxes[:, 2:])], 1).astype(np.int32)
-        areas = (crops[:, 2:] - crops[:, :2]).prod(1)
-        return {
-            "sizes": sizes,
-            "image_ids": self.image_ids[rows],
-            "counts": np.array([len(labels) for _, labels in objects], np.int64),
-            "boxes": boxes,
-            "labels": np.concatenate([labels for _, labels in objects]),
-            "areas": areas.astype(np.float32),
-            "crops": crops,
-            "mask_bytes": -(-areas // 8),
-            "iscrowd": np.zeros(len(boxes), np.int64),
-        }
+        self._process.join()
+        error = self.find_error()
+        if error is not None:
+            raise error
 
-    def _foresee_objects(
-        self, jobs: list[ShardJob], row: int
-    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Return boxes, float32 [N, 4], and labels of an image that is not written yet."""
-        shard = int(self.shard_of[row])
-        dataset = jobs[shard].dataset
-        place = row - int(np.searchsorted(self.shard_of, shard))
-        annotations, _ = dataset.read_annotations(place)
-        annotations = [entry for entry in annotations if not entry["iscrowd"]]
-        height, width = dataset.sizes[place].tolist()
-        boxes, keep = convert_boxes([entry["bbox"] for entry in annotations], height, width)
-        scale_y, scale_x = (self.sizes[row] / (height, width)).tolist()
-        scale = np.array([scale_x, scale_y, scale_x, scale_y], np.float32)
-        labels = self._map_labels([entry["category_id"] for entry in annotations])
-        return boxes[keep] * scale, labels[keep]
+    def find_error(self) -> ColabUtilsError | None:
+        """Return the error that ended the writing; None if there is none so far."""
+        if not (self._is_over or self._process.is_alive()):
+            self._is_over = True
+            self._receive()
+        return self._error
 
-    def _check(self, index: int) -> int:
-        """Return the number of an image, once its shard is there."""
-        index = super()._check(index)
-        shard = int(self.shard_of[index])
-        if self._bits[shard] is None:
-            if self.arrival is not None and self.arrival.is_at_work:
-                # This call makes the arrival write the image's shard next.
-                next(self.arrival.wait_for({shard}, [[shard]]), None)
-            self._arrived.wait_for(shard)
-            self._open_shard(shard)
-        return index
-
-    def _open_shard(self, number: int) -> None:
-        """Fill the tables from a finished shard."""
-        rows = np.flatnonzero(self.shard_of == number)
-        path = self.folder / self.index.shards[number].arrays_name
-        index = read_shard_index(path)
-        # A bad image has the size 1, so that it adds no padding to a batch.
-        self._tables["sizes"][rows] = 1
-        if index is not None:
-            arrays = load_shard(self.folder, index.shards[0], retries=Retries())
-            first = self.counts[: rows[0]].sum()
-            is_usable = np.isin(self.image_ids[rows], arrays.image_ids)
-            for row, image in zip(rows[~is_usable].tolist(), index.skipped, strict=True):
-                self._reasons[row] = f"{image.file_name}: {image.reason}"
-            fill_tables(self._tables, rows[is_usable], arrays, number, first)
-            self._bits[number] = arrays.bits
-        elif path.exists():
-            raise ColabUtilsError(
-                f"{path} is damaged, though it was just written. Run the same again, which writes "
-                "the file anew."
-            )
-        else:
-            self._bits[number] = 0
-
-    def _read_tar(self, index: int, start: int, buffer: Any) -> None:
-        if not self._image_spans[index, 1]:
-            reason = self._reasons.get(index, "no image of its shard can be used")
-            raise ColabUtilsError(
-                f"Image {self.image_ids[index]} is bad and left out of the shards ({reason}). Run "
-                "check on the dataset."
-            )
-        super()._read_tar(index, start, buffer)
+    def __str__(self) -> str:
+        written, sent = (self._times[:-1, [_WRITTEN, _SENT]] > 0).sum(0).tolist()
+        return (
+            f"{written} of {len(self._times) - 1} shards written, {sent} sent to Drive; the "
+            f"writing took {self.cpu_s:.1f} s of CPU time, at the lowest priority"
+        )
 
 
-def _plan_sizes(dataset: CocoDataset, recipe: dict[str, Any]) -> NDArray[np.int32]:
-    """Return the sizes at which images are stored, int32 [I, 2]; 1 if annotations lack the size."""
-    sizes = np.maximum(dataset.sizes, 1)
-    if recipe["storage"] == "keep":
-        return sizes
-    limits = {name: recipe[name] for name in ("min_size", "max_size")}
-    return np.array([plan_size(*size, **limits) for size in sizes.tolist()], np.int32)
+def _end(owner: int, stop: Any, process: Any) -> None:
+    """End the process of a `Writing`. Nothing is done in a fork of the process that owns it."""
+    if os.getpid() == owner:
+        stop.set()
+        process.join(_STOP_S)
+        end_process(process)
 
 
-def _foresee_shard(job: ShardJob) -> ShardInfo:
-    """Return the entry for a shard that is not written yet, with its name and number of images."""
-    path = job.path
-    arrays_name = path.with_suffix(".arrays").name
-    return ShardInfo(path.name, len(job.dataset), 0, 0, "", arrays_name, 0, "", "")
+def _serve(writer: ShardWriter, stop: Any, connection: Connection) -> None:
+    """Write shards in a process of its own, and say how that began and how it ended."""
+    # The parent handles Ctrl-C.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    end_with_parent()
+    # A garbage collection would touch, and so copy, all memory that is shared with the parent.
+    gc.freeze()
+    os.nice(_PRIORITY)
+    writer.cache.gives_way = True
+    error: ColabUtilsError | None = None
+    try:
+        writer.run(WorkerProgress(stop=stop), lambda refusal: connection.send((refusal, None)))
+    except ColabUtilsError as failure:
+        error = failure
+    except CancelledError:
+        error = ColabUtilsError("The sending of shards was stopped. Run the same again.")
+    except Exception as failure:
+        error = ColabUtilsError(f"The writing of shards failed: {describe_error(failure)}")
+    connection.send((None, error))

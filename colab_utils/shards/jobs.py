@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from colab_utils.data.coco import CocoDataset
 from colab_utils.drive import DriveLostError, Retries
 from colab_utils.errors import DAMAGE, ColabUtilsError
+from colab_utils.file_cache import FileCache
 from colab_utils.files import has_size, hash_bytes, read_whole, write_file
 from colab_utils.places import Place, UrlPath
 from colab_utils.reader import Reader, Reading
@@ -51,8 +52,8 @@ class ShardJob(NamedTuple):
     """Whether to keep the arrays of a shard that has no usable image. They tell another machine
     that this shard is done.
     """
-    contents: dict[int, bytes] | None = None
-    """The files that were read already, by the place of the image in ``dataset``."""
+    cache: FileCache | None = None
+    """Keeps the image files; None if they are not kept."""
 
 
 @dataclass(frozen=True)
@@ -254,10 +255,7 @@ def _read_ahead(job: ShardJob, progress: WorkerProgress) -> Generator[Reading, N
     Files are read before they are needed, because each file on Drive takes long to open.
     """
     retries = Retries(progress.stop)
-    contents = job.contents or {}
-
-    def read(place: int) -> bytes:
-        return contents.get(place) or read_image(job.images, job.dataset, place, retries)
+    read = partial(read_image, job.images, job.dataset, retries=retries, cache=job.cache)
 
     with closing(Reader(read, place=job.images, streams=job.streams, retries=retries)) as reader:
         yield from reader.read_all(range(len(job.dataset)))

@@ -14,6 +14,7 @@ from colab_utils.data.coco import CocoDataset, open_coco
 from colab_utils.data.orientation import Exif
 from colab_utils.drive import DriveLostError, Retries
 from colab_utils.errors import ColabUtilsError
+from colab_utils.file_cache import FileCache
 from colab_utils.files import FileStamp, stamp_file
 from colab_utils.machine import count_cores
 from colab_utils.places import Place, open_place
@@ -258,16 +259,21 @@ def select_sample(dataset: CocoDataset) -> CocoDataset:
 
 
 def try_images(
-    images: Place, sample: CocoDataset, recipe: dict[str, Any], run: Any = map
+    images: Place,
+    sample: CocoDataset,
+    recipe: dict[str, Any],
+    run: Any = map,
+    cache: FileCache | None = None,
 ) -> list[ImageCost]:
-    """Return what each image of a sample costs. Bad images are left out.
+    """Return what each image of a sample costs. Bad images are left out. The files are kept in
+    ``cache``.
 
     Raises:
         ColabUtilsError: if all images of the sample are bad.
     """
     parts = [sample.subset(i, i + 1) for i in range(len(sample))]
     started_s = perf_counter()
-    contents = _read_at_once(images, parts)
+    contents = _read_at_once(images, parts, cache)
     # Several files are read at once, as a writer reads them, so each takes its share of the time.
     read_s = (perf_counter() - started_s) / len(parts)
     outcomes = list(run(partial(_try_image, recipe, read_s), parts, contents))
@@ -281,14 +287,16 @@ def try_images(
     return costs
 
 
-def _read_at_once(images: Place, parts: list[CocoDataset]) -> list[bytes | ColabUtilsError]:
+def _read_at_once(
+    images: Place, parts: list[CocoDataset], cache: FileCache | None
+) -> list[bytes | ColabUtilsError]:
     """Read images at the same time; return the bytes of each, or its error.
 
     Each of ``parts`` is a dataset of one image.
     """
 
     def read(place: int) -> bytes:
-        return read_image(images, parts[place], 0, retries)
+        return read_image(images, parts[place], 0, retries, cache)
 
     retries = Retries()
     contents: list[bytes | ColabUtilsError] = []

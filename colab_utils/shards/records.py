@@ -3,8 +3,9 @@
 import json
 import tarfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from errno import EDQUOT, ENOSPC
+from functools import partial
 from typing import Any, NamedTuple
 
 from colab_utils.data.coco import CocoDataset
@@ -13,6 +14,7 @@ from colab_utils.data.object_checks import count_faults
 from colab_utils.data.segmentations import is_nothing
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError, UnavailableError
+from colab_utils.file_cache import FileCache
 from colab_utils.files import read_file
 from colab_utils.places import Place
 from colab_utils.shards.index import SkippedImage
@@ -63,14 +65,10 @@ def make_record(
     """
     height, width = stored.size
     original_height, original_width = stored.original
-    scale_y = height / original_height
-    scale_x = width / original_width
     rles = []
     drawn = []
     scaled = []
     for annotation in annotations:
-        left, top, box_width, box_height = annotation["bbox"]
-        area = annotation["area"]
         try:
             rle = encode_segmentation(annotation["segmentation"], original_height, original_width)
         except ColabUtilsError as error:
@@ -79,8 +77,7 @@ def make_record(
             raise ColabUtilsError(f"annotation {annotation['id']}: {error}") from None
         rles.append(rle)
         drawn.append(annotation)
-        box = [left * scale_x, top * scale_y, box_width * scale_x, box_height * scale_y]
-        scaled.append({**annotation, "bbox": box, "area": area * scale_x * scale_y})
+        scaled.append(scale_annotation(annotation, stored.original, stored.size))
     if faults is not None:
         faults.update(count_faults(drawn, rles))
         faults.update(["empty annotation"] * (len(annotations) - len(drawn)))
@@ -99,6 +96,17 @@ def make_record(
     }
 
 
+def scale_annotation(
+    annotation: dict[str, Any], original: Sequence[int], size: Sequence[int]
+) -> dict[str, Any]:
+    """Return an annotation with the box and the area that it has at another size of its image."""
+    scale_y = size[0] / original[0]
+    scale_x = size[1] / original[1]
+    left, top, width, height = annotation["bbox"]
+    box = [left * scale_x, top * scale_y, width * scale_x, height * scale_y]
+    return {**annotation, "bbox": box, "area": annotation["area"] * scale_x * scale_y}
+
+
 def dump_record(record: dict[str, Any]) -> bytes:
     """Return the bytes of ``KEY.json``, where the counts of RLE are text."""
     return json.dumps(record, separators=(",", ":"), default=bytes.decode).encode()
@@ -113,15 +121,27 @@ def load_record(data: bytes) -> dict[str, Any]:
     return record
 
 
+def name_image(images: Place, dataset: CocoDataset, i: int) -> str:
+    """Return the name of one image's file in a `FileCache`."""
+    return f"{images.absolute()}/{dataset.file_name(i)}"
+
+
 def read_image(
-    images: Place, dataset: CocoDataset, i: int, retries: Retries | None = None
+    images: Place,
+    dataset: CocoDataset,
+    i: int,
+    retries: Retries | None = None,
+    cache: FileCache | None = None,
 ) -> bytes:
-    """Read the bytes of one image's file.
+    """Read the bytes of one image's file. With ``cache``, they are kept there.
 
     Raises:
         ColabUtilsError: if the file is missing, cannot be read, or lies outside the folder.
         DriveLostError: if Drive went away.
     """
+    if cache is not None:
+        read = partial(read_image, images, dataset, i, retries)
+        return cache.read(name_image(images, dataset, i), read)
     try:
         return read_file(dataset.find_image(images, i)[0], retries)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):

@@ -86,10 +86,15 @@ def store_image(
     rgb = to_rgb(upright)
     extension = "npy" if storage == "pixels" else "png"
     if stored != original:
-        rgb = rgb.resize(stored[::-1], Image.Resampling.BILINEAR, reducing_gap=3.0)
+        rgb = shrink(rgb, stored)
         if storage == "shrink" and kind in ("JPEG", "MPO", "WEBP"):
             extension = "jpg"
     return StoredImage(extension, _encode(rgb, extension), stored, original, is_unclear)
+
+
+def shrink(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """Shrink an image to this height and width with an antialiased filter."""
+    return image.resize(size[::-1], Image.Resampling.BILINEAR, reducing_gap=3.0)
 
 
 def _encode(image: Image.Image, extension: str) -> bytes:

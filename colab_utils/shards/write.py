@@ -21,6 +21,7 @@ from colab_utils.data.defects import count_allowed, describe_faults, require_sou
 from colab_utils.data.orientation import Exif, choose_turn
 from colab_utils.drive import Retries, explain_write, is_on_drive
 from colab_utils.errors import ColabUtilsError
+from colab_utils.file_cache import FileCache
 from colab_utils.machine import require_space
 from colab_utils.places import Place, UrlPath, open_place
 from colab_utils.progress import show_progress
@@ -39,7 +40,7 @@ from colab_utils.shards.plan import (
     split_images,
     try_images,
 )
-from colab_utils.shards.records import MISSING
+from colab_utils.shards.records import MISSING, read_image
 from colab_utils.shards.running import run_jobs
 from colab_utils.shards.source import ShardSource, describe_source, keep_source
 from colab_utils.shards.stored_images import Storage
@@ -231,6 +232,26 @@ def make_report(
     )
 
 
+def plan_recipe(
+    images: Place, dataset: CocoDataset, recipe: dict[str, Any], cache: FileCache | None = None
+) -> dict[str, Any]:
+    """Return the recipe with the entries of `complete_recipe`, for which some images are read.
+
+    Raises:
+        ColabUtilsError: if none of these images is usable.
+    """
+    if "images_per_shard" in recipe:
+        return recipe
+    if "exif" not in recipe:
+        read = None
+        if cache is not None:
+            read = partial(read_image, images, dataset, retries=Retries(), cache=cache)
+        recipe = {**recipe, "exif": choose_turn(images, dataset, read=read)}
+    costs = try_images(images, select_sample(dataset), recipe, cache=cache)
+    image_bytes = sum(max(cost.tar_bytes, cost.arrays_bytes) for cost in costs) / len(costs)
+    return complete_recipe(recipe, image_bytes)
+
+
 def begin_folder(
     folder: Place, images: Place, dataset: CocoDataset, recipe: dict[str, Any]
 ) -> dict[str, Any]:
@@ -241,15 +262,8 @@ def begin_folder(
     """
     state = inspect_folder(folder)
     state.require(dataset, recipe)
-    recipe = state.recipe or recipe
-    if "images_per_shard" in recipe:
-        image_bytes = recipe["shard_mb"] * 1e6 / recipe["images_per_shard"]
-    else:
-        if "exif" not in recipe:
-            recipe = {**recipe, "exif": choose_turn(images, dataset)}
-        costs = try_images(images, select_sample(dataset), recipe)
-        image_bytes = sum(max(cost.tar_bytes, cost.arrays_bytes) for cost in costs) / len(costs)
-        recipe = complete_recipe(recipe, image_bytes)
+    recipe = plan_recipe(images, dataset, state.recipe or recipe)
+    image_bytes = recipe["shard_mb"] * 1e6 / recipe["images_per_shard"]
     if not isinstance(folder, UrlPath):
         # A look at each shard would take minutes on a slow Drive.
         tars = _list_names(folder, "shard-*.tar")

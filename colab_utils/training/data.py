@@ -48,7 +48,7 @@ class OpenData:
             state: The state of the loader.
             order: The ``order`` that the checkpoint holds.
         """
-        has_shards = isinstance(self.dataset, ShardDataset)
+        has_shards = self.dataset.shard_of is not None
         difference = ""
         if self.is_loose and state["images"] != len(self.rows):
             difference = (

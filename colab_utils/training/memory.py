@@ -112,7 +112,7 @@ class _BlankImages:
     """The images of a dataset in black, with masks that fill their boxes."""
 
     def __init__(self, dataset: ShardDataset) -> None:
-        self.describe = dataset.foresee
+        self.describe = dataset.describe
 
     def read_into(self, index: int, pixels: NDArray[np.uint8], bits: NDArray[np.uint8]) -> None:
         """Write the pixels and the mask bits of an image."""
@@ -126,6 +126,7 @@ def _make_batch(dataset: ShardDataset | CocoFolder, indices: Sequence[int]) -> P
     Loose files are read, because the sizes of their masks are not known before.
     """
     if isinstance(dataset, CocoFolder):
+        dataset.read_ahead(indices)
         return collate_packed([dataset.read_packed(index) for index in indices])
     shape, memory = write_batch(
         _BlankImages(dataset), indices, lambda size: np.empty(size, np.uint8)

@@ -258,7 +258,7 @@ def test_an_older_folder_goes_on_by_its_own_recipe(photos, tmp_path, monkeypatch
         photos.add(tag)
     shards = tmp_path / "shards"
     # Versions before this one wrote no ``exif``.
-    monkeypatch.setattr(write, "choose_turn", lambda *_: "keep")
+    monkeypatch.setattr(write, "choose_turn", lambda *_, **options: "keep")
 
     def complete(recipe, image_bytes):
         del recipe["exif"]

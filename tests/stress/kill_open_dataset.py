@@ -26,7 +26,7 @@ from tests.stress.kill_preprocess import kill_session
 
 SESSION = """
 import sys
-from colab_utils import train
+from colab_utils import open_dataset, train
 from colab_utils.slow_drive import slow_down
 from tests.tiny_model import TINY_MODEL
 
@@ -46,6 +46,7 @@ train(
     checkpoint_steps=5,
     device="cpu",
 )
+open_dataset(images, annotations, drive=drive, ssd=ssd).wait()
 """
 
 

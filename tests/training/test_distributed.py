@@ -22,13 +22,14 @@ from torch import nn
 
 from colab_utils import __version__
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading.arrival import STATUS_NAME, Arrival
+from colab_utils.loading import opening
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.loading.opening import open_dataset
 from colab_utils.loading.ranks import Ranks
+from colab_utils.loading.writing import Writing
 from colab_utils.sample_data import make_dataset
-from colab_utils.shards.copy import copy_shards
+from colab_utils.shards.copy import Copying, copy_shards
 from colab_utils.shards.index import read_index, write_index
 from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import write_shards
@@ -285,14 +286,20 @@ def train_and_count_copies(options):
     options = dict(options[rank])
     os.environ["LOCAL_RANK"] = options.pop("local_rank", str(rank))
     copied = []
-    real = Arrival._note_shard
+    real = Copying.copy_file
 
-    def note(self, number, began_s):
-        copied.append(number)
-        real(self, number, began_s)
+    def note(self, name, *rest):
+        if name.endswith(".tar"):
+            copied.append(int(name[6:12]))
+        return real(self, name, *rest)
+
+    def write(job):
+        copied.append("written")
+        return Writing(job)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Arrival, "_note_shard", note)
+        patch.setattr(Copying, "copy_file", note)
+        patch.setattr(opening, "Writing", write)
         report = train_and_look(options.pop("shards", None), options.pop("run"), options)
     return {**report, "copied": sorted(copied)}
 
@@ -325,7 +332,6 @@ def test_one_process_of_a_host_copies_and_the_others_follow(many_shards, tmp_pat
     count = len(ShardDataset(drive).index.shards)
     assert sorted(report["copied"] for report in reports) == [[], [], [*range(count)]]
     assert verify_shards(tmp_path / "ssd").bad == ()
-    assert not (tmp_path / "ssd" / STATUS_NAME).exists()
 
 
 @pytest.mark.parametrize("complete", [None, 0, 1])
@@ -376,7 +382,10 @@ def test_one_process_of_a_host_writes_shards_from_loose_files(many_shards, tmp_p
     ]
     reports = run_ranks(train_and_count_copies, 2, tmp_path / "ranks", options)
     check_two_epochs(reports, many_shards / "full")
-    assert len([report for report in reports if report["copied"]]) == hosts
+    assert sum(report["copied"] == ["written"] for report in reports) == hosts
+    for host in range(hosts):
+        options = {"drive": tmp_path / "drive", "ssd": tmp_path / f"ssd-{host}"}
+        open_dataset(made / "images", made / "annotations.json", **options).wait()
     for folder in ("drive", *(f"ssd-{host}" for host in range(hosts))):
         assert verify_shards(tmp_path / folder).bad == ()
         assert len(ShardDataset(tmp_path / folder)) == 9
@@ -418,7 +427,7 @@ def test_a_loop_of_the_users_own_agrees_on_the_order(many_shards, tmp_path, comp
     reports = run_ranks(load_two_epochs, 2, tmp_path / "ranks", made, tmp_path, options)
     names = [name for name, _ in reports]
     assert names[complete] == "ShardDataset"
-    assert names[1 - complete] == "WritingShards"
+    assert names[1 - complete] == "LooseFiles"
     every = sorted(ShardDataset(many_shards / "full").image_ids.tolist())
     for epoch in range(2):
         batches = [batch for _, epochs in reports for batch in epochs[epoch]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import threading
 
@@ -11,13 +10,12 @@ import pytest
 import torch
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.arrival import STATUS_NAME
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.batch import collate_packed
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards.copy import Copying
-from colab_utils.shards.jobs import run_job
+from colab_utils.shards.jobs import write_shard
 from colab_utils.shards.write import write_shards
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.memory import _find_heaviest, plan_memory
@@ -150,8 +148,7 @@ def test_on_a_gpu_training_begins_with_the_first_shard(
 
     def note(line):
         if getattr(line, "step", 0) == 1:
-            status = json.loads((tmp_path / "ssd" / STATUS_NAME).read_text())
-            arrived.extend(status["arrived"])
+            arrived.extend((tmp_path / "ssd").glob("*.tar"))
             gate.set()
 
     monkeypatch.setattr("colab_utils.training.memory._BATCH_SIZES", (2, 1))
@@ -174,25 +171,22 @@ def test_on_a_gpu_training_begins_with_the_first_shard(
 
 
 @pytest.mark.parametrize("batch_size", [1, "auto"])
-def test_on_a_gpu_training_begins_with_the_first_shard_that_is_written(
+def test_on_a_gpu_training_begins_before_a_shard_is_written(
     tiny_dataset, tmp_path, monkeypatch, batch_size
 ):
     written = []
     opened = multiprocessing.get_context("fork").Event()
 
-    def run_late(job):
-        if job.path.name != "shard-000000.tar":
-            opened.wait(20)
-        return run_job(job)
+    def write_late(part, progress):
+        opened.wait(20)
+        return write_shard(part, progress)
 
     def note(line):
         if getattr(line, "step", 0) == 1:
-            status = json.loads((tmp_path / "ssd" / STATUS_NAME).read_text())
-            written.extend(status["arrived"])
+            written.extend((tmp_path / "ssd").glob("*.tar"))
             opened.set()
 
-    monkeypatch.setattr("colab_utils.loading.writing.run_job", run_late)
-    monkeypatch.setattr("colab_utils.shards.plan._FIRST_SHARD_MB", 0.03)
+    monkeypatch.setattr("colab_utils.loading.writing.write_shard", write_late)
     monkeypatch.setattr("colab_utils.training.memory._BATCH_SIZES", (2, 1))
     with SimulatedGpu(monkeypatch):
         report = train(
@@ -209,7 +203,7 @@ def test_on_a_gpu_training_begins_with_the_first_shard_that_is_written(
             device="cuda",
             workers=0,
         )
-    assert written == [0]
+    assert written == []
     assert report.plan.memory is not None
 
 
