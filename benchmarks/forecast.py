@@ -19,13 +19,13 @@ from torch.utils.data import DataLoader, Sampler
 from benchmarks.command import make_parser, run_to_end
 from benchmarks.data import make_data
 from benchmarks.systems.base import collate
+from colab_utils.course.sample_data import make_dataset
 from colab_utils.diagnosis.diagnose import diagnose
 from colab_utils.diagnosis.timing import time_batches
 from colab_utils.files import write_file
 from colab_utils.loading.dataset import CocoFolder
 from colab_utils.loading.emulated_step import EmulatedStep
 from colab_utils.machine import describe_machine
-from colab_utils.sample_data import make_dataset
 from colab_utils.show.table import make_table
 from colab_utils.slow_drive import read_at_full_speed, slow_down
 

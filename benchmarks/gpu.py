@@ -43,6 +43,7 @@ from benchmarks.step import (
 )
 from benchmarks.systems.base import collate
 from benchmarks.systems.references import ReferenceDataset
+from colab_utils.course.sample_data import BuiltinDataset, make_dataset
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import write_file
 from colab_utils.loading.batch import PackedBatch, collate_packed
@@ -50,7 +51,6 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.loading.targets import pack_target
 from colab_utils.machine import describe_machine
-from colab_utils.sample_data import BuiltinDataset, make_dataset
 from colab_utils.shards.write import write_shards
 from colab_utils.show.table import make_table
 from colab_utils.training.evaluate import evaluate

@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.command import Run, format_spread, make_parser, measure_in_turns, run_to_end
 from benchmarks.systems.base import collate
+from colab_utils.course.sample_data import make_dataset
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import read_file
@@ -38,7 +39,6 @@ from colab_utils.loading.emulated_step import EmulatedStep
 from colab_utils.loading.loader import make_loader
 from colab_utils.loading.opening import open_dataset
 from colab_utils.reader import Reader
-from colab_utils.sample_data import make_dataset
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.write import write_shards
 from colab_utils.show.table import make_table

@@ -40,6 +40,7 @@ __all__ = [  # noqa: RUF022
 
 if TYPE_CHECKING:
     from colab_utils.comparison.compare import compare
+    from colab_utils.course.workspace import Workspace
     from colab_utils.data.checks import check_dataset
     from colab_utils.diagnosis.diagnose import diagnose
     from colab_utils.diagnosis.simulator import simulate
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
     from colab_utils.shards.write import write_shards
     from colab_utils.training.model import build_mask_rcnn, load_trained_model
     from colab_utils.training.train import train
-    from colab_utils.workspace import Workspace
 
 
 _MODULES = {
@@ -63,7 +63,7 @@ _MODULES = {
     "CocoFolder": "colab_utils.loading.dataset",
     "ColabUtilsError": "colab_utils.errors",
     "ShardDataset": "colab_utils.loading.dataset",
-    "Workspace": "colab_utils.workspace",
+    "Workspace": "colab_utils.course.workspace",
     "build_mask_rcnn": "colab_utils.training.model",
     "check_dataset": "colab_utils.data.checks",
     "compare": "colab_utils.comparison.compare",

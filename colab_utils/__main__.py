@@ -5,18 +5,17 @@ Each command calls one function of the package, and prints what the function ret
 
 import argparse
 import dataclasses
+import inspect
 import json
-import math
 import os
 import re
-import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, redirect_stdout
+from collections.abc import Callable, Sequence
+from contextlib import closing, redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 import colab_utils
 from colab_utils.drive import explain_write
@@ -25,11 +24,13 @@ from colab_utils.files import name_temporary, require_new, write_file
 from colab_utils.os_errors import explain_os_error
 from colab_utils.places import open_place, require_local_path
 from colab_utils.processes import explain_limits
+from colab_utils.require import require_part
 from colab_utils.slow_drive import find_profile
 
 _JSON_START = b'{\n "command": '
 _SCRIPT = "colab-utils"
-_STEP = "milliseconds of your training step for a batch; the step is emulated (100)"
+# An argument of a docstring: its name, the word for its value in brackets, and its meaning.
+_ARGUMENT = re.compile(r"^ {8}(\w+)(?: \((.+?)\))?: (.+(?:\n {12}.+)*)", re.MULTILINE)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -43,15 +44,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     The status is 0 after success, 2 after bad input, and 130 after Ctrl-C. Training also ends with
     143 after SIGTERM, and with 129 after SIGHUP.
     """
-    # Three entries are for this function. All others are arguments of the command's function.
-    options = vars(_make_parser().parse_args(arguments))
-    command = options.pop("command")
-    run = options.pop("run_command")
-    target = options.pop("json")
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         warnings.simplefilter("always", ColabUtilsWarning)
         try:
+            # Three entries are for this function. All others are arguments of the command's.
+            options = vars(_make_parser().parse_args(arguments))
+            command = options.pop("command")
+            run = options.pop("run_command")
+            target = options.pop("json")
             _check_json(target)
             # Only the result belongs on standard output, and torch prints its downloads there.
             with redirect_stdout(sys.stderr), explain_limits():
@@ -72,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _finish(report: Any, command: str, target: str) -> int:
     """Print the report, write its JSON, and name what is wrong in it."""
+    for image in getattr(report, "skipped", ()):
+        print(escape(f"skipped {image.file_name}: {image.reason}"), file=sys.stderr)
     content = {"command": command, **dataclasses.asdict(report)}
     # Programs that read the JSON know the stages under this older name.
     if "stages" in content:
@@ -83,8 +86,7 @@ def _finish(report: Any, command: str, target: str) -> int:
         _print(text)
     else:
         if target:
-            with _end_after_cleaning():
-                write_file(Path(target), text.encode())
+            write_file(Path(target), text.encode())
         _print("".join(f"{escape(line)}\n" for line in str(report).split("\n")))
     bad = getattr(report, "bad", ())
     if bad:
@@ -107,30 +109,14 @@ def _finish(report: Any, command: str, target: str) -> int:
     return 0
 
 
-@contextmanager
-def _end_after_cleaning() -> Iterator[None]:
-    """Let SIGTERM raise SystemExit in the block, so that the block can remove its files."""
-    previous = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
 def _check_json(target: str) -> None:
     """Refuse a file name where the JSON cannot be written, or would replace another file."""
     if target in ("", "-"):
         return
-    folder = Path(target).parent
-    if not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise ColabUtilsError(
-            f"The folder {folder} of --json does not exist or cannot be written to. Make it first, "
-            "or name another one."
-        )
     path = require_new(Path(target), _JSON_START)
     # A name that is too long, or a full disk, must not end hours of work. The first bytes go to a
     # file without a name, of which nothing stays if this process is killed.
-    with explain_write(folder), TemporaryFile(dir=folder) as file:
+    with explain_write(path.parent), TemporaryFile(dir=path.parent) as file:
         name_temporary(path).unlink(missing_ok=True)
         file.write(_JSON_START)
 
@@ -169,19 +155,70 @@ def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__
         print(f"note: {message}", file=sys.stderr)
 
 
-def _check(
-    images: str,
-    annotations: str,
-    repair: str = "",
-    crowds: Any = "leave",
-    val_images: str = "",
-    val_annotations: str = "",
-    report: str = "",
+def number(text: str) -> float | str:
+    """Return a whole number as an ``int``, any other number as a ``float``, and "auto" as it is.
+
+    The name of this function appears in argparse's message: "invalid number value: ...".
+    """
+    if text == "auto":
+        return text
+    return int(text) if text.lstrip("-").isdecimal() else float(text)
+
+
+def part_of_all(text: str) -> tuple[int, int] | None:
+    """Return the number of a part, and the number of all parts: (3, 16) for "3/16"."""
+    return require_part([int(number) for number in text.split("/")])
+
+
+def local_path(text: str) -> str:
+    """Return the path of a folder or a file with its "~" expanded, and refuse a URL."""
+    require_local_path(text)
+    return os.path.expanduser(text)
+
+
+def place(text: str) -> str:
+    """Return the path or the URL of a folder or a file.
+
+    A URL whose protocol cannot be read on this machine is refused.
+    """
+    open_place(text)
+    return os.path.expanduser(text)
+
+
+# The type of an option, and the function that reads its text.
+Place = Annotated[str, place]
+LocalPath = Annotated[str, local_path]
+CountOrAuto = Annotated[int | Literal["auto"], number]
+Exif = Literal["auto", "turn", "keep"]
+
+
+def check(
+    images: Place,
+    annotations: Place,
     deep: bool = False,
-    exif: Any = "auto",
+    repair: LocalPath = "",
+    report: LocalPath = "",
+    crowds: Literal["leave", "objects"] = "leave",
+    exif: Exif = "auto",
+    val_images: Place = "",
+    val_annotations: Place = "",
 ) -> Any:
-    """Look over a COCO dataset: every defect by name."""
-    from colab_utils.data.coco import CocoDataset, read_coco
+    """Look over a COCO dataset: every defect by name.
+
+    Args:
+        images (DIR): image folder, or its URL
+        annotations (FILE): COCO instance JSON, or its URL
+        deep: decode each whole image, not only its header
+        repair (OUT.json): write a repaired copy of the annotations
+        report (FILE.html): write a page: what to do, the worst images, the data in numbers
+        crowds: with --repair: make objects of crowds, such as CVAT's masks
+        exif: turn or keep photos that EXIF turns while their size does not tell how they were
+            annotated; auto treats them like the other photos
+        val_images (DIR): image folder of the validation set, or its URL; without it, that of
+            --images
+        val_annotations (FILE): JSON of the validation set, or its URL; finds images that are in
+            both sets
+    """
     from colab_utils.data.repair import repair_annotations
     from colab_utils.show.report import write_check
 
@@ -190,59 +227,37 @@ def _check(
             "--val-images is given without --val-annotations. Name its JSON, too."
         )
     validation = (val_images or images, val_annotations) if val_annotations else None
-    source: str | CocoDataset = annotations
     settings: Any = {"deep": deep, "validation": validation, "exif": exif}
     if repair:
         checked = repair_annotations(images, annotations, output=repair, crowds=crowds, **settings)
-        source = repair
     else:
-        source = read_coco(annotations)
-        checked = colab_utils.check_dataset(images, source, **settings)
+        checked = colab_utils.check_dataset(images, annotations, **settings)
     if report:
-        page = write_check(checked, images, source, report)
+        page = write_check(checked, images, repair or annotations, report)
         print(f"report: {page}", file=sys.stderr)
     return checked
 
 
-def _add_check_options(command: _Parser) -> None:
-    _add_dataset(command, required=True)
-    command.add_argument(
-        "--deep", action="store_true", help="decode each whole image, not only its header"
-    )
-    _add_path(command, "--repair", "OUT.json", "write a repaired copy of the annotations")
-    _add_path(
-        command,
-        "--report",
-        "FILE.html",
-        "write a page: what to do, the worst images, the data in numbers",
-    )
-    command.add_argument(
-        "--crowds",
-        choices=("leave", "objects"),
-        help="with --repair: make objects of crowds, such as CVAT's masks (leave)",
-    )
-    _add_exif(command)
-    _add_place(
-        command, "--val-images", "DIR", "image folder of the validation set (that of --images)"
-    )
-    _add_place(
-        command,
-        "--val-annotations",
-        "FILE",
-        "JSON of the validation set (finds images that are in both sets)",
-    )
-
-
-def _diagnose(
-    images: str = "",
-    annotations: str = "",
-    shards: str = "",
-    step_ms: float = 100,
+def diagnose(
+    images: Place = "",
+    annotations: Place = "",
+    shards: Place = "",
     batch_size: int = 4,
-    workers: int | Literal["auto"] = "auto",
+    workers: CountOrAuto = "auto",
+    step_ms: float = 100,
     verify: bool = False,
 ) -> Any:
-    """Find what training waits for, and which fix wins most."""
+    """Find what training waits for, and which fix wins most.
+
+    Args:
+        images (DIR): image folder, or its URL
+        annotations (FILE): COCO instance JSON, or its URL
+        shards (DIR): folder of shards, or its URL, in place of --images and --annotations
+        batch_size (N): images in a batch
+        workers (N): worker processes
+        step_ms (X): milliseconds of your training step for a batch; the step is emulated
+        verify: apply the fixes that can be applied here, and measure
+    """
     from colab_utils.loading.emulated_step import EmulatedStep
 
     if shards and not (images or annotations):
@@ -258,196 +273,186 @@ def _diagnose(
         return colab_utils.diagnose(loader, EmulatedStep(step_ms), verify=verify)
 
 
-def _add_diagnose_options(command: _Parser) -> None:
-    _add_dataset(command)
-    _add_place(command, "--shards", "DIR", "folder of shards")
-    _add_count(command, "--batch-size", "images in a batch (4)")
-    _add_count(command, "--workers", "worker processes (auto)", kind=number_or_auto)
-    _add_number(command, "--step-ms", _STEP)
-    command.add_argument(
-        "--verify",
-        action="store_true",
-        help="apply the fixes that can be applied here, and measure",
-    )
-
-
-def _preprocess(
-    images: str,
-    annotations: str,
-    shards: str,
+def preprocess(
+    images: Place,
+    annotations: Place,
+    shards: Place,
     plan: bool = False,
-    part: tuple[int, int] | None = None,
+    part: Annotated[tuple[int, int], part_of_all] | None = None,
     finish: bool = False,
-    storage: Any = "auto",
-    **settings: Any,
+    workers: CountOrAuto = "auto",
+    streams: CountOrAuto = "auto",
+    min_size: int = 800,
+    max_size: int = 1333,
+    storage: Literal["auto", "keep", "shrink", "pixels"] = "auto",
+    exif: Exif = "auto",
+    shard_mb: float = 128,
+    max_bad: Annotated[float, number] = 0.01,
 ) -> Any:
-    """Write a COCO dataset as shards."""
+    """Write a COCO dataset as shards.
+
+    Args:
+        images (DIR): image folder, or its URL
+        annotations (FILE): COCO instance JSON, or its URL
+        shards (DIR): folder of shards, or its URL
+        plan: print the plan with its estimate, and write nothing
+        part (I/N): write only part I of N; machines write the parts in any order, and may repeat
+            them
+        finish: write the index if all parts are written; otherwise name the missing ones
+        workers (N): worker processes
+        streams (N): files that each process reads at once
+        min_size (N): shorter side in training, px
+        max_size (N): limit of the longer side, px
+        storage: shrink: make images smaller that are larger than training needs; keep: keep every
+            file's bytes; pixels: shrink, and store raw pixels; auto: shrink if any image is larger
+        exif: turn or keep photos that EXIF turns while their size does not tell how they were
+            annotated; auto treats them like the other photos
+        shard_mb (X): approximate size of a shard, MB
+        max_bad (X): bad images or objects to allow: a share such as 0.05, or a number such as 5
+    """
     from colab_utils.shards.folder_state import inspect_folder
     from colab_utils.shards.plan import Annotations, open_annotations, plan_shards
 
+    if plan + finish + bool(part) > 1:
+        raise ColabUtilsError("Pass one of --plan, --part and --finish, and leave out the others.")
     if finish:
-        max_bad = {name: settings[name] for name in settings.keys() & {"max_bad"}}
-        report = colab_utils.finish_shards(images, annotations, shards=shards, **max_bad)
-        return _name_skipped(report)
+        return colab_utils.finish_shards(images, annotations, shards=shards, max_bad=max_bad)
+    sizes: Any = {"min_size": min_size, "max_size": max_size, "workers": workers}
+    opened: Annotations = annotations
     begun = inspect_folder(shards).recipe if storage == "auto" else {}
     if begun:
         # Some shards are written already: without --storage, the others are stored the same way.
         storage = begun["storage"]
-    opened: Annotations = annotations
     if plan or storage == "auto":
-        names = settings.keys() & {"min_size", "max_size", "workers"}
-        sizes = {name: settings[name] for name in names}
         opened = open_annotations(images, annotations)
         planned = plan_shards(images, opened, storage=storage, **sizes)
         if plan:
             return planned
         storage = planned.storage
         print(f"note: {planned}", file=sys.stderr)
-    settings |= {"shards": shards, "storage": storage, "part": part}
-    report = _name_skipped(colab_utils.write_shards(images, opened, **settings))
-    if part is None:
-        return report
-    number, count = part
-    print(
-        f"note: part {number} of {count} is written. When all parts are written, run preprocess "
-        "with --finish in place of --part.",
-        file=sys.stderr,
+    report = colab_utils.write_shards(
+        images,
+        opened,
+        shards=shards,
+        storage=storage,
+        streams=streams,
+        exif=exif,
+        shard_mb=shard_mb,
+        max_bad=max_bad,
+        part=part,
+        **sizes,
     )
+    if part:
+        print(
+            "note: this part is written. When all parts are, run preprocess with --finish in place "
+            "of --part.",
+            file=sys.stderr,
+        )
     return report
 
 
-def _name_skipped(report: Any) -> Any:
-    """Print the name of each image that was left out, and return the report."""
-    for image in report.skipped:
-        print(escape(f"skipped {image.file_name}: {image.reason}"), file=sys.stderr)
-    return report
+def verify(shards: Place) -> Any:
+    """Check every shard against its checksum.
 
-
-def _add_preprocess_options(command: _Parser) -> None:
-    _add_dataset(command, required=True)
-    _add_place(command, "--shards", "DIR", "folder of shards", required=True)
-    modes = command.add_mutually_exclusive_group()
-    modes.add_argument(
-        "--plan", action="store_true", help="print the plan with its estimate, and write nothing"
-    )
-    modes.add_argument(
-        "--part",
-        metavar="I/N",
-        type=part_of_all,
-        help="write only part I of N; machines write the parts in any order, and may repeat them",
-    )
-    modes.add_argument(
-        "--finish",
-        action="store_true",
-        help="write the index if all parts are written; otherwise name the missing ones",
-    )
-    _add_count(command, "--workers", "worker processes (auto)", kind=number_or_auto)
-    _add_count(
-        command, "--streams", "files that each process reads at once (auto)", kind=number_or_auto
-    )
-    _add_count(command, "--min-size", "shorter side in training, px (800)")
-    _add_count(command, "--max-size", "limit of the longer side, px (1333)")
-    command.add_argument(
-        "--storage",
-        choices=("auto", "keep", "shrink", "pixels"),
-        help="shrink: make images smaller that are larger than training needs; keep: keep every "
-        "file's bytes; pixels: shrink, and store raw pixels (auto: shrink if any image is larger)",
-    )
-    _add_exif(command)
-    _add_number(command, "--shard-mb", "approximate size of a shard, MB (128)")
-    command.add_argument(
-        "--max-bad",
-        metavar="X",
-        type=share_or_count,
-        help="bad images or objects to allow: a share such as 0.05, or a number such as 5 (0.01)",
-    )
-
-
-def _verify(shards: str) -> Any:
-    """Check every shard against its checksum."""
+    Args:
+        shards (DIR): folder of shards, or its URL
+    """
     return colab_utils.verify_shards(shards)
 
 
-def _add_verify_options(command: _Parser) -> None:
-    _add_place(command, "--shards", "DIR", "folder of shards", required=True)
+def copy(shards: Place, to: Place, limit_gb: float | None = None) -> Any:
+    """Copy shards from Drive to the local SSD.
+
+    Args:
+        shards (DIR): folder of shards, or its URL
+        to (DIR): folder to copy to, or its URL
+        limit_gb (X): copy only the first shards that fit into X GB
+    """
+    return colab_utils.copy_shards(shards, to, limit_gb=limit_gb)
 
 
-def _copy(shards: str, to: str, **options: Any) -> Any:
-    """Copy shards from Drive to the local SSD."""
-    return colab_utils.copy_shards(shards, to, **options)
+def train(
+    run: Place,
+    shards: Place | None = None,
+    images: Place | None = None,
+    annotations: Place | None = None,
+    drive: Place | None = None,
+    ssd: LocalPath | None = None,
+    val_shards: Place | None = None,
+    steps: int | None = None,
+    epochs: int | None = None,
+    model: str | None = None,
+    batch_size: CountOrAuto = "auto",
+    min_size: int | None = None,
+    max_size: int | None = None,
+    learning_rate: float | None = None,
+    resume: Literal["auto", "never"] = "auto",
+    seed: int = 0,
+    checkpoint_steps: int | None = None,
+) -> Any:
+    """Train a torchvision Mask R-CNN on shards or images. The same command continues a run.
 
-
-def _add_copy_options(command: _Parser) -> None:
-    _add_place(command, "--shards", "DIR", "folder of shards", required=True)
-    _add_place(command, "--to", "DIR", "folder to copy to", required=True)
-    _add_number(command, "--limit-gb", "copy only the first shards that fit into X GB")
-
-
-def _train(run: str, **options: Any) -> Any:
-    """Train a torchvision Mask R-CNN on shards or images; continues where it stopped."""
+    Args:
+        run (DIR): folder for checkpoints, or its URL
+        shards (DIR): folder of shards, or its URL
+        images (DIR): image folder, or its URL, in place of --shards
+        annotations (FILE): COCO instance JSON of --images, or its URL
+        drive (DIR): folder on Drive for the shards of --images, or its URL
+        ssd (DIR): folder on the SSD: copy or write the shards there while it trains
+        val_shards (DIR): shards to evaluate on, or their URL: box and mask AP
+        steps (N): train for N steps in all
+        epochs (N): or for N epochs in all; 1 without --steps
+        model (NAME): model by torchvision's name; the default depends on the device
+        batch_size (N): images in a batch
+        min_size (N): shorter side in training, px; the default depends on the model
+        max_size (N): limit of the longer side, px; without it, 5/3 of --min-size
+        learning_rate (X): highest learning rate; the default depends on the batch size
+        resume: continue a run, or begin anew
+        seed (N): seed of the order and of random weights
+        checkpoint_steps (N): steps between checkpoints; without it, one a minute, and one at an
+            epoch's end
+    """
+    # Each option is an argument of the package's function.
+    options: dict[str, Any] = locals()
     log = None if sys.stderr.isatty() else lambda line: print(line, file=sys.stderr)
-    report = colab_utils.train(run=run, **options, log=log)
+    report = colab_utils.train(**options, log=log)
     # With several processes, only the first one prints the report.
     return report if os.environ.get("RANK", "0") == "0" else None
 
 
-def _add_train_options(command: _Parser) -> None:
-    _add_place(command, "--shards", "DIR", "folder of shards")
-    _add_dataset(command)
-    _add_place(command, "--drive", "DIR", "folder on Drive for the shards of --images")
-    _add_place(command, "--run", "DIR", "folder for checkpoints", required=True)
-    command.add_argument(
-        "--ssd",
-        metavar="DIR",
-        type=local_path,
-        help="folder on the SSD: copy or write the shards there while it trains",
-    )
-    _add_place(command, "--val-shards", "DIR", "shards to evaluate on: box and mask AP")
-    _add_count(command, "--steps", "train for N steps in all")
-    _add_count(command, "--epochs", "or for N epochs in all (1)")
-    command.add_argument(
-        "--model", metavar="NAME", help="model by torchvision's name (depends on the device)"
-    )
-    _add_count(command, "--batch-size", "images in a batch (auto)", kind=number_or_auto)
-    _add_count(command, "--min-size", "shorter side in training, px (800)")
-    _add_count(command, "--max-size", "limit of the longer side, px (5/3 of --min-size)")
-    _add_number(command, "--learning-rate", "highest learning rate (depends on the batch size)")
-    command.add_argument(
-        "--resume", choices=("auto", "never"), help="continue a run, or begin anew (auto)"
-    )
-    _add_count(command, "--seed", "seed of the order and of random weights (0)")
-    _add_count(
-        command,
-        "--checkpoint-steps",
-        "steps between checkpoints (one a minute, and at an epoch's end)",
-    )
-
-
-def _compare(
-    report: str,
-    images: str = "",
-    annotations: str = "",
-    strategies: str = "",
-    drive_profile: Any = None,
+def compare(
+    report: LocalPath,
+    images: LocalPath = "",
+    annotations: LocalPath = "",
+    batch_size: int = 4,
     step_ms: float = 100,
-    against: Sequence[str] = (),
-    **options: Any,
+    strategies: str = "",
+    drive_profile: str = "",
+    repeats: int = 3,
+    seconds: float = 30,
+    against: Annotated[Sequence[str], local_path] = (),
 ) -> Any:
-    """Time every way of loading, side by side, and write a receipt."""
+    """Time every way of loading, side by side, and write a receipt.
+
+    Args:
+        report (DIR): folder for the receipt
+        images (DIR): image folder
+        annotations (FILE): COCO instance JSON
+        batch_size (N): images in a batch
+        step_ms (X): milliseconds of your training step for a batch; the step is emulated
+        strategies (A,B,C): names, separated by commas; without it, all
+        drive_profile (NAME): how slow Drive is; without it, as the slowed folder of --images,
+            else typical
+        repeats (N): how often each strategy is timed
+        seconds (X): how long each strategy runs cold, in seconds
+        against (JSON): draw these receipts of many machines, time nothing
+    """
+    from colab_utils.course.receipts import write_class
     from colab_utils.loading.emulated_step import EmulatedStep
-    from colab_utils.show.questions import plot_guesses
-    from colab_utils.show.receipts import plot_receipts, read_receipts
     from colab_utils.show.report import check_receipt_folder, write_receipt
-    from colab_utils.show.table import make_table
 
     if against:
-        figure = plot_receipts(against)
-        Path(report).mkdir(parents=True, exist_ok=True)
-        figure.savefig(Path(report, "receipts.png"))
-        guesses = plot_guesses(against)
-        if guesses is not None:
-            guesses.savefig(Path(report, "guesses.png"))
-        return make_table(read_receipts(against))
+        return write_class(against, report)
     if not (images and annotations):
         raise ColabUtilsError("compare needs --images and --annotations, or --against. See --help.")
     check_receipt_folder(report)
@@ -458,156 +463,69 @@ def _compare(
         strategies=strategies.split(",") if strategies else None,
         drive_profile=drive_profile or find_profile(images) or "typical",
         step=EmulatedStep(step_ms),
-        **options,
+        batch_size=batch_size,
+        repeats=repeats,
+        timeline_s=seconds,
     )
     print(f"receipt: {write_receipt(comparison, report)}", file=sys.stderr)
     return comparison
 
 
-def _add_compare_options(command: _Parser) -> None:
-    _add_path(command, "--images", "DIR", "image folder")
-    _add_path(command, "--annotations", "FILE", "COCO instance JSON")
-    _add_count(command, "--batch-size", "images in a batch (4)")
-    _add_number(command, "--step-ms", _STEP)
-    command.add_argument("--strategies", metavar="A,B,C", help="names, separated by commas (all)")
-    command.add_argument(
-        "--drive-profile",
-        metavar="NAME",
-        help="how slow Drive is (as the slowed folder of --images, else typical)",
-    )
-    _add_count(command, "--repeats", "how often each strategy is timed (3)")
-    _add_number(
-        command, "--seconds", "how long each strategy runs cold, in seconds (30)", dest="timeline_s"
-    )
-    _add_path(command, "--report", "DIR", "folder for the receipt", required=True)
-    _add_path(
-        command,
-        "--against",
-        "JSON",
-        "draw these receipts of many machines, time nothing",
-        nargs="+",
-    )
-
-
-def positive_number(text: str) -> float:
-    """Return a number above 0.
-
-    The name of this function appears in argparse's message: "invalid positive_number value: ...".
-    """
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise ValueError(text)
-    return value
-
-
-def number_or_auto(text: str) -> int | str:
-    """Return a whole number or "auto". The name appears in argparse's message, too."""
-    return text if text == "auto" else int(text)
-
-
-def share_or_count(text: str) -> float:
-    """Return a whole number as an ``int``, and any other number as a ``float``."""
-    return int(text) if text.isdecimal() else float(text)
-
-
-def part_of_all(text: str) -> tuple[int, int]:
-    """Return the number of a part, and the number of all parts: (3, 16) for "3/16"."""
-    match = re.fullmatch(r"([1-9]\d*)/(\d+)", text, re.ASCII)
-    if match is None or int(match[1]) > int(match[2]):
-        raise argparse.ArgumentTypeError(
-            f"'{text}' is not a part: name one of 1/N to N/N, such as 3/16"
-        )
-    return int(match[1]), int(match[2])
-
-
-def local_path(text: str) -> str:
-    """Return the path of a folder or a file with its "~" expanded, and refuse a URL."""
-    return _accept(text, require_local_path)
-
-
-def place(text: str) -> str:
-    """Return the path or the URL of a folder or a file.
-
-    A URL whose protocol cannot be read on this machine is refused.
-    """
-    return _accept(text, open_place)
-
-
-def _accept(text: str, check: Callable[[str], object]) -> str:
-    """Check a text before any work begins. Argparse prints the error in its own form."""
-    try:
-        check(text)
-    except ColabUtilsError as error:
-        raise argparse.ArgumentTypeError(str(error).removesuffix(".")) from None
-    return os.path.expanduser(text)
-
-
-def _add_path(command: _Parser, option: str, metavar: str, meaning: str, **settings: Any) -> None:
-    command.add_argument(option, metavar=metavar, type=local_path, help=meaning, **settings)
-
-
-def _add_place(command: _Parser, option: str, metavar: str, meaning: str, **settings: Any) -> None:
-    """Add an option that takes a path, or a URL that fsspec knows."""
-    command.add_argument(
-        option, metavar=metavar, type=place, help=f"{meaning}, or its URL", **settings
-    )
-
-
-def _add_dataset(command: _Parser, *, required: bool = False) -> None:
-    _add_place(command, "--images", "DIR", "image folder", required=required)
-    _add_place(command, "--annotations", "FILE", "COCO instance JSON", required=required)
-
-
-def _add_exif(command: _Parser) -> None:
-    command.add_argument(
-        "--exif",
-        choices=("auto", "turn", "keep"),
-        help="turn or keep photos that EXIF turns while their size does not tell how they were "
-        "annotated (auto: as the other photos)",
-    )
-
-
-def _add_count(command: _Parser, option: str, meaning: str, *, kind: Any = int) -> None:
-    command.add_argument(option, metavar="N", type=kind, help=meaning)
-
-
-def _add_number(command: _Parser, option: str, meaning: str, **settings: Any) -> None:
-    command.add_argument(option, metavar="X", type=positive_number, help=meaning, **settings)
-
-
 def _make_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands.
-
-    An option that you leave out takes the default of the command's function.
-    """
+    """Return the parser of all commands."""
     # The help names the command that you used. If you used the script colab-utils, `python` may be
     # another Python than the script's.
     script = Path(sys.argv[0]).name
     parser = _Parser(
-        prog=script if script == _SCRIPT else "python -m colab_utils",
+        prog=None if script == _SCRIPT else "python -m colab_utils",
         description="Find and cure data-loading stalls of Mask R-CNN.",
     )
     parser.add_argument("--version", action="version", version=colab_utils.__version__)
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
-    for name, run, add_options in (
-        ("check", _check, _add_check_options),
-        ("diagnose", _diagnose, _add_diagnose_options),
-        ("preprocess", _preprocess, _add_preprocess_options),
-        ("verify", _verify, _add_verify_options),
-        ("copy", _copy, _add_copy_options),
-        ("train", _train, _add_train_options),
-        ("compare", _compare, _add_compare_options),
-    ):
-        meaning = run.__doc__
+    for run in (check, diagnose, preprocess, verify, copy, train, compare):
+        meaning = (run.__doc__ or "").partition("\n")[0]
         command = commands.add_parser(
-            name, help=meaning, description=meaning, argument_default=argparse.SUPPRESS
+            run.__name__, help=meaning, description=meaning, argument_default=argparse.SUPPRESS
         )
         command.set_defaults(run_command=run)
-        _add_path(
-            command, "--json", "FILE", "write the result as JSON (-: standard output)", default=""
+        command.add_argument(
+            "--json",
+            metavar="FILE",
+            type=local_path,
+            help="write the result as JSON (-: standard output)",
+            default="",
         )
-        add_options(command)
+        _add_options(command, run)
     return parser
+
+
+def _add_options(command: _Parser, run: Callable[..., Any]) -> None:
+    """Add an option for each parameter of a command's function.
+
+    The annotation says how the text is read. The docstring names the value, and gives the help:
+    "name (VALUE): help". An option that you leave out takes the function's default.
+    """
+    texts = {name: text for name, *text in _ARGUMENT.findall(run.__doc__ or "")}
+    for name, parameter in inspect.signature(run).parameters.items():
+        # Without docstrings (python -OO), there is no help.
+        value, meaning = texts.get(name, [None, ""])
+        default = parameter.default
+        kind = parameter.annotation
+        if type(None) in get_args(kind):
+            kind = get_args(kind)[0]
+        settings: dict[str, Any] = {"required": default is parameter.empty}
+        if kind is bool:
+            settings["action"] = "store_true"
+        elif get_origin(kind) is Literal:
+            settings["choices"] = get_args(kind)
+        else:
+            settings["metavar"] = value
+            settings["type"] = getattr(kind, "__metadata__", [kind])[0]
+            settings["nargs"] = "+" if default == () else None
+        if default not in (parameter.empty, None, "", ()) and kind is not bool:
+            meaning += f" ({default})"
+        option = f"--{name.replace('_', '-')}"
+        command.add_argument(option, help=" ".join(meaning.split()), **settings)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from colab_utils import drive, files, slow_drive
+from colab_utils.course.sample_data import BuiltinDataset, make_dataset
 from colab_utils.machine import count_cores
-from colab_utils.sample_data import BuiltinDataset, make_dataset
 from colab_utils.shards.write import write_shards
 
 SHARED = Path(os.environ.get("COLAB_UTILS_SHARED", Path(__file__).parents[2] / "shared"))

@@ -16,24 +16,24 @@ import pytest
 import colab_utils
 from colab_utils import drive
 from colab_utils.__main__ import _make_parser, main
+from colab_utils.course.receipts import read_receipts
+from colab_utils.course.sample_data import make_dataset
+from colab_utils.course.workspace import Workspace, ensure_dataset
 from colab_utils.data.archives import unpack_dataset
 from colab_utils.data.coco import read_coco
 from colab_utils.data.repair import repair_annotations
 from colab_utils.diagnosis.watch import watch
 from colab_utils.errors import ColabUtilsError
 from colab_utils.places import require_local_path
-from colab_utils.sample_data import make_dataset
 from colab_utils.shards.folder_state import inspect_folder
 from colab_utils.shards.index import read_index
 from colab_utils.shards.parts import finish_shards
 from colab_utils.shards.plan import plan_shards
 from colab_utils.shards.write import write_shards
-from colab_utils.show.receipts import read_receipts
 from colab_utils.show.report import check_receipt_folder, write_check, write_receipt
 from colab_utils.slow_drive import slow_down
 from colab_utils.training.checkpoint_folder import CheckpointFolder
 from colab_utils.training.model import build_mask_rcnn
-from colab_utils.workspace import Workspace, ensure_dataset
 
 MESSAGE = (
     r"The URL .* is not a folder or file on this machine\. Mount it .*, or copy it "
@@ -312,16 +312,13 @@ TAKES_URLS = {
 def test_every_option_refuses_a_url_that_it_cannot_read_before_any_work(
     place, capsys, command, option
 ):
-    names = next(a.option_strings for a in COMMANDS[command]._actions if option in a.option_strings)
     needed = [action.option_strings[0] for action in COMMANDS[command]._actions if action.required]
     words = [word for name in needed if name != option for word in (name, "images")]
-    with pytest.raises(SystemExit) as ended:
-        main([command, *words, option, UNKNOWN])
-    assert ended.value.code == 2
+    assert main([command, *words, option, UNKNOWN]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.count("\n") == 1
     reason = f"The URL {UNKNOWN} is not a folder or file on this machine. Mount it "
     if (command, option) in TAKES_URLS:
         reason = f"{UNKNOWN} needs a package that is not installed"
-    assert f"argument {'/'.join(names)}: {reason}" in printed.err
+    assert printed.err.startswith(f"error: {reason}")

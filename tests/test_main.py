@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import resource
@@ -19,16 +20,21 @@ import psutil
 import pytest
 
 import colab_utils
+from colab_utils import __main__ as commands
 from colab_utils.__main__ import main
 from colab_utils.comparison import compare as comparison
+from colab_utils.course.questions import collect_answers
 from colab_utils.diagnosis import diagnose as layers
 from colab_utils.shards.index import read_index
-from colab_utils.show.questions import collect_answers
+from colab_utils.shards.parts import finish_shards
+from colab_utils.shards.plan import plan_shards
 from colab_utils.training import train as loop
 from tests.tiny_model import TINY_MODEL
 from tools.cells import build_wheel
 
 ROOT = Path(__file__).resolve().parents[1]
+# The command names a folder of its own, or takes every strategy and the slowness of its folder.
+CHOSEN_BY_THE_COMMAND = {"storage", "strategies", "drive_profile", "part"}
 COMMANDS = ("check", "diagnose", "preprocess", "verify", "copy", "train", "compare")
 
 
@@ -325,22 +331,20 @@ def test_bad_input_is_one_line_and_leaves_everything_as_it_was(
         assert out == ""
 
 
-@pytest.mark.parametrize("name", ["_check_json", "_finish"])
-def test_nothing_stays_beside_the_json_after_sigterm(world, tmp_path, name):
-    """The signal comes while the first bytes are written, or while the result is."""
+def test_nothing_stays_beside_the_json_after_sigterm(world, tmp_path):
+    """The signal comes while the first bytes are written."""
     code = (
         "import os, signal, sys\n"
-        "from colab_utils import __main__ as main, files\n"
+        "from colab_utils import __main__ as main\n"
         "def end(*arguments): os.kill(os.getpid(), signal.SIGTERM)\n"
-        f"if {name!r} == '_finish': files.os.fsync = end\n"
-        "else: main.name_temporary = lambda path: end() or path\n"
+        "main.name_temporary = lambda path: end() or path\n"
         "sys.exit(main.main(sys.argv[1:]))"
     )
     words = [word.replace("{}", str(world)) for word in ("check", *COCO)]
     (tmp_path / "results").mkdir()
     command = [sys.executable, "-c", code, *words, "--json", tmp_path / "results" / "out.json"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == (143 if name == "_finish" else -signal.SIGTERM), result.stderr
+    assert result.returncode == -signal.SIGTERM, result.stderr
     assert os.listdir(tmp_path / "results") == []
 
 
@@ -422,6 +426,35 @@ def test_the_installed_script_is_the_same_command_line(tmp_path):
     assert_one_error(refused.returncode, refused.stderr, contains="nope")
     unknown = call("bake")
     assert_one_error(unknown.returncode, unknown.stderr, contains="See colab-utils --help.")
+
+
+@pytest.mark.parametrize(
+    ("command", "function"),
+    [
+        (commands.check, colab_utils.check_dataset),
+        (commands.diagnose, colab_utils.diagnose),
+        (commands.preprocess, colab_utils.write_shards),
+        (commands.preprocess, finish_shards),
+        (commands.preprocess, plan_shards),
+        (commands.copy, colab_utils.copy_shards),
+        (commands.train, colab_utils.train),
+        (commands.compare, colab_utils.compare),
+    ],
+)
+def test_a_default_of_the_command_line_is_that_of_the_function(command, function):
+    arguments = inspect.signature(function).parameters
+    options = inspect.signature(command).parameters
+    for name in options.keys() & arguments.keys() - CHOSEN_BY_THE_COMMAND:
+        if inspect.Parameter.empty not in (arguments[name].default, options[name].default):
+            assert options[name].default == arguments[name].default, name
+
+
+def test_the_help_gives_each_default_once(run):
+    _, out, _ = run("preprocess", "--help")
+    text = " ".join(out.split())
+    assert "--max-size N limit of the longer side, px (1333)" in text
+    assert "--workers N worker processes (auto)" in text
+    assert "--plan print the plan with its estimate, and write nothing --part" in text
 
 
 def test_the_version_is_that_of_the_package(run):

@@ -20,7 +20,8 @@ from tests.density import count_nodes, find_packed_lines, measure_density
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "colab_utils"
-FLOORS = (
+# An inner ring never imports an outer one. A script that trains imports the core.
+CORE = (
     "errors",
     "os_errors",
     "require",
@@ -36,16 +37,11 @@ FLOORS = (
     "files",
     "file_cache",
     "data",
-    "sample_data",
     "shards",
     "loading",
-    "workspace",
-    "training",
-    "diagnosis",
-    "comparison",
-    "show",
-    "__main__",
 )
+COURSE = ("comparison", "show", "course", "__main__")
+FLOORS = (*CORE, "training", "diagnosis", *COURSE)
 LIGHT = FLOORS[: FLOORS.index("loading")]
 NOTEBOOKS = (
     "01_detect_bottleneck",

@@ -36,6 +36,7 @@ _FLOORS = {
     "training": "Train Mask R-CNN",
     "comparison": "Ways of loading, side by side",
     "show": "Charts, pictures and pages",
+    "course": "What only the notebooks need",
 }
 _SLIDERS = (
     '<p>Sliders move in a running notebook. On this site they are on the <a href="../index.html">'

@@ -17,11 +17,11 @@ from benchmarks.causes.machine import make_copy_on_access
 from benchmarks.causes.reading import Files, Stored, make_cut_file
 from benchmarks.causes.stepping import make_accumulation, make_sampler, make_two_loaders
 from benchmarks.causes.working import Asking, Batched, Locked, Threaded
+from colab_utils.course.sample_data import make_dataset
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.emulated_step import EmulatedStep
 from colab_utils.loading.loader import make_loader
 from colab_utils.machine import count_cores
-from colab_utils.sample_data import make_dataset
 from colab_utils.shards.write import write_shards
 
 __all__ = ["HEALTHY"]

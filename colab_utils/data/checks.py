@@ -146,7 +146,7 @@ def check_dataset(
 
     Example:
         >>> import tempfile
-        >>> from colab_utils.sample_data import make_dataset
+        >>> from colab_utils.course.sample_data import make_dataset
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     made = make_dataset(folder, n=2, width=64, height=64, workers=1)
         ...     check_dataset(made.images, made.annotations).ok

@@ -96,7 +96,7 @@ def open_dataset(
 
     Example:
         >>> import tempfile
-        >>> from colab_utils.sample_data import make_dataset
+        >>> from colab_utils.course.sample_data import make_dataset
         >>> folder = Path(tempfile.mkdtemp())
         >>> made = make_dataset(folder / "data", n=3, width=64, height=64, workers=1)
         >>> places = {"drive": folder / "drive", "ssd": folder / "ssd"}

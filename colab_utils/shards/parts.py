@@ -51,7 +51,7 @@ def finish_shards(
 
     Example:
         >>> import tempfile
-        >>> from colab_utils.sample_data import make_dataset
+        >>> from colab_utils.course.sample_data import make_dataset
         >>> from colab_utils.shards.write import write_shards
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     made = make_dataset(folder + "/data", n=3, width=64, height=64, workers=1)

@@ -196,7 +196,7 @@ def plan_shards(
 
     Example:
         >>> import tempfile
-        >>> from colab_utils.sample_data import make_dataset
+        >>> from colab_utils.course.sample_data import make_dataset
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     made = make_dataset(folder, n=4, width=64, height=64, workers=1)
         ...     plan = plan_shards(made.images, made.annotations, workers=1)

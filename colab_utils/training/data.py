@@ -1,8 +1,6 @@
 """The images of a run: those that it trains on, and those that it is evaluated on."""
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +35,19 @@ class OpenData:
         """Return a checksum of the ids of the training images, in their order."""
         return hash_bytes(self.dataset.image_ids[self.rows].tobytes())
 
+    def count(self) -> dict[str, Any]:
+        """Return what the plan of a run says of its images, see `TrainingPlan`."""
+        dataset = self.dataset
+        return {
+            "dataset": dataset.fingerprint,
+            "num_classes": dataset.num_classes,
+            "images": len(self.rows),
+            "skipped_images": len(dataset) - len(self.rows),
+            "objects": dataset.objects,
+            "skipped_objects": dataset.left_out,
+            "most_objects": int(dataset.counts.max()),
+        }
+
     def match_state(self, state: dict[str, Any], order: str) -> dict[str, Any]:
         """Fit a loader's state from a checkpoint to the images of this session, and return it.
 
@@ -69,9 +80,7 @@ class OpenData:
         """Return facts that all processes must agree on, because they share the batches."""
         order = hash_bytes(self.dataset.image_ids.tobytes(), self.dataset.sizes.tobytes())
         return {
-            "dataset": self.dataset.fingerprint,
-            "number of images": len(self.dataset),
-            "number of images with objects": len(self.rows),
+            **self.count(),
             # Two copies of a dataset may have the same number of images, but not the same images.
             # The sizes are in the checksum, because they decide which images share a batch.
             "order of the images": order,
@@ -121,31 +130,21 @@ class DataSource:
         return ArrivingShards(shards, self.ssd, contiguous_labels=True, seed=seed)
 
 
-@contextmanager
-def open_data(
-    source: DataSource,
-    *,
-    val_shards: PlaceLike | None,
-    seed: int,
-) -> Iterator[OpenData]:
-    """Open the images of a run. After the block, stop copying or writing shards.
-
-    Raises:
-        ColabUtilsError: No image has objects, or the validation images have other categories.
-    """
-    dataset = source.open(seed)
-    try:
-        yield _find_images(dataset, source, val_shards)
-    finally:
-        dataset.stop()
-
-
-def _find_images(
+def find_images(
     dataset: ShardDataset | CocoFolder,
     source: DataSource,
     val_shards: PlaceLike | None,
 ) -> OpenData:
-    """Find the images with objects, and open the validation images."""
+    """Find the images with objects, and open the validation images.
+
+    Args:
+        dataset: All images of a run.
+        source: Where they lie.
+        val_shards: Shards to measure the average precision on.
+
+    Raises:
+        ColabUtilsError: No image has objects, or the validation images have other categories.
+    """
     place = source.shards or source.images
     validation = None
     if val_shards:

@@ -216,7 +216,6 @@ def _read_model(state: State) -> MaskRCNN:
             starts_from=plan["starts_from"],
             min_size=plan["min_size"],
             max_size=plan["max_size"],
-            norms=plan["norms"],
         )
         load_weights(model, state)
         allow_detections(model, plan["most_objects"])

@@ -1,12 +1,12 @@
 """The plan of a run: all of its settings, for its log and its checkpoints."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 from colab_utils.loading.loader import Loader
 from colab_utils.training.data import OpenData
 from colab_utils.training.memory import MemoryPlan
 from colab_utils.training.prepare import PreparedStep
-from colab_utils.training.settings import Settings
+from colab_utils.training.settings import TrainSettings
 from colab_utils.units import format_count
 
 # A GPU with less memory than this, such as a T4, also computes slowly. There, smaller images help
@@ -16,14 +16,12 @@ _SMALL_GPU_BYTES = 20e9
 _SMALL_SIZE = 640
 
 
-@dataclass(frozen=True)
-class TrainingPlan:
+@dataclass(frozen=True, kw_only=True)
+class TrainingPlan(TrainSettings):
     """Everything that was decided for a run. ``str()`` gives the line for the log."""
 
     dataset: str
     """Fingerprint of the annotations."""
-    model: str
-    """One of ``MODEL_NAMES``."""
     starts_from: str
     """The model's weights at the start: "coco", "imagenet" or "random"."""
     device: str
@@ -40,24 +38,8 @@ class TrainingPlan:
     """Objects that are trained on."""
     skipped_objects: int
     """Crowds, and boxes without area, which are left out."""
-    batch_size: int
-    """Images of a step, over all processes."""
-    min_size: int
-    """Shorter side that images are resized to, pixels."""
-    max_size: int
-    """Limit of the longer side, pixels."""
-    learning_rate: float
-    """The highest learning rate, reached after the warm-up."""
-    steps: int
-    """Steps of the run, those of earlier sessions included."""
-    seed: int
-    """Seed of the order of the images, the augmentation and random weights."""
     first_step: int = 0
     """Steps that earlier sessions did."""
-    augment: str = "flip"
-    """Name of the augmentation: "flip", "none", or "own" for transforms of your own."""
-    norms: str = "frozen"
-    """Whether pretrained batch norms are "frozen" or "trained"."""
     ranks: int = 1
     """Processes that train together."""
     most_objects: int = 0
@@ -99,59 +81,37 @@ class TrainingPlan:
         )
 
 
-def count_steps(loader: Loader, data: OpenData, *, first_step: int, epochs: int) -> int:
-    """Return how many steps a run of ``epochs`` epochs has, those of earlier sessions included.
-
-    The first ``first_step`` of them are done. The ``loader`` stands at the place in the epoch where
-    the run continues.
-    """
-    if loader.epoch >= epochs:
-        return first_step
-    steps_an_epoch = -(-len(data.rows) // loader.batch_size)
-    return first_step + loader.left + (epochs - loader.epoch - 1) * steps_an_epoch
-
-
 def make_plan(
-    settings: Settings,
-    data: OpenData,
-    prepared: PreparedStep,
-    *,
-    seed: int,
-    first_step: int,
-    steps: int,
+    prepared: PreparedStep, data: OpenData, loader: Loader, *, first_step: int
 ) -> TrainingPlan:
     """Write down everything that was decided for a run.
 
     Args:
-        settings: The settings of the run.
+        prepared: The step, and the settings of the run.
         data: The images that it trains on.
-        prepared: The step, with its batch size and learning rate.
-        seed: Seed of the order of the images, the augmentation and random weights.
+        loader: It stands at the place in the epoch where the run continues.
         first_step: Steps that earlier sessions did.
-        steps: Steps of the run, those of earlier sessions included.
     """
     step = prepared.step
+    settings = prepared.settings
+    steps = settings.steps or _count_steps(
+        loader, data, first_step=first_step, epochs=settings.epochs or 1
+    )
     return TrainingPlan(
-        dataset=data.dataset.fingerprint,
-        model=settings.model,
+        **asdict(replace(settings, steps=steps)),
+        **data.count(),
         starts_from=str(step.model.starts_from),
         device=str(step.device),
         precision=str(step.precision).removeprefix("torch."),
-        num_classes=data.dataset.num_classes,
-        images=len(data.rows),
-        skipped_images=len(data.dataset) - len(data.rows),
-        objects=data.dataset.objects,
-        skipped_objects=data.dataset.left_out,
-        batch_size=prepared.batch_size,
-        min_size=settings.min_size,
-        max_size=settings.max_size,
-        learning_rate=prepared.learning_rate,
-        steps=steps,
-        seed=seed,
         first_step=first_step,
-        augment=settings.augment,
-        norms=settings.norms,
         ranks=step.ranks.count,
-        most_objects=int(data.dataset.counts.max()),
         memory=prepared.memory,
     )
+
+
+def _count_steps(loader: Loader, data: OpenData, *, first_step: int, epochs: int) -> int:
+    """Return how many steps a run of ``epochs`` epochs has, those of earlier sessions included."""
+    if loader.epoch >= epochs:
+        return first_step
+    steps_an_epoch = -(-len(data.rows) // loader.batch_size)
+    return first_step + loader.left + (epochs - loader.epoch - 1) * steps_an_epoch

@@ -1,7 +1,7 @@
 """The step of a run: its model on the device, its optimiser, and the batch size that fits."""
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,19 +17,17 @@ from colab_utils.training.memory import MemoryPlan, plan_memory
 from colab_utils.training.model import allow_detections, assemble_mask_rcnn, build_mask_rcnn
 from colab_utils.training.norms import fold_norms
 from colab_utils.training.schedule import choose_rate, make_optimizer
-from colab_utils.training.settings import OWN_TRANSFORMS, Settings
+from colab_utils.training.settings import OWN_TRANSFORMS, TrainSettings
 from colab_utils.training.step import TrainingStep
 
 
 @dataclass(frozen=True)
 class PreparedStep:
-    """A step that is ready to train, with its batch size and learning rate."""
+    """A step that is ready to train, with the settings of its run."""
 
     step: TrainingStep
-    batch_size: int
-    """Images of a step, over all processes."""
-    learning_rate: float
-    """The highest learning rate, reached after the warm-up."""
+    settings: TrainSettings
+    """All settings of the run, batch size and learning rate included."""
     memory: MemoryPlan | None
     """How the heaviest batch fits into the GPU's memory; None on a CPU, or with transforms of the
     user.
@@ -37,23 +35,21 @@ class PreparedStep:
 
 
 def prepare_step(
-    settings: Settings,
+    settings: TrainSettings,
     data: OpenData,
     *,
     device: torch.device,
     ranks: Ranks,
-    seed: int,
     weights: PlaceLike | None,
     state: State | None,
 ) -> PreparedStep:
     """Build the model on its device, the same in every process, and choose the batch size.
 
     Args:
-        settings: The settings of the run.
+        settings: The settings of the run. Batch size and learning rate may be open.
         data: The images that it trains on.
         device: Where the model is trained.
         ranks: The processes that train together.
-        seed: Decides the random weights.
         weights: The weights of a new run, see ``build_mask_rcnn``.
         state: The checkpoint that the run continues from; None for a new run.
 
@@ -61,7 +57,7 @@ def prepare_step(
         ColabUtilsError: The weights cannot be used, or the heaviest batch does not fit into the
             GPU's memory.
     """
-    torch.manual_seed(seed)
+    torch.manual_seed(settings.seed)
     network = _build_network(settings, data, ranks, weights, state)
     counts = data.dataset.counts
     full = describe_full_images(counts)
@@ -86,11 +82,12 @@ def prepare_step(
             stacklevel=3,
         )
     learning_rate = settings.learning_rate or choose_rate(settings.model, batch_size)
-    return PreparedStep(step, batch_size, learning_rate, memory)
+    settings = replace(settings, batch_size=batch_size, learning_rate=learning_rate)
+    return PreparedStep(step, settings, memory)
 
 
 def _build_network(
-    settings: Settings,
+    settings: TrainSettings,
     data: OpenData,
     ranks: Ranks,
     weights: PlaceLike | None,
@@ -101,7 +98,6 @@ def _build_network(
         "num_classes": data.dataset.num_classes,
         "min_size": settings.min_size,
         "max_size": settings.max_size,
-        "norms": settings.norms,
     }
     if state:
         with explain_state(state):
@@ -120,7 +116,7 @@ def _build_network(
     return ranks.send(network)
 
 
-def _plan_memory(settings: Settings, data: OpenData, step: TrainingStep) -> MemoryPlan | None:
+def _plan_memory(settings: TrainSettings, data: OpenData, step: TrainingStep) -> MemoryPlan | None:
     """Return how batches fit into the GPU's memory; None on a CPU, or with transforms of the user.
 
     The size of the images that such transforms return is not known.
@@ -128,7 +124,7 @@ def _plan_memory(settings: Settings, data: OpenData, step: TrainingStep) -> Memo
     if step.device.type != "cuda" or settings.augment == OWN_TRANSFORMS:
         return None
     own_share = None
-    if settings.batch_size is not None:
+    if settings.batch_size:
         own_share = -(-settings.batch_size // step.ranks.count)
     with share_errors(step.ranks):
         return plan_memory(step, data.dataset, data.rows, batch_size=own_share)

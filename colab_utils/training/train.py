@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 from torch.utils.data import Subset
@@ -16,36 +16,33 @@ from colab_utils.data.defects import warn_of_faults
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.devices import find_device
-from colab_utils.loading.loader import make_loader
+from colab_utils.loading.loader import Loader, make_loader
 from colab_utils.loading.targets import Transforms
-from colab_utils.places import PlaceLike, open_place, require_local_path
-from colab_utils.require import require_choice, require_count
+from colab_utils.places import PlaceLike, open_place
+from colab_utils.require import require_choice
 from colab_utils.shards.lock import hold_folder
 from colab_utils.training.agreement import require_same, share_errors
 from colab_utils.training.checkpoint import State, explain_state
 from colab_utils.training.checkpoint_folder import CheckpointFolder
-from colab_utils.training.data import DataSource, OpenData, open_data
+from colab_utils.training.data import DataSource, OpenData, find_images
 from colab_utils.training.model import GPU_MODEL
-from colab_utils.training.norms import Norms
-from colab_utils.training.plan import TrainingPlan, count_steps, make_plan
-from colab_utils.training.prepare import prepare_step
+from colab_utils.training.plan import TrainingPlan, make_plan
+from colab_utils.training.prepare import PreparedStep, prepare_step
 from colab_utils.training.ranks import join_ranks
 from colab_utils.training.report import Log, TrainReport
 from colab_utils.training.settings import (
-    LARGEST_COUNT,
     OWN_TRANSFORMS,
-    AskedSettings,
     Augment,
-    Settings,
+    TrainSettings,
     choose_settings,
     read_settings,
+    read_stored,
 )
 from colab_utils.training.torch_defaults import use_training_defaults
 from colab_utils.training.trainer import Trainer
 
 # A sample that takes longer than these seconds is tried once more by a new process.
 _MAX_WAIT_S = 60.0
-_LARGEST_SEED = (1 << 64) - 1
 _ELSEWHERE = "another run folder (RUN_NAME), or pass resume='never'"
 
 
@@ -70,7 +67,6 @@ def train(
     min_size: int | None = None,
     max_size: int | None = None,
     augment: Augment | Transforms | None = None,
-    norms: Norms | None = None,
     workers: int | Literal["auto"] = "auto",
     log: Log | None = None,
     device: str | torch.device | None = None,
@@ -132,8 +128,6 @@ def train(
             ``min_size``.
         augment: ``"flip"``, the default, mirrors half of the images; ``"none"`` mirrors none. Or
             your own ``torchvision.transforms.v2`` of (image, target), which run on the device.
-        norms: ``"frozen"``, the default, keeps the statistics of pretrained batch norms;
-            ``"trained"`` trains them. See ``build_mask_rcnn``.
         workers: Loading workers, see ``make_loader``. On a CPU ``"auto"`` is one worker, because
             the step needs the cores. An image that takes longer than a minute is tried once
             more by a new process, and a warning names it.
@@ -158,23 +152,31 @@ def train(
         colab_utils.errors.ColabUtilsError: There is no folder of shards at ...
     """
     transforms = augment if callable(augment) else None
-    asked = AskedSettings(
-        model=model,
-        min_size=min_size,
-        max_size=max_size,
-        augment=OWN_TRANSFORMS if callable(augment) else augment,
-        norms=norms,
-        batch_size=None if batch_size == "auto" else batch_size,
-        learning_rate=learning_rate,
+    asked = read_settings(
+        {
+            "model": model,
+            "min_size": min_size,
+            "max_size": max_size,
+            "augment": OWN_TRANSFORMS if transforms else augment,
+            "batch_size": None if batch_size == "auto" else batch_size,
+            "learning_rate": learning_rate,
+            "seed": seed,
+            "steps": steps,
+            "epochs": epochs,
+            "checkpoint_steps": checkpoint_steps,
+        }
     )
-    asked.check()
-    _check_length(steps, epochs, checkpoint_steps)
     require_choice("resume", resume, ("auto", "never"))
-    require_count("seed", seed, minimum=0, maximum=_LARGEST_SEED)
+    if steps and epochs:
+        raise ColabUtilsError(f"Both steps and epochs ({epochs}) are given. Pass one of them.")
     if run is None:
         raise ColabUtilsError("A run needs a folder for its checkpoints. Pass it as run.")
     source = DataSource(shards, images, annotations, drive, ssd)
-    _check_paths(source, val_shards, run, weights)
+    source.check()
+    # These two are opened late. A URL that cannot be read is refused now.
+    for place in (weights, val_shards):
+        if place is not None:
+            open_place(place)
     with ExitStack() as stack:
         stack.enter_context(use_training_defaults())
         device = _choose_device(device)
@@ -182,62 +184,24 @@ def train(
         folder = CheckpointFolder(run)
         state: State | None = None
         with share_errors(ranks):
-            data = stack.enter_context(
-                open_data(
-                    source,
-                    val_shards=val_shards,
-                    seed=seed,
-                )
-            )
+            dataset = source.open(seed)
+            stack.callback(dataset.stop)
+            data = find_images(dataset, source, val_shards)
             if ranks.is_first:
                 _warn_of_faults(data)
                 stack.enter_context(hold_folder(folder.run))
-            if resume == "auto" and ranks.is_first:
-                state = folder.read(repair=True)
-                if state is None:
-                    folder.warn_if_begun()
-        if ranks.count > 1:
-            require_same(
-                ranks,
-                {
-                    "version of colab_utils": __version__,
-                    **data.describe(),
-                    **asdict(asked),
-                    "seed": seed,
-                    "steps": steps,
-                    "epochs": epochs,
-                },
-            )
+                state = _read_state(folder, resume)
+        require_same(
+            ranks,
+            {"version of colab_utils": __version__, **data.describe(), **asdict(asked)},
+        )
         state = ranks.send(state)
 
-        settings = _choose_settings(
-            asked,
-            state,
-            data,
-            transforms=transforms,
-            device=device,
-            seed=seed,
-        )
+        settings = _choose_settings(asked, state, data, transforms=transforms, device=device)
         prepared = prepare_step(
-            settings,
-            data,
-            device=device,
-            ranks=ranks,
-            seed=seed,
-            weights=weights,
-            state=state,
+            settings, data, device=device, ranks=ranks, weights=weights, state=state
         )
-        loader = make_loader(
-            # An array takes a quarter of the memory of a list.
-            Subset(data.dataset, cast(Sequence[int], data.rows)),
-            batch_size=prepared.batch_size,
-            device=device,
-            seed=seed,
-            workers=1 if workers == "auto" and device.type == "cpu" else workers,
-            deliver="dense" if transforms else "packed",
-            transforms=transforms,
-            max_wait_s=_MAX_WAIT_S if workers != 0 else None,
-        )
+        loader = _make_loader(prepared, data, transforms=transforms, workers=workers)
         stack.enter_context(closing(loader))
         with share_errors(ranks):
             with explain_state(state):
@@ -245,25 +209,10 @@ def train(
                 if state:
                     loader.load_state_dict(data.match_state(state["loader"], state["order"]))
                     first_step = state["step"]
-                if steps is None:
-                    steps = count_steps(loader, data, first_step=first_step, epochs=epochs or 1)
-                trainer = Trainer(
-                    make_plan(
-                        settings,
-                        data,
-                        prepared,
-                        seed=seed,
-                        first_step=first_step,
-                        steps=steps,
-                    ),
-                    prepared.step,
-                    loader,
-                    folder,
-                    data,
-                    checkpoint_steps=checkpoint_steps,
-                )
+                plan = make_plan(prepared, data, loader, first_step=first_step)
+                trainer = Trainer(plan, prepared.step, loader, folder, data)
                 if state:
-                    _warn_if_finished(trainer.plan, state["path"])
+                    _warn_if_finished(plan, state["path"])
                     trainer.load_state(state)
             if ranks.is_first:
                 folder.prepare(anew=resume == "never")
@@ -278,27 +227,6 @@ def _warn_of_faults(data: OpenData) -> None:
     for dataset in (data.dataset, data.validation):
         if isinstance(dataset, ShardDataset):
             warn_of_faults(dataset.folder, dataset.index.faults)
-
-
-def _check_length(steps: int | None, epochs: int | None, checkpoint_steps: int | None) -> None:
-    """Refuse bad numbers of steps or epochs, and both of them at once."""
-    counts = {"steps": steps, "epochs": epochs, "checkpoint_steps": checkpoint_steps}
-    for name, count in counts.items():
-        if count is not None:
-            require_count(name, count, maximum=LARGEST_COUNT)
-    if steps and epochs:
-        raise ColabUtilsError(f"Both steps and epochs ({epochs}) are given. Pass one of them.")
-
-
-def _check_paths(source: DataSource, val_shards: Any, *others: PlaceLike | None) -> None:
-    """Refuse values that are no paths, URLs that cannot be read, and data named twice."""
-    source.check()
-    places = (source.shards, source.images, source.annotations, source.drive, val_shards, *others)
-    for place in places:
-        if place is not None:
-            open_place(place)
-    if source.ssd is not None:
-        require_local_path(source.ssd)
 
 
 def _choose_device(device: str | torch.device | None) -> torch.device:
@@ -318,37 +246,67 @@ def _choose_device(device: str | torch.device | None) -> torch.device:
     return torch_device
 
 
+def _read_state(folder: CheckpointFolder, resume: str) -> State | None:
+    """Return the newest checkpoint of a run; None for a new run."""
+    if resume == "never":
+        return None
+    state = folder.read(repair=True)
+    if state is None:
+        folder.warn_if_begun()
+    return state
+
+
 def _choose_settings(
-    asked: AskedSettings,
+    asked: TrainSettings,
     state: State | None,
     data: OpenData,
     *,
     transforms: Transforms | None,
     device: torch.device,
-    seed: int,
-) -> Settings:
+) -> TrainSettings:
     """Return the settings of the run, and refuse a checkpoint that does not fit them."""
     on_gpu = device.type == "cuda"
     if state is None:
-        return choose_settings(asked, AskedSettings(), on_gpu=on_gpu)
+        return choose_settings(asked, TrainSettings(), on_gpu=on_gpu)
     with explain_state(state):
-        settings = choose_settings(asked, read_settings(state["plan"]), on_gpu=on_gpu)
+        settings = choose_settings(asked, read_stored(state["plan"]), on_gpu=on_gpu)
         if settings.augment == OWN_TRANSFORMS and transforms is None:
             raise ColabUtilsError(
                 f"The run of {state['path']} was begun with transforms, and this call has none. "
                 "Pass them again as augment."
             )
-        _check_checkpoint(state, settings, data, device=device, seed=seed)
+        _check_checkpoint(state, settings, data, device=device)
     return settings
+
+
+def _make_loader(
+    prepared: PreparedStep,
+    data: OpenData,
+    *,
+    transforms: Transforms | None,
+    workers: int | Literal["auto"],
+) -> Loader:
+    """Make the loader of the images with objects."""
+    device = prepared.step.device
+    return make_loader(
+        # An array takes a quarter of the memory of a list.
+        Subset(data.dataset, cast(Sequence[int], data.rows)),
+        batch_size=prepared.settings.batch_size,
+        device=device,
+        seed=prepared.settings.seed,
+        workers=1 if workers == "auto" and device.type == "cpu" else workers,
+        deliver="dense" if transforms else "packed",
+        transforms=transforms,
+        max_wait_s=_MAX_WAIT_S if workers != 0 else None,
+    )
 
 
 def _check_checkpoint(
     state: State,
-    settings: Settings,
+    settings: TrainSettings,
     data: OpenData,
     *,
     device: torch.device,
-    seed: int,
 ) -> None:
     """Refuse a checkpoint of other images, or of another model, size or seed.
 
@@ -357,29 +315,17 @@ def _check_checkpoint(
         settings: The settings of this session.
         data: The images of this session.
         device: Where this session trains.
-        seed: The seed of this session.
     """
     before = state["plan"]
     path = state["path"]
-    needed = {
-        "dataset": data.dataset.fingerprint,
-        "images": len(data.rows),
-        "model": settings.model,
-        "num_classes": data.dataset.num_classes,
-        "min_size": settings.min_size,
-        "max_size": settings.max_size,
-        "norms": settings.norms,
-        "seed": seed,
-    }
-    if data.is_loose:
-        # Some images may have turned out bad since the checkpoint.
-        del needed["images"]
-    for name, value in needed.items():
-        if before[name] != value:
+    session = asdict(settings) | data.count()
+    for name in ("dataset", "images", "model", "num_classes", "min_size", "max_size", "seed"):
+        # Some loose images may have turned out bad since the checkpoint.
+        if before[name] != session[name] and not (name == "images" and data.is_loose):
             raise ColabUtilsError(
                 f"The checkpoint {path} has {name.replace('_', ' ')} {before[name]}, and this "
-                f"training has {value}. Train into {_ELSEWHERE}: older checkpoints are then moved "
-                "to a folder of their own."
+                f"training has {session[name]}. Train into {_ELSEWHERE}: older checkpoints are "
+                "then moved to a folder of their own."
             )
     if before["device"] == "cpu" and device.type == "cuda":
         text = (

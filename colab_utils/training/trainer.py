@@ -52,8 +52,6 @@ class Trainer:
         loader: Loader,
         folder: CheckpointFolder,
         data: OpenData,
-        *,
-        checkpoint_steps: int | None = None,
     ) -> None:
         self.plan = plan
         self.step = step
@@ -61,7 +59,7 @@ class Trainer:
         self.folder = folder
         self.validation = data.validation
         self.ranks = step.ranks
-        self.writer = CheckpointWriter(folder, checkpoint_steps)
+        self.writer = CheckpointWriter(folder, plan.checkpoint_steps or None)
         # Each checkpoint holds these facts about the run.
         self._facts = {
             "plan": asdict(plan),

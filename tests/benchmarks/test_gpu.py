@@ -19,8 +19,8 @@ from benchmarks.step import (
     make_step,
     time_steps,
 )
+from colab_utils.course.sample_data import make_dataset
 from colab_utils.errors import ColabUtilsError
-from colab_utils.sample_data import make_dataset
 from colab_utils.training import losses
 from tests.tiny_model import TINY_MODEL
 

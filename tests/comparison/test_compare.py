@@ -27,10 +27,10 @@ from colab_utils.comparison.compare import compare, describe_difference
 from colab_utils.comparison.loaders import PillowFolder, Setting, deliver
 from colab_utils.comparison.prepared import PreparedData
 from colab_utils.comparison.strategies import STRATEGIES, Strategy
+from colab_utils.course.sample_data import make_dataset
 from colab_utils.diagnosis.timing import BatchTimes
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.emulated_step import EmulatedStep
-from colab_utils.sample_data import make_dataset
 from colab_utils.slow_drive import DriveProfile, find_profile, slow_down
 
 HAS_TENSORFLOW = find_spec("tensorflow") is not None

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import pytest
 
+from colab_utils.course.workspace import Workspace, ensure_dataset
 from colab_utils.data.archives import is_archive, unpack_dataset
 from colab_utils.data.checks import check_dataset
 from colab_utils.data.coco import open_coco
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.workspace import Workspace, ensure_dataset
 
 JSON = "annotations/instances_train.json"
 

@@ -24,6 +24,7 @@ import torch
 import torchvision  # noqa: F401
 from PIL import Image, ImageFile
 
+from colab_utils.course.sample_data import make_dataset
 from colab_utils.data import decoding
 from colab_utils.data.checks import check_dataset
 from colab_utils.data.decoding import (
@@ -36,7 +37,6 @@ from colab_utils.data.decoding import (
 from colab_utils.data.orientation import decode_upright
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import CocoFolder
-from colab_utils.sample_data import make_dataset
 from colab_utils.shards.stored_images import store_image
 from colab_utils.shards.write import write_shards
 

@@ -28,13 +28,13 @@ from torch.utils.data import (
     Subset,
 )
 
+from colab_utils.course.sample_data import BuiltinDataset
 from colab_utils.diagnosis import passes, processes, stalls, system_calls
 from colab_utils.diagnosis import watch as module
 from colab_utils.diagnosis.watch import WatchedLoader, watch
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import make_loader
-from colab_utils.sample_data import BuiltinDataset
 
 pytestmark = [
     # Python 3.12 warns that a process with threads forks, which torch's DataLoader does by design.

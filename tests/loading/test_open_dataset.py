@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from colab_utils import file_cache, files, make_loader, open_dataset
+from colab_utils.course.sample_data import make_dataset
 from colab_utils.data import orientation
 from colab_utils.data.coco import open_coco, read_coco
 from colab_utils.data.decoding import load_jpeg_decoder
@@ -29,7 +30,6 @@ from colab_utils.loading import writing
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.opening import LooseFiles
-from colab_utils.sample_data import make_dataset
 from colab_utils.shards import plan, write
 from colab_utils.shards.copy import Copying
 from colab_utils.shards.index import read_index, write_index

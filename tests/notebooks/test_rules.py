@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from colab_utils.show.questions import QUESTIONS
+from colab_utils.course.questions import QUESTIONS
 from tests.density import count_nodes, find_packed_lines
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"

@@ -13,8 +13,8 @@ from html.parser import HTMLParser
 import pytest
 
 from colab_utils.comparison import COURSE_STRATEGIES
+from colab_utils.course.questions import QUESTIONS
 from colab_utils.errors import ColabUtilsError
-from colab_utils.show.questions import QUESTIONS
 from tests.judged_pages import check_page
 from tools.run_notebooks import inject_parameters, run_demo
 

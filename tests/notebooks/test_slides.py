@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from colab_utils.course.live import animate_simulation
 from colab_utils.diagnosis.simulator import simulate
 from colab_utils.errors import ColabUtilsError
-from colab_utils.show.live import animate_simulation
 from tools.slides import find_animations, find_slides, main, write_slides
 
 

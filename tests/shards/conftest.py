@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from colab_utils.sample_data import make_dataset
+from colab_utils.course.sample_data import make_dataset
 from colab_utils.shards.write import write_shards
 
 

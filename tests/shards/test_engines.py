@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from colab_utils.course.sample_data import make_dataset
 from colab_utils.errors import ColabUtilsError
-from colab_utils.sample_data import make_dataset
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import slow_down
 from tests.snapshots import snapshot

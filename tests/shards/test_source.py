@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 
+from colab_utils.course.sample_data import make_dataset
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.opening import open_dataset
-from colab_utils.sample_data import make_dataset
 from colab_utils.shards import jobs, source
 from colab_utils.shards.index import read_index
 from colab_utils.shards.source import SOURCE_NAME, read_source

@@ -18,13 +18,13 @@ from pycocotools import mask as coco_mask
 from torchvision.io import ImageReadMode, decode_image
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
+from colab_utils.course.sample_data import make_dataset
 from colab_utils.data.coco import read_coco
 from colab_utils.data.decoding import decode_pixels
 from colab_utils.data.masks import encode_segmentation
 from colab_utils.data.orientation import decode_upright
 from colab_utils.data.sizes import plan_size
 from colab_utils.errors import ColabUtilsError
-from colab_utils.sample_data import make_dataset
 from colab_utils.shards.arrays import convert_boxes
 from colab_utils.shards.records import dump_record, make_record
 from colab_utils.shards.stored_images import store_image

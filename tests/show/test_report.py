@@ -9,9 +9,9 @@ from html.parser import HTMLParser
 
 import pytest
 
+from colab_utils.course.questions import collect_answers
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.emulated_step import describe_busy
-from colab_utils.show.questions import collect_answers
 from colab_utils.show.report import tabulate_comparison, write_receipt
 
 

@@ -71,8 +71,8 @@ def main() -> int:
     import psutil
 
     from colab_utils import check_dataset
+    from colab_utils.course.sample_data import make_dataset
     from colab_utils.processes import list_processes
-    from colab_utils.sample_data import make_dataset
 
     with tempfile.TemporaryDirectory() as folder:
         if not options.images:

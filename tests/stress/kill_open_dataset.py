@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from colab_utils.sample_data import BuiltinDataset, make_dataset
+from colab_utils.course.sample_data import BuiltinDataset, make_dataset
 from colab_utils.shards.lock import WRITER_NAME
 from colab_utils.shards.write import write_shards
 from tests.stress.kill_preprocess import kill_session

@@ -22,7 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from colab_utils.sample_data import make_dataset
+from colab_utils.course.sample_data import make_dataset
 
 SHARD_MB = 0.05
 

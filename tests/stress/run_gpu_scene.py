@@ -21,7 +21,7 @@ import torch
 from torchvision.models import detection
 
 from colab_utils.training.model import build_mask_rcnn
-from colab_utils.workspace import Workspace
+from colab_utils.course.workspace import Workspace
 
 Workspace.emulated = False
 torch.Tensor.cuda = lambda tensor: tensor

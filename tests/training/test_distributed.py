@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from colab_utils import __version__
+from colab_utils.course.sample_data import make_dataset
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading import opening
 from colab_utils.loading.dataset import ShardDataset
@@ -28,7 +29,6 @@ from colab_utils.loading.loader import make_loader
 from colab_utils.loading.opening import open_dataset
 from colab_utils.loading.ranks import Ranks
 from colab_utils.loading.writing import Writing
-from colab_utils.sample_data import make_dataset
 from colab_utils.shards.copy import Copying, copy_shards
 from colab_utils.shards.index import read_index, write_index
 from colab_utils.shards.verify import verify_shards
@@ -517,7 +517,7 @@ def test_ranks_with_a_partial_copy_are_refused_in_all_of_them(many_shards, tmp_p
     )
     assert len(set(messages)) == 1
     left = len(ShardDataset(many_shards / "part"))
-    assert f"number of images (9 on rank 0, {left} on rank 2)" in messages[0]
+    assert f"images (9 on rank 0, {left} on rank 2)" in messages[0]
     assert "complete copies of the same shards" in messages[0]
     assert not (tmp_path / "run").exists()
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from colab_utils.course.sample_data import make_dataset
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.batch import collate_packed
 from colab_utils.loading.dataset import ShardDataset
-from colab_utils.sample_data import make_dataset
 from colab_utils.shards.copy import Copying
 from colab_utils.shards.jobs import write_shard
 from colab_utils.shards.write import write_shards

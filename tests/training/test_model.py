@@ -21,11 +21,11 @@ from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredic
 from torchvision.ops import Conv2dNormActivation, FrozenBatchNorm2d
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
+from colab_utils.course.sample_data import make_dataset
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import collate_packed
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.targets import pack_target
-from colab_utils.sample_data import make_dataset
 from colab_utils.shards.write import write_shards
 from colab_utils.training import model as model_module
 from colab_utils.training.losses import compute_losses

@@ -9,11 +9,11 @@ import math
 import pytest
 import torch
 
+from colab_utils.course.sample_data import make_dataset
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import collate_packed
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
-from colab_utils.sample_data import make_dataset
 from colab_utils.shards.write import write_shards
 from colab_utils.training.detection import describe_detections, detect
 from colab_utils.training.evaluate import evaluate

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torchvision.transforms import v2
 
+from colab_utils.course.sample_data import make_dataset
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dataset import ShardDataset
-from colab_utils.sample_data import make_dataset
 from colab_utils.shards.write import write_shards
 from colab_utils.training import trainer
 from colab_utils.training.checkpoint_folder import CheckpointFolder

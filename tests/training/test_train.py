@@ -20,12 +20,12 @@ import pytest
 import torch
 
 from colab_utils import drive
+from colab_utils.course.sample_data import BuiltinDataset, make_dataset
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.machine import find_host
-from colab_utils.sample_data import BuiltinDataset, make_dataset
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import DriveProfile, slow_down
 from colab_utils.training import checkpoint_folder, checkpoint_writer, trainer
@@ -34,12 +34,12 @@ from colab_utils.training import step as step_module
 from colab_utils.training import train as loop
 from colab_utils.training.checkpoint_folder import CheckpointFolder
 from colab_utils.training.checkpoint_writer import CheckpointWriter
-from colab_utils.training.data import DataSource, open_data
+from colab_utils.training.data import DataSource, find_images
 from colab_utils.training.evaluate import AveragePrecision
 from colab_utils.training.model import load_trained_model
 from colab_utils.training.plan import TrainingPlan
 from colab_utils.training.report import LogLine, TrainReport
-from colab_utils.training.settings import AskedSettings, choose_settings, read_settings
+from colab_utils.training.settings import TrainSettings, choose_settings, read_stored
 from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import train
 from tests.drive_mount import mount_or_skip
@@ -1440,21 +1440,14 @@ def test_a_checkpoint_names_the_classes(undisturbed, tiny_shards):
 
 def test_a_run_begun_on_a_cpu_is_explained_on_a_gpu(undisturbed, tiny_shards):
     state = {"plan": dataclasses.asdict(undisturbed.plan), "path": "run/checkpoint-00000005.pt"}
-    settings = choose_settings(AskedSettings(), read_settings(state["plan"]), on_gpu=True)
-    with (
-        open_data(DataSource(tiny_shards), val_shards=None, seed=0) as data,
-        pytest.warns(
-            ColabUtilsWarning,
-            match=r"was begun on a CPU: on this GPU it continues with tiny at 64 pixels",
-        ),
+    settings = choose_settings(TrainSettings(), read_stored(state["plan"]), on_gpu=True)
+    source = DataSource(tiny_shards)
+    data = find_images(source.open(0), source, None)
+    with pytest.warns(
+        ColabUtilsWarning,
+        match=r"was begun on a CPU: on this GPU it continues with tiny at 64 pixels",
     ):
-        loop._check_checkpoint(
-            state,
-            settings,
-            data,
-            device=torch.device("cuda:0"),
-            seed=0,
-        )
+        loop._check_checkpoint(state, settings, data, device=torch.device("cuda:0"))
 
 
 def test_weights_of_another_run_are_where_a_run_starts(

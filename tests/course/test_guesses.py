@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from colab_utils.show.guesses import compare_guess
+from colab_utils.course.guesses import compare_guess
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ from dataclasses import asdict
 
 import pytest
 
+from colab_utils.course.receipts import plot_receipts, read_receipts
 from colab_utils.errors import ColabUtilsError
-from colab_utils.show.receipts import plot_receipts, read_receipts, summarise_receipt
+from colab_utils.show.report import summarise_receipt
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from colab_utils.show.questions import (
+from colab_utils.course.questions import (
     QUESTIONS,
     collect_answers,
     describe_answers,

@@ -4,19 +4,39 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from colab_utils.course.questions import plot_guesses
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.places import require_local_path
 from colab_utils.show.charts import format_figure, plot_bars
-from colab_utils.show.comparison_charts import Content, find_gain, read_comparison
 from colab_utils.show.pictures import DescribedFigure
+from colab_utils.show.report import summarise_receipt
+from colab_utils.show.table import Table, make_table
 from colab_utils.units import format_count
 
-if TYPE_CHECKING:
-    from colab_utils.comparison.compare import Comparison
 
-_TIMES = "times as fast"
+def write_class(receipts: Sequence[str | Path], folder: str | Path) -> Table:
+    """Write the pictures of a class into a folder, and return the table of its receipts.
+
+    The pictures are ``receipts.png`` and, if the receipts hold answers to the five questions,
+    ``guesses.png``.
+
+    Args:
+        receipts: ``comparison.json`` files of many machines.
+        folder: Where to write the pictures. The folder is made if it is missing.
+
+    Raises:
+        ColabUtilsError: No file is given, or a file is not a receipt.
+    """
+    table = make_table(read_receipts(receipts))
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    plot_receipts(receipts).savefig(target / "receipts.png")
+    guesses = plot_guesses(receipts)
+    if guesses is not None:
+        guesses.savefig(target / "guesses.png")
+    return table
 
 
 def plot_receipts(receipts: Sequence[str | Path]) -> DescribedFigure:
@@ -31,12 +51,12 @@ def plot_receipts(receipts: Sequence[str | Path]) -> DescribedFigure:
     Raises:
         ColabUtilsError: No file is given, or a file is not a receipt.
     """
-    lines = sorted(read_receipts(receipts), key=lambda line: -line[_TIMES])
+    lines = sorted(read_receipts(receipts), key=lambda line: -line["times as fast"])
     values = dict[str, float]()
     notes = dict[str, str]()
     for number, line in enumerate(lines, start=1):
         name = f"{number}. {line['receipt']}: {line['machine']}"
-        values[name] = line[_TIMES]
+        values[name] = line["times as fast"]
         notes[name] = f"waits {line['waits before']:.0%} → {line['waits after']:.0%}"
     before = median(line["waits before"] for line in lines)
     after = median(line["waits after"] for line in lines)
@@ -77,28 +97,3 @@ def read_receipts(receipts: Sequence[str | Path]) -> list[dict[str, Any]]:
             ) from None
         lines.append({"receipt": name, **line})
     return lines
-
-
-def summarise_receipt(comparison: "Comparison | Content") -> dict[str, Any]:
-    """Return the line of one receipt in a table of many machines: the machine, and what its first
-    and its best strategy reached.
-
-    Raises:
-        ColabUtilsError: No strategy was timed.
-    """
-    content = read_comparison(comparison)
-    machine = content["machine"]
-    busy = ", busy with other work" if content.get("busy") else ""
-    before, after = find_gain(content)
-    return {
-        "machine": f"{machine['gpu'] or 'no GPU'}, {machine['cores']} cores{busy}",
-        "step": content["step"],
-        "drive": content["drive"].partition(",")[0],
-        "before": before["title"],
-        "waits before": round(before["wait_share"], 3),
-        "images/s before": round(before["images_per_second"], 1),
-        "after": after["title"],
-        "waits after": round(after["wait_share"], 3),
-        "images/s after": round(after["images_per_second"], 1),
-        _TIMES: round(after["images_per_second"] / before["images_per_second"], 1),
-    }

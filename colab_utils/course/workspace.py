@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from colab_utils.course.sample_data import make_dataset
 from colab_utils.data.archives import is_archive, unpack_dataset
 from colab_utils.drive import (
     explain_leftovers,
@@ -25,7 +26,6 @@ from colab_utils.machine import COLAB_ROOT, is_colab
 from colab_utils.os_errors import explain_os_error
 from colab_utils.places import require_local_path
 from colab_utils.require import require_choice
-from colab_utils.sample_data import make_dataset
 from colab_utils.shards.folder_state import inspect_folder
 from colab_utils.shards.write import ShardReport, write_shards
 from colab_utils.slow_drive import DriveProfile, get_profile, read_at_full_speed, slow_down

@@ -14,9 +14,9 @@ from PIL import Image
 from pycocotools import mask as coco_mask
 from pycocotools.coco import COCO
 
-from colab_utils import sample_data as module
+from colab_utils.course import sample_data as module
+from colab_utils.course.sample_data import CATEGORIES, make_dataset
 from colab_utils.errors import ColabUtilsError
-from colab_utils.sample_data import CATEGORIES, make_dataset
 
 SMALL = {"n": 12, "width": 160, "height": 120}
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from colab_utils.course.guesses import compare_guess, read_guess
 from colab_utils.show.charts import BLUE, GREY, ORANGE, format_figure
-from colab_utils.show.guesses import compare_guess, read_guess
 from colab_utils.show.pictures import DescribedFigure, make_figure
 from colab_utils.units import format_count
 

@@ -22,6 +22,7 @@ import pytest
 from colab_utils import ShardDataset, drive, files, slow_drive
 from colab_utils import workspace as module
 from colab_utils.__main__ import main
+from colab_utils.course.workspace import SCENES, Workspace, ensure_dataset, ensure_shards
 from colab_utils.data.checks import check_dataset
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import read_file
@@ -31,7 +32,6 @@ from colab_utils.shards.index import read_index
 from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import DRIVE_PROFILES, find_profile, slow_down
-from colab_utils.workspace import SCENES, Workspace, ensure_dataset, ensure_shards
 from tests.colab.mountpoint import check_mountpoint
 from tests.data.test_archives import write_zip
 
@@ -100,7 +100,7 @@ def test_outside_colab_two_folders_are_made_under_runs(tmp_path, monkeypatch):
 
 def test_importing_makes_no_folder(tmp_path, monkeypatch):
     root = str(Path(module.__file__).parents[1])
-    command = [sys.executable, "-c", "import colab_utils.workspace"]
+    command = [sys.executable, "-c", "import colab_utils.course.workspace"]
     subprocess.run(
         command,
         cwd=tmp_path,

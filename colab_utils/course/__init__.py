@@ -1,0 +1,1 @@
+"""What only the notebooks need: their folders, their dataset, questions, animations, receipts."""
