@@ -284,7 +284,7 @@ def preprocess(
     streams: CountOrAuto = "auto",
     min_size: int = 800,
     max_size: int = 1333,
-    storage: Literal["auto", "keep", "shrink", "pixels"] = "auto",
+    storage: Literal["auto", "keep", "shrink"] = "auto",
     exif: Exif = "auto",
     shard_mb: float = 128,
     max_bad: Annotated[float, number] = 0.01,
@@ -304,7 +304,7 @@ def preprocess(
         min_size (N): shorter side in training, px
         max_size (N): limit of the longer side, px
         storage: shrink: make images smaller that are larger than training needs; keep: keep every
-            file's bytes; pixels: shrink, and store raw pixels; auto: shrink if any image is larger
+            file's bytes; auto: shrink if any image is larger
         exif: turn or keep photos that EXIF turns while their size does not tell how they were
             annotated; auto treats them like the other photos
         shard_mb (X): approximate size of a shard, MB

@@ -274,7 +274,7 @@ BAD = [
     (["preprocess", *COCO, "--shards", "{}/coco.json"], "coco.json"),
     # Other shards are there already.
     (["preprocess", *COCO, "--shards", "{}/shards", "--min-size", 64], "shards"),
-    (["preprocess", *COCO, "--shards", "{}/shards", "--storage", "pixels"], "shards"),
+    (["preprocess", *COCO, "--shards", "{}/shards", "--storage", "keep"], "shards"),
     (["preprocess", *COCO, "--shards", "{}/broken", "--plan"], "broken"),
     (
         ["preprocess", "--images", "{}/empty", "--annotations", "{}/coco.json", *NEW],
@@ -764,7 +764,6 @@ def test_notes_leave_standard_output_to_the_json(preprocess):
 @pytest.mark.parametrize(
     ("options", "storage"),
     [
-        (("--storage", "pixels"), "pixels"),
         (("--storage", "shrink"), "shrink"),
         (("--storage", "auto", "--min-size", 64), "shrink"),
     ],
@@ -778,12 +777,12 @@ def test_each_choice_of_the_plan_can_be_overruled(preprocess, world, options, st
 # The shards are finished in one case and not in the other.
 @pytest.mark.parametrize("lost", [None, "index.json"])
 def test_what_was_begun_continues_without_a_plan(preprocess, world, monkeypatch, lost):
-    assert preprocess("--storage", "pixels")[0] == 0
+    assert preprocess("--storage", "shrink")[0] == 0
     before = hash_tree(world / "new")
     if lost:
         (world / "new" / lost).unlink()
     monkeypatch.setattr("colab_utils.shards.plan.plan_shards", None)
-    for options in ((), ("--storage", "pixels")):
+    for options in ((), ("--storage", "shrink")):
         status, _, err = preprocess(*options)
         assert (status, err) == (0, "")
         assert hash_tree(world / "new") == before

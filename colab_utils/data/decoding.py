@@ -80,7 +80,6 @@ _JPEG_UNREAD = 0xEF
 _PNG_NEEDED = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
 _PNG = b"\x89PNG\r\n\x1a\n"
 _JPEG = b"\xff\xd8\xff"
-_NUMPY = b"\x93NUMPY"
 _TIFFS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 # Messages ask for one scale for all images. If each image had its own scale, the same value would
 # become another colour in each of them.
@@ -220,22 +219,18 @@ def guard_pillow() -> Iterator[None]:
 def decode_pixels(data: Encoded) -> Pixels:
     """Decode an image to uint8 [H, W, 3].
 
-    The bytes are a JPEG, a PNG, an image of another format, or raw pixels (``numpy.save`` of uint8
-    [H, W, 3]). The operator of torchcodec or torchvision decodes a JPEG directly into the array. If
-    it refuses the JPEG, Pillow decodes the file or says what is wrong with it. Both give the same
-    pixels.
+    The operator of torchcodec or torchvision decodes a JPEG directly into the array. If it refuses
+    the JPEG, Pillow decodes the file or says what is wrong with it. Both give the same pixels.
 
     Raises:
         ColabUtilsError: if the bytes are not a complete image of at most `MOST_PIXELS` pixels.
 
     Example:
         >>> file = io.BytesIO()
-        >>> np.save(file, np.full((2, 3, 3), 7, np.uint8))
+        >>> Image.new("RGB", (3, 2)).save(file, "PNG")
         >>> decode_pixels(file.getvalue()).shape
         (2, 3, 3)
     """
-    if data[:6] == _NUMPY:
-        return _read_raw_pixels(data)
     if 0 < _count_jpeg_pixels(data) <= MOST_PIXELS:
         try:
             return load_jpeg_decoder()(data)
@@ -243,16 +238,6 @@ def decode_pixels(data: Encoded) -> Pixels:
             # Pillow may know this kind of JPEG. If not, its error says what is wrong.
             pass
     return _decode_by_pillow(data)
-
-
-def _read_raw_pixels(data: Encoded) -> Pixels:
-    try:
-        start, shape, dtype = read_npy_header(data)
-        if dtype != np.uint8 or len(shape) != 3 or shape[2] != 3:
-            raise ValueError(f"{dtype} {list(shape)}")
-        return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
-    except ValueError as error:
-        raise ColabUtilsError(f"expected raw pixels as uint8 [H, W, 3], found: {error}") from None
 
 
 @guard_pillow()
@@ -420,7 +405,7 @@ def may_have_exif(data: Encoded) -> bool:
     """Return whether an image file may have EXIF. Only JPEGs are looked into."""
     if data[:3] == _JPEG:
         return any(marker == _JPEG_EXIF for marker, _ in _list_jpeg_markers(data))
-    return data[:6] != _NUMPY
+    return True
 
 
 def _strip_png(data: Encoded) -> bytes:

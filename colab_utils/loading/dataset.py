@@ -309,7 +309,6 @@ class ShardDataset(CocoSamples):
         left_out: Number of annotations left out: crowds, and objects whose box has no area.
         shard_of: int64 [I]: number of the shard that holds each image.
         fingerprint: Fingerprint of the annotations that the shards were made from.
-        is_decoded: Whether the shards hold images as raw pixels.
 
     Raises:
         ColabUtilsError: The folder holds no complete shards, or a file is missing or damaged. When
@@ -357,7 +356,6 @@ class ShardDataset(CocoSamples):
         self.folder = files.folder
         self.fingerprint = index.fingerprint
         self._set_labels(index.categories, contiguous=contiguous_labels)
-        self.is_decoded = index.recipe["storage"] == "pixels"
         if not index.shards:
             raise ColabUtilsError(
                 f"The index in {self.folder} names no shards. Run preprocess again."
@@ -500,14 +498,6 @@ class ShardDataset(CocoSamples):
         return data
 
     def _read_pixels(self, index: int, pixels: NDArray[np.uint8]) -> None:
-        # Raw pixels are read straight into their place, without a copy.
-        if self.is_decoded and not self._is_ahead(index, _IMAGE):
-            start, length = self._image_spans[index].tolist()
-            head = bytearray(max(0, length - pixels.size))
-            self._read_tar(index, start, head)
-            self._read_tar(index, start + len(head), pixels)
-            self._compare(index, 0, head, pixels)
-            return
         data = self.read(index)
         try:
             decoded = decode_pixels(data)

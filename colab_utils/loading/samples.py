@@ -186,7 +186,7 @@ class CocoSamples(Dataset[tuple[Tensor, Target]]):
 
     @staticmethod
     def decode(data: bytes | bytearray) -> Tensor:
-        """Decode an image file or raw pixels to uint8 [3, H, W]; see ``decode_pixels``.
+        """Decode an image file to uint8 [3, H, W]; see ``decode_pixels``.
 
         Raises:
             ColabUtilsError: The bytes are not a complete image.

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 from colab_utils.drive import Retries
 from colab_utils.errors import DAMAGE, ColabUtilsError
@@ -21,6 +21,8 @@ FORMAT_VERSION = 2
 
 INDEX_NAME = "index.json"
 
+Storage = Literal["keep", "shrink"]
+"""How a shard stores images: "keep" keeps their size, and "shrink" shrinks the larger ones once."""
 
 _TAR_NAME = re.compile(r"shard-[0-9]{6,12}\.tar")
 
@@ -178,8 +180,13 @@ def _parse_index(raw: Any, folder: Place) -> ShardIndex:
     # Values of another kind raise their error here, before they are used.
     names = sorted((category["id"], category["name"]) for category in index.categories)
     totals = (index.images, index.bytes, index.annotations in range(index.bytes + 1))
-    if totals != (raw["images"], raw["bytes"], True) or "storage" not in index.recipe:
-        raise ValueError(f"other totals or settings, with {len(names)} categories")
+    if totals != (raw["images"], raw["bytes"], True):
+        raise ValueError(f"other totals, with {len(names)} categories")
+    if index.recipe["storage"] not in get_args(Storage):
+        raise ColabUtilsError(
+            f"The images in {folder} are stored as {index.recipe['storage']!r:.20}, which this "
+            "colab_utils does not read. Run preprocess again, into another folder."
+        )
     return index
 
 

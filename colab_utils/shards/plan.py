@@ -22,9 +22,8 @@ from colab_utils.processes import fork_pool
 from colab_utils.reader import Reader
 from colab_utils.require import require_choice, require_count, require_number
 from colab_utils.shards.arrays import ArraysBuilder
-from colab_utils.shards.index import SkippedImage
+from colab_utils.shards.index import SkippedImage, Storage
 from colab_utils.shards.records import read_image, try_sample
-from colab_utils.shards.stored_images import Storage
 from colab_utils.units import format_bytes
 
 # Target size of the first shard.
@@ -180,7 +179,7 @@ def plan_shards(
     """Pick a storage for `write_shards`, and measure it on a few images. Nothing is written.
 
     If no image is larger than training needs, "keep" is picked: every file keeps its bytes. Else
-    "shrink" is picked. "pixels" is measured only if you name it.
+    "shrink" is picked.
 
     Args:
         images: the image folder.

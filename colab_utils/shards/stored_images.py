@@ -1,19 +1,14 @@
 """Images as a shard stores them: their bytes are kept where possible, and large ones shrunk."""
 
 import io
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 from PIL import Image
 
 from colab_utils.data.decoding import guard_pillow, open_image, to_rgb
 from colab_utils.data.orientation import turn_upright
 from colab_utils.data.sizes import plan_size
-
-Storage = Literal["keep", "shrink", "pixels"]
-"""How a shard stores images: "keep" keeps their size, "shrink" shrinks the larger ones once, and
-"pixels" shrinks, too, and stores raw pixels.
-"""
+from colab_utils.shards.index import Storage
 
 _JPEG_QUALITY = 95
 
@@ -48,8 +43,7 @@ def store_image(
     storage: Storage = "shrink",
     exif: str = "keep",
 ) -> StoredImage:
-    """Decode an image to be sure that it is complete, then keep its bytes, shrink it, or store its
-    pixels.
+    """Decode an image to be sure that it is complete, then keep its bytes or shrink it.
 
     JPEG and 8-bit PNG, RGB or grey, keep their bytes. Other kinds, and images that EXIF turns,
     become 8-bit RGB PNG. An image that is larger than training needs is shrunk with an antialiased
@@ -60,8 +54,7 @@ def store_image(
         size: height and width in the annotations; 0 if they give none.
         min_size: shorter side that training needs, in pixels.
         max_size: longer side that training needs, in pixels.
-        storage: "shrink" shrinks larger images; "keep" shrinks nothing; "pixels" shrinks, then
-            stores uint8 [H, W, 3] as ``.npy``.
+        storage: "shrink" shrinks larger images; "keep" shrinks nothing.
         exif: "turn" or "keep": what becomes of an image that EXIF turns, if its size does not tell.
 
     Raises:
@@ -81,13 +74,13 @@ def store_image(
     # not. So such a PNG is stored with 8 bits.
     is_deep = kind == "PNG" and data[_PNG_DEPTH] == 16
     is_kept = upright is image and kind in _KEPT_KINDS and mode in _KEPT_MODES and not is_deep
-    if is_kept and stored == original and storage != "pixels":
+    if is_kept and stored == original:
         return StoredImage("png" if kind == "PNG" else "jpg", data, stored, original, is_unclear)
     rgb = to_rgb(upright)
-    extension = "npy" if storage == "pixels" else "png"
+    extension = "png"
     if stored != original:
         rgb = shrink(rgb, stored)
-        if storage == "shrink" and kind in ("JPEG", "MPO", "WEBP"):
+        if kind in ("JPEG", "MPO", "WEBP"):
             extension = "jpg"
     return StoredImage(extension, _encode(rgb, extension), stored, original, is_unclear)
 
@@ -101,9 +94,7 @@ def _encode(image: Image.Image, extension: str) -> bytes:
     file = io.BytesIO()
     # Else Pillow would write the metadata of the original file, too.
     image.info = {}
-    if extension == "npy":
-        np.save(file, np.asarray(image))
-    elif extension == "jpg":
+    if extension == "jpg":
         image.save(file, "JPEG", quality=_JPEG_QUALITY)
     else:
         image.save(file, "PNG", compress_level=1)

@@ -27,7 +27,7 @@ from colab_utils.places import Place, UrlPath, open_place
 from colab_utils.progress import show_progress
 from colab_utils.require import require_max_bad, require_part
 from colab_utils.shards.folder_state import confirm_finished, find_source, inspect_folder
-from colab_utils.shards.index import INDEX_NAME, ShardIndex, SkippedImage, write_index
+from colab_utils.shards.index import INDEX_NAME, ShardIndex, SkippedImage, Storage, write_index
 from colab_utils.shards.jobs import ShardJob, has_files, name_shard
 from colab_utils.shards.lock import hold_folder
 from colab_utils.shards.plan import (
@@ -43,7 +43,6 @@ from colab_utils.shards.plan import (
 from colab_utils.shards.records import MISSING, read_image
 from colab_utils.shards.running import run_jobs
 from colab_utils.shards.source import ShardSource, describe_source, keep_source
-from colab_utils.shards.stored_images import Storage
 from colab_utils.streams import require_streams
 from colab_utils.units import format_bytes, format_count
 
@@ -147,8 +146,7 @@ def write_shards(
         min_size: the shorter side that training needs, in pixels (torchvision's ``min_size``).
         max_size: the longer side that training needs, in pixels (torchvision's ``max_size``).
         storage: "shrink" shrinks images that are larger than training needs. "keep" shrinks
-            nothing. "pixels" shrinks, too, and stores raw pixels (``KEY.npy``, uint8 [H, W, 3]).
-            Raw pixels need no decoding, but many times the space.
+            nothing.
         exif: what becomes of photos that EXIF turns while their size does not tell whether the
             annotations were drawn on the turned photo: half a turn, a mirror image, or a square
             photo. "turn" turns them, "keep" uses them as stored. "auto" does as the sizes of other

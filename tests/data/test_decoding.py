@@ -73,24 +73,6 @@ def test_other_headers_are_refused(data):
         read_npy_header(data)
 
 
-@pytest.mark.parametrize(
-    ("array", "message"),
-    [
-        (np.ones((2, 3, 3)), r"float64 \[2, 3, 3\]"),
-        (np.ones((2, 3), np.uint8), r"uint8 \[2, 3\]"),
-        (np.ones((2, 3, 4), np.uint8), r"uint8 \[2, 3, 4\]"),
-    ],
-)
-def test_other_arrays_than_pixels_are_refused(array, message):
-    with pytest.raises(
-        ColabUtilsError, match=rf"expected raw pixels as uint8 \[H, W, 3\], found: {message}"
-    ):
-        decode_pixels(dump(array))
-    with pytest.raises(ColabUtilsError, match="raw pixels"):
-        # The array is cut short in its header.
-        decode_pixels(dump(array)[:70])
-
-
 def test_a_palette_with_more_transparencies_than_colours_is_told():
     image = Image.new("P", (4, 4), 9)
     # Pillow reads this from the chunk of a damaged PNG.

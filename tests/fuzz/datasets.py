@@ -59,7 +59,7 @@ def _judge_json(case: Case, images: Path, path: Path) -> list[str]:
     """Check it, read it as loose files and store it as shards; returns why images were skipped."""
     shards = case.folder / f"shards of {path.stem}"
     case.attempt(check_dataset, images, path, deep=True)
-    storage = case.rng.choice(["shrink", "keep", "pixels"])
+    storage = case.rng.choice(["shrink", "keep"])
     report = case.attempt(store, images, path, shards, storage=storage)
     loose = case.attempt(CocoFolder, images, path)
     if report is None and loose is None:

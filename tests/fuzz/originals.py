@@ -39,7 +39,7 @@ class Known:
     records: dict[int, Any]
     """By image id, as they lie in the tars."""
     facts: tuple[Any, ...]
-    """Classes, fingerprint and storage."""
+    """Classes and fingerprint."""
 
 
 @dataclass
@@ -147,7 +147,7 @@ def _read_known(root: Path, shards: Tree) -> Known:
                     record = json.load(tar.extractfile(member))
                     compare_record(record, truth[record["image_id"]])
                     records[record["image_id"]] = record
-    facts = ({3: "car", 18: "dog"}, {3: 3, 18: 18}, 19, xxhash.xxh3_128_hexdigest(data), False)
+    facts = ({3: "car", 18: "dog"}, {3: 3, 18: 18}, 19, xxhash.xxh3_128_hexdigest(data))
     return Known(truth, records, facts)
 
 

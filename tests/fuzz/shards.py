@@ -69,11 +69,10 @@ def _judge_samples(case: Case, dataset: ShardDataset) -> None:
         dataset.category_ids,
         dataset.num_classes,
         dataset.fingerprint,
-        dataset.is_decoded,
     )
     known = next((known for known in case.originals.known if known.facts == facts), None)
     if known is None:
-        raise WrongDataError("other classes, fingerprint or storage than there were")
+        raise WrongDataError("other classes or another fingerprint than there were")
     ids = dataset.image_ids.tolist()
     if ids != list(known.records):
         raise WrongDataError("other images than there were")

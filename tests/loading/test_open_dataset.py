@@ -793,7 +793,7 @@ def test_a_folder_begun_with_other_settings_goes_on_by_these(tiny_dataset, place
         tiny_dataset.annotations,
         shards=older,
         shard_mb=0.03,
-        storage="pixels",
+        storage="keep",
         min_size=64,
         workers=1,
     )

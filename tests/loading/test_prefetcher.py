@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import gc
-import io
 import multiprocessing
 import os
 import random
 import shutil
 import signal
-import tarfile
 import threading
 import time
 import warnings
-from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 
@@ -23,9 +20,7 @@ import torch
 from torch.utils.data import Subset
 from torchvision.transforms import v2
 
-from colab_utils.data.decoding import decode_pixels
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.files import hash_bytes
 from colab_utils.loading import shared_memory
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.fetcher import Fetcher
@@ -34,9 +29,6 @@ from colab_utils.loading.prefetcher import Worker, end_workers
 from colab_utils.loading.shared_memory import SharedBuffer, SharedBufferPool
 from colab_utils.loading.targets import apply_transforms
 from colab_utils.loading.workers import WorkerDiedError
-from colab_utils.shards.arrays import ArraysBuilder, describe_shard, dump_arrays
-from colab_utils.shards.index import read_index, write_index
-from colab_utils.shards.records import load_record, split_member
 
 from .test_loader import (
     TENSORS,
@@ -304,7 +296,7 @@ def test_ranks_are_those_of_torch_distributed(make):
         assert list_ids(alone) == [[0, 1, 2, 3], [4, 5]]
 
 
-# The tests below read subsets, subclasses and raw pixels.
+# The tests below read subsets and subclasses.
 
 
 def test_a_subset_is_read_as_its_dataset(tiny_shards, make):
@@ -336,72 +328,6 @@ def test_a_subclass_gives_its_own_samples(tiny_shards, make):
     place = {image_id: i for i, image_id in enumerate(darker.image_ids.tolist())}
     for images, targets in make(darker, batch_size=4, workers=1):
         assert_equal_batches(darker, place, images, targets)
-
-
-@pytest.fixture
-def raw_shards(tiny_shards, tmp_path):
-    """The tiny shards with every image as raw pixels."""
-    folder = Path(shutil.copytree(tiny_shards, tmp_path / "raw"))
-    index = read_index(folder)
-    infos = []
-    for info in index.shards:
-        content = b""
-        builder = ArraysBuilder()
-        files = []
-        starts = []
-        with tarfile.open(folder / info.name) as tar:
-            for member in tar:
-                data = tar.extractfile(member).read()
-                name = member.name
-                if not name.endswith(".json"):
-                    file = io.BytesIO()
-                    np.save(file, decode_pixels(data))
-                    data = file.getvalue()
-                    name = name.rsplit(".", 1)[0] + ".npy"
-                starts.append(len(content) + 512)
-                content += b"".join(split_member(name, data))
-                files.append(data)
-        (folder / info.name).write_bytes(content := content + bytes(1024))
-        for i in range(0, len(files), 2):
-            builder.add(
-                load_record(files[i + 1]),
-                files[i : i + 2],
-                starts[i : i + 2],
-            )
-        head = {**asdict(info), "bytes": len(content), "xxh3_64": hash_bytes(content)}
-        (folder / info.arrays_name).write_bytes(arrays := dump_arrays(head, builder.build()))
-        infos.append(describe_shard(arrays)[1])
-    write_index(
-        folder, replace(index, shards=tuple(infos), recipe={**index.recipe, "storage": "pixels"})
-    )
-    return folder
-
-
-@pytest.mark.parametrize("count", WORKERS)
-def test_raw_pixels_arrive_as_they_are(tiny_shards, raw_shards, make, count):
-    compressed = ShardDataset(tiny_shards)
-    raw = ShardDataset(raw_shards)
-    assert raw.is_decoded
-    assert not compressed.is_decoded
-    assert torch.equal(raw[2][0], compressed[2][0])
-    assert torch.equal(raw.decode(raw.read(2)), compressed[2][0])
-    place = {image_id: i for i, image_id in enumerate(raw.image_ids.tolist())}
-    for images, targets in make(raw, batch_size=4, workers=count):
-        assert_equal_batches(compressed, place, images, targets)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [(b"'|u1'", b"'|i1'"), (b"(128, 160, 3)", b"(160, 128, 3)"), (b"False", b"True ")],
-)
-def test_damaged_raw_pixels_are_named(raw_shards, make, old, new):
-    path = sorted(raw_shards.glob("*.tar"))[0]
-    content = path.read_bytes()
-    assert old in content
-    path.write_bytes(content.replace(old, new, 1))
-    with pytest.raises(ColabUtilsError, match=path.name) as error:
-        list(make(ShardDataset(raw_shards), batch_size=4, workers=1))
-    assert "\n" not in str(error.value)
 
 
 # The tests below apply transforms of users.

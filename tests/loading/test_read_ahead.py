@@ -27,8 +27,8 @@ def dataset(tiny_dataset):
     return CocoFolder(tiny_dataset.images, tiny_dataset.annotations, streams=4)
 
 
-@pytest.fixture(params=["shrink", "pixels"])
-def near_and_far(request, tiny_dataset, tmp_path):
+@pytest.fixture
+def near_and_far(tiny_dataset, tmp_path):
     """The same shards in a local folder and in a slowed one."""
     near = tmp_path / "near"
     far = tmp_path / "far"
@@ -37,7 +37,6 @@ def near_and_far(request, tiny_dataset, tmp_path):
         tiny_dataset.annotations,
         shards=near,
         shard_mb=0.1,
-        storage=request.param,
     )
     shutil.copytree(near, far)
     slow_down(far, DriveProfile("far", open_s=0.001, bytes_per_s=1e9, source="a test"))

@@ -97,6 +97,12 @@ def test_an_index_of_another_version_or_program_is_refused(tmp_path, changes, me
     is_refused(tmp_path, message)
 
 
+def test_images_that_are_stored_in_another_way_are_refused(tmp_path):
+    """Older versions could store raw pixels."""
+    write_index(tmp_path, replace(INDEX, recipe={**INDEX.recipe, "storage": "pixels"}))
+    is_refused(tmp_path, r"are stored as 'pixels', which .* does not read\. Run preprocess again")
+
+
 @pytest.mark.parametrize(
     "names",
     [
@@ -129,7 +135,7 @@ def test_no_name_in_an_index_leads_out_of_its_folder(tmp_path, names):
         lambda raw: raw["shards"][0].update(images=4),
         lambda raw: raw["shards"][0].update(xxh3_64="b" * 16),
         lambda raw: raw["skipped"][0].update(file_name="b"),
-        lambda raw: raw["recipe"].update(storage="pixels"),
+        lambda raw: raw["recipe"].update(storage="shrink"),
         lambda raw: raw.update(fingerprint="e" * 32),
         lambda raw: raw.update(partial=True),
         lambda raw: raw.update(notes="mine"),

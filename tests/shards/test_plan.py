@@ -37,7 +37,6 @@ def test_where_nothing_is_larger_every_file_keeps_its_bytes(run):
     assert (plan.storage, plan.images, plan.sampled_images) == ("keep", 12, 12)
     assert "no image is larger" in plan.reason
     assert plan.bytes == run(storage="shrink").bytes
-    assert run(storage="pixels").bytes > 12 * 160 * 128 * 3
     assert plan.write_s > 0
 
 
@@ -71,7 +70,7 @@ def test_an_image_without_a_size_counts_as_larger(tiny_dataset, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("storage", ["keep", "shrink", "pixels"])
+@pytest.mark.parametrize("storage", ["keep", "shrink"])
 def test_planned_bytes_are_those_that_are_written(run, tiny_dataset, tmp_path, storage, workers):
     plan = run(storage=storage, workers=workers, **SMALL)
     assert (plan.storage, plan.reason) == (storage, "you asked for it")

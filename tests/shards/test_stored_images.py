@@ -260,32 +260,6 @@ def test_keep_shrinks_nothing(name, data, kept):
     assert (stored.data == data) is kept
 
 
-@pytest.mark.parametrize(
-    ("name", "data", "kept"),
-    KINDS,
-    ids=[name for name, _, _ in KINDS],
-)
-# The images are stored as large as they are, and shrunk.
-@pytest.mark.parametrize("min_size", [800, 24])
-def test_raw_pixels_are_those_of_the_stored_image(name, data, kept, min_size):
-    stored = store_image(data, (48, 64), min_size=min_size, max_size=1333, storage="pixels")
-    size = (48, 64) if min_size == 800 else (24, 32)
-    assert stored.extension == "npy"
-    assert stored.size == size
-    assert stored.original[0] == 48
-    assert np.lib.format.read_magic(io.BytesIO(stored.data)) == (1, 0)
-    pixels = np.load(io.BytesIO(stored.data), allow_pickle=False)
-    assert pixels.dtype == np.uint8
-    assert pixels.shape == (*size, 3)
-    assert pixels.flags.c_contiguous
-    other = store_image(data, (48, 64), min_size=min_size, max_size=1333)
-    expected = np.array(Image.open(io.BytesIO(other.data)).convert("RGB"))
-    # A JPEG is encoded after it was shrunk.
-    is_lossy = other.extension == "jpg" and min_size == 24
-    allowed = 4 if is_lossy else 0
-    assert np.abs(pixels.astype(int) - expected).mean() <= allowed
-
-
 def turn(orientation, size=(48, 64)):
     exif = Image.Exif()
     exif[0x0112] = orientation

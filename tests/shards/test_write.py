@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import io
 import json
 import multiprocessing
 import os
@@ -31,14 +30,12 @@ from PIL import Image
 from colab_utils.__main__ import main
 from colab_utils.data.checks import check_dataset
 from colab_utils.data.coco import open_coco
-from colab_utils.data.decoding import decode_pixels
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableError
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.machine import find_host
 from colab_utils.shards import jobs, running, write
 from colab_utils.shards import records as image_module
-from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.folder_state import inspect_folder
 from colab_utils.shards.index import read_index, write_index
 from colab_utils.shards.lock import hold_folder
@@ -886,48 +883,12 @@ def read_members(folder):
     return result
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:webdataset", "ignore::ResourceWarning")
-@pytest.mark.parametrize("workers", [1, 2])
-def test_raw_pixels_hold_what_decoding_gives(tiny_dataset, folder, tmp_path, workers):
-    report = run(
-        (tiny_dataset.images, tiny_dataset.annotations),
-        folder,
-        storage="pixels",
-        shard_mb=0.2,
-        workers=workers,
-    )
-    assert (report.storage, report.images) == ("pixels", 12)
-    members = read_members(folder)
-    assert [name.partition(".")[2] for name in members] == ["npy", "json"] * 12
-    for name, data in members.items():
-        if name.endswith(".json"):
-            record = json.loads(data)
-            pixels = np.load(
-                io.BytesIO(members[name.replace("json", "npy")]),
-                allow_pickle=False,
-            )
-            assert pixels.shape == (record["height"], record["width"], 3)
-            assert np.array_equal(
-                pixels, decode_pixels((tiny_dataset.images / record["file_name"]).read_bytes())
-            )
-    assert verify_shards(folder).bad == ()
-    copy_shards(folder, tmp_path / "copy")
-    assert snapshot(tmp_path / "copy") == snapshot(folder)
-    webdataset = pytest.importorskip("webdataset")
-    tars = sorted(str(path) for path in folder.glob("*.tar"))
-    samples = list(webdataset.WebDataset(tars, shardshuffle=False).decode())
-    assert [sample["npy"].shape for sample in samples] == [(128, 160, 3)] * 12
-    # Nothing may be left to collect once the warning of an open shard of webdataset counts again.
-    gc.collect()
-
-
 def test_the_storage_decides_what_larger_images_become(tiny_dataset, tmp_path):
     data = (tiny_dataset.images, tiny_dataset.annotations)
     sizes = {}
     for name, options in {
         "shrink": {},
         "keep": {"storage": "keep"},
-        "pixels": {"storage": "pixels"},
     }.items():
         report = run(data, tmp_path / name, min_size=64, shard_mb=1, **options)
         sizes[name] = report.bytes
@@ -944,7 +905,7 @@ def test_the_storage_decides_what_larger_images_become(tiny_dataset, tmp_path):
 
 def test_other_settings_are_refused(tiny_dataset, undisturbed, folder):
     shutil.copytree(undisturbed, folder)
-    for options in ({"storage": "pixels"}, {"storage": "keep"}, {"shard_mb": 1}):
+    for options in ({"storage": "keep"}, {"shard_mb": 1}):
         with pytest.raises(ColabUtilsError, match="shards made with other settings"):
             run((tiny_dataset.images, tiny_dataset.annotations), folder, **options)
     assert snapshot(folder) == snapshot(undisturbed)
@@ -959,10 +920,10 @@ def test_the_recipe_of_a_folder(dataset, folder, tmp_path, monkeypatch):
             write, "write_index", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full"))
         )
         with pytest.raises(ColabUtilsError, match="failed: full"):
-            run(dataset, folder, storage="pixels")
+            run(dataset, folder, storage="keep")
     assert not (folder / "index.json").exists()
     # The recipe belongs to a run that is not finished.
-    assert inspect_folder(folder).recipe["storage"] == "pixels"
+    assert inspect_folder(folder).recipe["storage"] == "keep"
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "index.json").write_text("{}")
     with pytest.raises(ColabUtilsError, match="is not an index of colab_utils"):
@@ -1147,7 +1108,7 @@ def spoil_objects(data, path, kind, count):
     return sum(not annotation["iscrowd"] for annotation in coco["annotations"])
 
 
-@pytest.mark.parametrize("storage", ["shrink", "pixels"])
+@pytest.mark.parametrize("storage", ["shrink", "keep"])
 @pytest.mark.parametrize("kind", FAULTS)
 def test_objects_that_check_calls_serious_are_counted_and_said(
     tiny_dataset, folder, tmp_path, kind, storage
