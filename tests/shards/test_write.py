@@ -804,7 +804,7 @@ def test_missing_input_and_unwritable_output(dataset, folder, tmp_path):
 )
 def test_settings_out_of_range_are_refused(tiny_dataset, folder, options):
     name = next(iter(options))
-    words = f"expected {name} (between|of|as)|storage must be one of keep, shrink, pixels"
+    words = f"expected {name} (between|of|as)|storage must be one of keep, shrink"
     with pytest.raises(ColabUtilsError, match=words):
         run((tiny_dataset.images, tiny_dataset.annotations), folder, **options)
     assert not folder.exists()
