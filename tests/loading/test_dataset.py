@@ -510,8 +510,8 @@ def twins(tmp_path):
                 "RGB",
                 (48, 32),
                 (20 * i, 5, 250 - 20 * i),
-            ).save(images / f"{i:02d}.bmp")
-            coco["images"].append({"id": i, "file_name": f"{i:02d}.bmp", "width": 48, "height": 32})
+            ).save(images / f"{i:02d}.png", compress_level=0)
+            coco["images"].append({"id": i, "file_name": f"{i:02d}.png", "width": 48, "height": 32})
             # All these numbers have two digits, so that one digit can be changed.
             x = 8 + i
             corners = [[x, 11, x + 12, 11, x + 12, 21, x, 21]]

@@ -100,7 +100,7 @@ def test_an_index_of_another_version_or_program_is_refused(tmp_path, changes, me
 def test_images_that_are_stored_in_another_way_are_refused(tmp_path):
     """Older versions could store raw pixels."""
     write_index(tmp_path, replace(INDEX, recipe={**INDEX.recipe, "storage": "pixels"}))
-    is_refused(tmp_path, "are stored as 'pixels', which this colab_utils does not read. Run preprocess")
+    is_refused(tmp_path, "are stored as 'pixels', which this colab_utils does not read. Run")
 
 
 @pytest.mark.parametrize(

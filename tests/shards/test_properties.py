@@ -149,7 +149,8 @@ def indexes(draw) -> ShardIndex:
         fingerprint=draw(text),
         recipe={
             **recipe,
-            **draw(st.fixed_dictionaries({"min_size": st.integers(1, 5000), "storage": text})),
+            "min_size": draw(st.integers(1, 5000)),
+            "storage": draw(st.sampled_from(["keep", "shrink"])),
         },
         categories=tuple({"id": number, "name": draw(text)} for number in ids),
         shards=tuple(infos),
