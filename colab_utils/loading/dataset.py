@@ -230,8 +230,8 @@ class CocoFolder(CocoSamples):
     def read_masks(self, index: int) -> NDArray[np.uint8]:
         """Return the dense masks, uint8 [N, H, W], at the image size that the annotations give."""
         index = self._check(index)
-        original, size = (sizes[index].tolist() for sizes in (self.coco.sizes, self.sizes))
-        return self._read_objects(index, original, size)[2]
+        original = self.coco.sizes[index].tolist()
+        return self._read_objects(index, original, self.sizes[index].tolist())[2]
 
     def find_path(self, index: int) -> Place:
         """Return the path of the image file.
