@@ -270,7 +270,10 @@ def main(arguments: Sequence[str]) -> int:
             case ["workshop", *folder]:
                 _print_workshop(write_workshop(Path(*folder or ("runs/workshop",))))
             case _:
-                raise ColabUtilsError(f"{' '.join(arguments)!r} is no command.\n{__doc__}")
+                raise ColabUtilsError(
+                    f"{' '.join(arguments)!r} is no command. Give setup, badges OWNER/NAME, or "
+                    "workshop [DIR]."
+                )
     except ColabUtilsError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

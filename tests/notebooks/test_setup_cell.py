@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.cells import ROOT, build_wheel, carry_wheel, read_setup_cell, write_setup_cells
+from tools.cells import ROOT, build_wheel, carry_wheel, main, read_setup_cell, write_setup_cells
 
 # Mail and learning platforms take such a notebook, and Colab opens it at once.
 MOST_BYTES = 520_000
@@ -181,6 +181,12 @@ def test_the_checkout_stays_clean(wheel):
 def test_a_cell_without_a_place_for_the_wheel_is_refused(wheel):
     with pytest.raises(Exception, match=r"The setup cell has 0 lines SOURCE = \.\.\."):
         carry_wheel("import sys", wheel)
+
+
+@pytest.mark.parametrize("arguments", [[], ["badge"], ["badges", "no slug"]])
+def test_a_command_that_is_none_is_refused_in_one_line(arguments, capsys):
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_make_workshop_says_what_it_wrote(workshop):
