@@ -315,6 +315,8 @@ class Loader:
         bad: Index and reason of every image that was left out (``max_bad``).
         late: Index and seconds of every image that was not loaded in time (``max_wait_s``), even if
             it was loaded later. If the late image is not known, all images of its batch are listed.
+        expects_pass: Whether another pass follows the first one. Then the first files of each next
+            pass are read while the one before ends, as they are from the second pass on anyway.
     """
 
     _fetcher: Fetcher
@@ -345,6 +347,7 @@ class Loader:
         # Whether an epoch has run to its end. All shards have arrived then.
         self._has_passed = False
         self._passes = 0
+        self.expects_pass = False
         # The thread whose pass is under way; 0 between two passes.
         self._thread = 0
         self._prefetcher: Prefetcher | None = None
@@ -455,7 +458,12 @@ class Loader:
             self._finalizer = weakref.finalize(self, self._prefetcher.close)
         try:
             seed = (self.seed, self.epoch, self._ranks.rank)
-            yield from self._prefetcher.run(self._plan(), seed=seed, skips_bad=self.max_bad > 0)
+            yield from self._prefetcher.run(
+                self._plan(),
+                seed=seed,
+                skips_bad=self.max_bad > 0,
+                following=self._list_following(),
+            )
         except GeneratorExit:
             # The pass is interrupted. Workers stay for the next pass. Without workers, this process
             # has read files ahead, which would leave other loaders of the dataset no room.
@@ -495,6 +503,15 @@ class Loader:
                 yield from arrival.wait_for(set(shard_of[indices].tolist()))
             self._totals[number] = len(indices)
             yield number, indices[ranks.rank :: ranks.count]
+
+    def _list_following(self) -> Iterator[list[int]]:
+        """Return the batches of the next epoch, as far as they are expected and known."""
+        order = copy(self._order)
+        order.start_epoch(self.epoch + 1)
+        if order.sampler is not None or not (self.expects_pass or self._passes > 1):
+            return iter(())
+        ranks = self._ranks
+        return (indices[ranks.rank :: ranks.count] for indices in order)
 
     def _choose_windows(self) -> list[list[int]]:
         """Return the windows of shards of a new epoch (see `BatchSampler.windows`).

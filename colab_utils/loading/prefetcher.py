@@ -218,6 +218,8 @@ class Prefetcher:
         self._is_noted = False
         # Batches that are not requested yet: number, indices, and the worker that reads ahead.
         self._planned: deque[tuple[int, list[int], int | None]] = deque()
+        # Batches of the next pass whose files the workers read already.
+        self._early: dict[int, list[int]] = {}
         self.streams: dict[int | None, StreamTrial] = {}
         # Requests, and the results that have arrived. The keys are the numbers of the batches.
         self._sent: dict[int, Request] = {}
@@ -239,12 +241,14 @@ class Prefetcher:
         *,
         seed: tuple[int, ...],
         skips_bad: bool,
+        following: Iterable[list[int]] = (),
     ) -> Iterator[Loaded]:
         """Load numbered batches, and yield them in the order given.
 
         ``batches`` yields the number and indices of each batch, or None if the next batch cannot be
         requested yet. `Loaded.batch` is None if a batch has no indices, or if all its samples are
-        bad.
+        bad. ``following`` yields the batches of the next pass: while this pass ends, the files of
+        the first ones are read.
 
         Raises:
             WorkerDiedError: A worker died.
@@ -252,10 +256,12 @@ class Prefetcher:
         """
         self._drop_pass()
         todo = iter(batches)
+        later = iter(following)
         is_over = False
         while True:
-            if not is_over:
-                is_over = self._plan(todo)
+            is_over = is_over or self._plan(todo)
+            if is_over:
+                self._read_early(later)
             while self._planned and len(self._sent) < self._ahead:
                 number, indices, worker = self._planned.popleft()
                 self._send(number, indices, (*seed, number), skips_bad, worker)
@@ -300,6 +306,7 @@ class Prefetcher:
         """Receive the last results of an interrupted pass, and free their buffers."""
         if self._planned:
             self._planned.clear()
+            self._early.clear()
             for worker in range(max(1, len(self._workers))):
                 self._tell(worker, ReadAhead(None))
         # If a worker dies now, its error must not name a batch: a batch of the new pass may have
@@ -332,10 +339,33 @@ class Prefetcher:
             worker = None
             if self._told_images:
                 worker = number % max(1, len(self._workers))
-                self._tell(worker, ReadAhead(indices))
+                if self._early.pop(number, None) != indices:
+                    self._forget_early()
+                    self._tell(worker, ReadAhead(indices))
             self._planned.append((number, indices, worker))
             images += len(indices)
         return False
+
+    def _read_early(self, batches: Iterator[list[int]]) -> None:
+        """Tell the workers which files the next pass begins with."""
+        images = sum(len(indices) for _, indices, _ in self._planned)
+        images += sum(map(len, self._early.values()))
+        # Without workers, files that nobody takes would leave other loaders no room.
+        while self._workers and images < self._told_images:
+            indices = next(batches, None)
+            if indices is None:
+                return
+            number = len(self._early)
+            self._tell(number % len(self._workers), ReadAhead(indices))
+            self._early[number] = indices
+            images += len(indices)
+
+    def _forget_early(self) -> None:
+        """Give up the files of another pass than the one that has begun."""
+        if self._early:
+            self._early.clear()
+            for worker in range(len(self._workers)):
+                self._tell(worker, ReadAhead(None))
 
     def _tell(self, worker: int, message: ReadAhead) -> None:
         if not self._told_images:

@@ -210,6 +210,7 @@ def train(
                     loader.load_state_dict(data.match_state(state["loader"], state["order"]))
                     first_step = state["step"]
                 plan = make_plan(prepared, data, loader, first_step=first_step)
+                loader.expects_pass = plan.steps - first_step > loader.left
                 trainer = Trainer(plan, prepared.step, loader, folder, data)
                 if state:
                     _warn_if_finished(plan, state["path"])

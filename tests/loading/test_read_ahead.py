@@ -141,6 +141,13 @@ def _write_annotations(dataset, folder):
     return write_subset(dataset.coco, range(4), folder / "coco.json")
 
 
+def _wait_until(is_true):
+    until_s = time.monotonic() + 60
+    while not is_true():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
 def read_orders(loader, passes=2):
     return [
         [int(target["image_id"]) for _, targets in loader for target in targets]
@@ -367,3 +374,37 @@ def test_a_file_that_was_repaired_is_read_anew(dataset, tmp_path):
         copy[2]
     copy.find_path(2).write_bytes(content)
     assert_same(copy[2], dataset[2])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("expects_pass", [False, True])
+def test_the_files_of_the_next_pass_are_read_while_one_ends(
+    dataset, list_reads, workers, expects_pass
+):
+    count = len(dataset)
+    loader = make_loader(dataset, batch_size=2, workers=workers, streams=4)
+    loader.expects_pass = expects_pass
+    orders = read_orders(loader, passes=1)
+    _wait_until(lambda: len(list_reads()) == (2 * count if expects_pass else count))
+    orders += read_orders(loader, passes=1)
+    # All files of the third pass are read already.
+    _wait_until(lambda: len(list_reads()) == 3 * count)
+    orders += read_orders(loader, passes=1)
+    _wait_until(lambda: len(list_reads()) == 4 * count)
+    loader.close()
+    again = make_loader(dataset, batch_size=2, workers=0, streams=1)
+    assert read_orders(again, passes=3) == orders
+
+
+def test_files_that_were_read_for_another_pass_are_given_up(dataset, list_reads):
+    loader = make_loader(dataset, batch_size=2, workers=1, streams=4)
+    loader.expects_pass = True
+    read_orders(loader, passes=1)
+    _wait_until(lambda: len(list_reads()) == 2 * len(dataset))
+    other = make_loader(dataset, batch_size=2, workers=0)
+    next(iter(other))
+    # The next pass goes on in the first epoch, after its first batch.
+    loader.load_state_dict(other.state_dict())
+    rest = read_orders(loader, passes=1)[0]
+    loader.close()
+    assert len(rest) == len(dataset) - 2
