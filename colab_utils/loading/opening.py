@@ -141,7 +141,7 @@ def open_dataset(
     recipe = plan_recipe(images, dataset, recipe, cache)
     # The cache leaves room for the shards.
     cache.reserve_bytes += len(dataset) * recipe["shard_mb"] * 1e6 / recipe["images_per_shard"]
-    opened: ShardDataset | LooseFiles = LooseFiles(
+    loose = LooseFiles(
         images,
         dataset,
         recipe,
@@ -151,8 +151,7 @@ def open_dataset(
         seed=seed,
         contiguous_labels=contiguous_labels,
     )
-    if ssd_has_shards:
-        opened = _open_shards(ssd, seed, contiguous_labels)
+    opened = _open_shards(ssd, seed, contiguous_labels) if ssd_has_shards else loose
     opened.max_bad = count_allowed(len(dataset), max_bad)
     writer = ShardWriter(
         ssd=ssd,
@@ -160,7 +159,8 @@ def open_dataset(
         images=images,
         dataset=dataset,
         recipe=recipe,
-        order=[*chain(*opened.windows)],
+        # Shards in which no image can be used are not among those that were opened.
+        order=[*chain(*loose.windows)],
         cache=cache,
         streams=streams,
         max_bad=max_bad,

@@ -533,6 +533,12 @@ def test_a_shard_without_a_usable_image_is_passed_over(own_dataset, places):
     assert sorted(ids) == sorted(np.delete(coco.image_ids, rows).tolist())
     dataset.wait()
     assert len(ShardDataset(places["drive"])) == len(ids)
+    before = read_files(places["drive"])
+    shutil.rmtree(places["drive"])
+    again = open_dataset(images, annotations, **places, shard_mb=SHARD_MB, max_bad=1.0)
+    assert type(again) is ShardDataset
+    again.wait()
+    assert read_files(places["drive"]) == before
 
 
 def test_too_many_bad_images_end_in_one_message(own_dataset, places):
