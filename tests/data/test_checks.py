@@ -489,12 +489,9 @@ def test_each_defect_has_a_name_and_a_cure(dataset, spoil, kind, serious, kept, 
     warned = nullcontext()
     if kind == "EXIF rotation, unclear":
         warned = pytest.warns(ColabUtilsWarning, match="used as stored, because")
-    with ThreadPoolExecutor(1) as executor, warned:
+    with warned:
         shards = write_shards(
-            dataset.images,
-            tmp_path / "repaired.json",
-            shards=tmp_path / "shards",
-            executor=executor,
+            dataset.images, tmp_path / "repaired.json", shards=tmp_path / "shards", workers=1
         )
     assert (shards.skipped, shards.images) == ((), kept)
     for _, target in ShardDataset(tmp_path / "shards"):

@@ -43,7 +43,6 @@ from colab_utils.loading import dataset as dataset_module
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import make_loader
-from colab_utils.shards import arrays as arrays_module
 from colab_utils.shards.arrays import (
     IMAGE_TABLES,
     OBJECT_TABLES,
@@ -465,7 +464,7 @@ def test_arrays_with_tables_of_another_length_are_refused(shards, name):
     index = read_index(shards)
     shard = index.shards[0]
     path = shards / shard.arrays_name
-    _, head = arrays_module._read_head(io.BytesIO(path.read_bytes()))
+    head, _ = describe_shard(path.read_bytes())
     arrays = load_arrays(path, shard)
     bits = np.frombuffer(path.read_bytes()[arrays.bits :], np.uint8)
     table = getattr(arrays, name)
