@@ -4,6 +4,7 @@ Reads in a slowed folder take as long as on a slow Google Drive: see `colab_util
 """
 
 import errno
+import fnmatch
 import hashlib
 import io
 import os
@@ -519,6 +520,19 @@ def drop_cached(path: Path) -> None:
 def has_size(path: Place, size: int) -> bool:
     """Return whether there is a file of this size in bytes."""
     return stamp_file(path).bytes == size
+
+
+def list_names(folder: Place, pattern: str = "*") -> list[str]:
+    """Return the sorted names in a folder that match a pattern; none if there is no folder.
+
+    Raises:
+        DriveLostError: Drive got disconnected, or the server does not answer. A place that is lost
+            never looks like an empty one.
+    """
+    with suppress(FileNotFoundError, NotADirectoryError), guard_drive(folder):
+        names = folder.list_sizes() if isinstance(folder, UrlPath) else os.listdir(folder)
+        return sorted(fnmatch.filter(names, pattern))
+    return []
 
 
 def hash_file(path: str | Place, retries: Retries | None = None) -> tuple[int, str]:

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
-from fnmatch import fnmatch
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from secrets import token_hex
@@ -319,22 +318,10 @@ class UrlPath:
     def rmdir(self) -> None:
         """Do nothing: a store has no empty folders."""
 
-    def remove_all(self) -> None:
-        """Remove all files of a folder."""
-        with suppress(FileNotFoundError), guard_server(self):
-            system, path = self._locate()
-            system.rm(path, recursive=True)
-
     def list_sizes(self) -> dict[str, int]:
         """List a folder once; return the size in bytes of each file, by its name."""
         entries = self._list().items()
         return {name: info.get("size") or 0 for name, info in entries if info["type"] == "file"}
-
-    def glob(self, pattern: str) -> "Iterator[UrlPath]":
-        """Yield the files and folders in this folder whose names match the pattern."""
-        for name in self._list():
-            if fnmatch(name, pattern):
-                yield self / name
 
     def _list(self) -> dict[str, dict[str, Any]]:
         """Return fsspec's information on each file in a folder; none if there is no folder."""
@@ -468,18 +455,6 @@ def _take_path(path: str | os.PathLike[str]) -> Path:
     taken = Path(os.path.expanduser(path))
     require_mounted(taken)
     return taken
-
-
-def write_place(place: Place) -> str:
-    """Return the text from which `open_place` makes the same place on any machine.
-
-    A URL has its password here, so the text is not for people.
-
-    Example:
-        >>> write_place(UrlPath("ftp://me:secret@host/photos"))
-        'ftp://me:secret@host/photos'
-    """
-    return place.url if isinstance(place, UrlPath) else str(place.absolute())
 
 
 def name_below(path: Place, folder: Place) -> str:

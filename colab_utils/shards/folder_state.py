@@ -12,6 +12,7 @@ from colab_utils.data.coco import CocoDataset
 from colab_utils.data.image_paths import require_folder
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
+from colab_utils.files import list_names
 from colab_utils.places import Place, open_place
 from colab_utils.shards.index import INDEX_NAME, ShardIndex, read_index
 from colab_utils.shards.jobs import are_still_bad, has_files, read_shard_index
@@ -85,12 +86,11 @@ def _inspect(folder: Place) -> FolderState:
         is_written = (folder / WRITER_NAME).exists()
         return FolderState(folder, index, is_finished=not (index.partial or is_written))
     # The arrays of each shard hold the fingerprint and the recipe of all shards.
-    arrays: list[Place] = [*folder.glob("shard-*.arrays")]
-    for path in sorted(arrays, key=str):
-        shard = read_shard_index(path)
+    for name in list_names(folder, "shard-*.arrays"):
+        shard = read_shard_index(folder / name)
         if shard is not None:
             return FolderState(folder, shard)
-    if any(folder.glob("shard-*.tar")):
+    if list_names(folder, "shard-*.tar"):
         raise ColabUtilsError(f"{folder} holds shards without an index. Name another folder.")
     return FolderState(folder)
 

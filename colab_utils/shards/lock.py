@@ -18,7 +18,7 @@ import psutil
 
 from colab_utils.drive import Retries, explain_write
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.files import hash_bytes, read_file, write_file
+from colab_utils.files import hash_bytes, list_names, read_file, write_file
 from colab_utils.machine import find_host, require_linux
 from colab_utils.places import Place, identify_place
 from colab_utils.processes import start_thread
@@ -46,8 +46,9 @@ def remove_leftovers(folder: Place) -> None:
     This machine cannot see whether a process of another machine runs. The files of such a process
     are removed one hour after the last write.
     """
-    for path in folder.glob(".*.part"):
-        match = _PART.fullmatch(path.name)
+    for name in list_names(folder, ".*.part"):
+        path = folder / name
+        match = _PART.fullmatch(name)
         # Another process may remove the file at the same time.
         with suppress(FileNotFoundError):
             if match and not _is_written(path, match[1], int(match[2])):

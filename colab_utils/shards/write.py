@@ -22,6 +22,7 @@ from colab_utils.data.orientation import Exif, choose_turn
 from colab_utils.drive import Retries, explain_write, is_on_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.file_cache import FileCache
+from colab_utils.files import list_names
 from colab_utils.machine import require_space
 from colab_utils.places import Place, UrlPath, open_place
 from colab_utils.progress import show_progress
@@ -264,7 +265,7 @@ def begin_folder(
     image_bytes = recipe["shard_mb"] * 1e6 / recipe["images_per_shard"]
     if not isinstance(folder, UrlPath):
         # A look at each shard would take minutes on a slow Drive.
-        tars = _list_names(folder, "shard-*.tar")
+        tars = list_names(folder, "shard-*.tar")
         missing = sum(
             len(part)
             for number, part in enumerate(split_images(recipe, len(dataset)))
@@ -284,7 +285,7 @@ def cut_jobs(run: ShardRun, streams: int | str, drive: Place | None = None) -> I
     """
     finished: set[str] = set()
     if drive is not None:
-        finished = Retries().write(drive, _list_names, drive, "shard-*.arrays")
+        finished = set(Retries().write(drive, list_names, drive, "shard-*.arrays"))
     for number, places in run.list_shards():
         path = name_shard(run.folder.absolute(), number)
         yield ShardJob(
@@ -296,10 +297,6 @@ def cut_jobs(run: ShardRun, streams: int | str, drive: Place | None = None) -> I
             drive=drive if path.with_suffix(".arrays").name in finished else None,
             keeps_empty=run.part is not None,
         )
-
-
-def _list_names(folder: Place, pattern: str) -> set[str]:
-    return {path.name for path in folder.glob(pattern)}
 
 
 def write_all(

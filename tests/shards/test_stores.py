@@ -9,6 +9,7 @@ import pytest
 from colab_utils.data.checks import check_dataset
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.files import list_names
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import make_loader
@@ -166,7 +167,7 @@ def expect_expiry(store, skip, call):
 def test_writing_goes_on_with_new_credentials(store, url, photos, local, tmp_path, skip):
     expect_expiry(store, skip, lambda: write(photos, url))
     assert not open_place(f"{url}/index.json").exists()
-    finished = [path.name for path in open_place(url).glob("shard-*")]
+    finished = list_names(open_place(url), "shard-*")
     assert bool(finished) == bool(skip)
     write(photos, url)
     copy_shards(url, tmp_path / "all")
