@@ -10,7 +10,7 @@ import io
 import os
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
@@ -22,7 +22,7 @@ import xxhash
 
 from colab_utils.drive import RETRY_WAITS_S, DriveLostError, Retries, guard_drive
 from colab_utils.errors import ColabUtilsError
-from colab_utils.machine import find_host, require_linux
+from colab_utils.machine import find_host, require_linux, require_space
 from colab_utils.os_errors import SHORTAGES
 from colab_utils.places import Place, UrlPath
 from colab_utils.slow_drive import find_profile, wait_as_drive
@@ -520,6 +520,26 @@ def drop_cached(path: Path) -> None:
 def has_size(path: Place, size: int) -> bool:
     """Return whether there is a file of this size in bytes."""
     return stamp_file(path).bytes == size
+
+
+def has_files(folder: Place, files: Iterable[tuple[str, int, str]]) -> bool:
+    """Return whether a folder has all these files: name, bytes and checksum of each."""
+    if isinstance(folder, UrlPath):
+        sizes = folder.list_sizes()
+        return all(sizes.get(name) == size for name, size, _ in files)
+    return all(has_size(folder / name, size) for name, size, _ in files)
+
+
+def require_room(folder: Place, needed: float, cure: str) -> None:
+    """Raise an error if a disk has less free space than this. The room of a server is not known.
+
+    Args:
+        folder: the folder to write into, which need not exist.
+        needed: bytes that will be written.
+        cure: what the user can do instead of freeing space.
+    """
+    if not isinstance(folder, UrlPath):
+        require_space(folder, needed, cure)
 
 
 def list_names(folder: Place, pattern: str = "*") -> list[str]:

@@ -189,8 +189,8 @@ class UrlPath:
         return self._find_kind() == "file"
 
     def is_dir(self) -> bool:
-        """Return whether there is a folder with files."""
-        return self._find_kind() not in ("", "file")
+        """Return whether there is a folder with files. A web server lists none, and is trusted."""
+        return self.protocol in WEB or self._find_kind() not in ("", "file")
 
     def _find_kind(self) -> str:
         """Return "file", or fsspec's name for a folder; "" if there is neither."""

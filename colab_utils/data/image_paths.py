@@ -11,7 +11,7 @@ from urllib.parse import unquote
 from colab_utils.drive import find_mount, guard_drive
 from colab_utils.errors import ColabUtilsError, UnavailableError
 from colab_utils.os_errors import explain_os_error
-from colab_utils.places import WEB, Place, PlaceLike, UrlPath, open_place
+from colab_utils.places import Place, PlaceLike, UrlPath, open_place
 
 # The folder below a mount of Drive that holds what Drive's shortcuts point to.
 _SHORTCUTS = ".shortcut-targets-by-id"
@@ -139,13 +139,9 @@ def require_folder(images: PlaceLike) -> None:
     """
     with guard_drive(images):
         folder = open_place(images)
-        # Many web servers do not list their files, so nothing can be checked.
-        is_web = isinstance(folder, UrlPath) and folder.protocol in WEB
-        if not is_web and not folder.is_dir():
+        if not folder.is_dir():
             cure = "Check its name."
-            if isinstance(folder, UrlPath):
-                cure = "Look at the names of the bucket and of the folder."
-            elif folder.is_file():
+            if folder.is_file():
                 cure = "It is a file. Name a folder: if the file is an archive, unpack it first."
             raise ColabUtilsError(f"There is no image folder at {images}. {cure}")
     list_base_names.cache_clear()
@@ -234,8 +230,6 @@ def list_base_names(folder: str) -> dict[str, tuple[str, ...]]:
 
 def explain_missing(folder: PlaceLike, name: str) -> str:
     """Say that an image is missing in a folder, and name a file that may be the right one."""
-    if isinstance(folder, UrlPath):
-        return f"not in {folder}"
     with suppress(ColabUtilsError):
         base = take_base_name(name)
         places = list_base_names(str(folder)).get(base, ())

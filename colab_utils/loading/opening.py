@@ -16,6 +16,7 @@ from colab_utils.data.defects import count_allowed
 from colab_utils.drive import Retries, is_on_drive
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableError
 from colab_utils.file_cache import FileCache
+from colab_utils.files import has_files
 from colab_utils.loading.arrival import plan_windows
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
@@ -26,7 +27,6 @@ from colab_utils.places import Place, identify_place, open_place, require_local_
 from colab_utils.require import require_count, require_max_bad
 from colab_utils.shards.folder_state import find_common_recipe
 from colab_utils.shards.index import INDEX_NAME, read_index
-from colab_utils.shards.jobs import has_files
 from colab_utils.shards.lock import WRITER_NAME, hold_folder
 from colab_utils.shards.plan import make_recipe, open_annotations, split_images, stamp_annotations
 from colab_utils.shards.source import read_source
@@ -288,7 +288,7 @@ def _has_all_files(folder: Path) -> bool:
     if not (folder / INDEX_NAME).exists():
         return False
     index = read_index(folder)
-    return not index.partial and has_files(index, folder)
+    return not index.partial and has_files(folder, index.files())
 
 
 def _do_without_drive(

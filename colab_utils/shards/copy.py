@@ -24,9 +24,9 @@ from colab_utils.files import (
     name_temporary,
     open_pieces,
     read_file,
+    require_room,
     write_file,
 )
-from colab_utils.machine import require_space
 from colab_utils.os_errors import explain_os_error
 from colab_utils.places import Place, UrlPath, identify_place, open_place
 from colab_utils.processes import pop_done
@@ -294,7 +294,7 @@ class Copying:
                 temporary.unlink(missing_ok=True)
         return name
 
-    def _send_file(self, path: UrlPath, size: int, checksum: str) -> None:
+    def _send_file(self, path: Place, size: int, checksum: str) -> None:
         """Read one file whole, and send it to a server."""
         for _ in range(2):
             with self._explain_read(path.name):
@@ -440,13 +440,11 @@ def check_space(
     Raises:
         ColabUtilsError: if the disk has too little space.
     """
-    if isinstance(target, UrlPath):
-        return
     sizes = sorted(size for name, size, _ in files if not has_size(target / name, size))
     needed = sum(sizes)
     if cached:
         needed += min(needed, ahead_bytes + sum(sizes[-COPY_STREAMS:]))
-    require_space(
+    require_room(
         target,
         needed * _DISK_MARGIN,
         "name a folder on a bigger disk, copy a part of the shards (copy --limit-gb), or read them "

@@ -12,10 +12,10 @@ from colab_utils.data.coco import CocoDataset
 from colab_utils.data.image_paths import require_folder
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import list_names
+from colab_utils.files import has_files, list_names
 from colab_utils.places import Place, open_place
 from colab_utils.shards.index import INDEX_NAME, ShardIndex, read_index
-from colab_utils.shards.jobs import are_still_bad, has_files, read_shard_index
+from colab_utils.shards.jobs import are_still_bad, read_shard_index
 from colab_utils.shards.lock import WRITER_NAME
 from colab_utils.shards.plan import Annotations, stamp_annotations
 from colab_utils.shards.source import (
@@ -153,4 +153,4 @@ def confirm_finished(state: FolderState, images: Place, dataset: CocoDataset) ->
 
 
 def _has_files(folder: Place, index: ShardIndex) -> bool:
-    return Retries().write(folder, partial(has_files, index, folder))
+    return Retries().write(folder, partial(has_files, folder, index.files()))

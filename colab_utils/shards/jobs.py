@@ -12,8 +12,8 @@ from colab_utils.data.coco import CocoDataset
 from colab_utils.drive import DriveLostError, Retries
 from colab_utils.errors import DAMAGE, ColabUtilsError
 from colab_utils.file_cache import FileCache
-from colab_utils.files import has_size, hash_bytes, read_whole, write_file
-from colab_utils.places import Place, UrlPath
+from colab_utils.files import has_files, hash_bytes, read_whole, write_file
+from colab_utils.places import Place
 from colab_utils.reader import Reader, Reading
 from colab_utils.shards.arrays import ArraysBuilder, describe_shard, dump_arrays
 from colab_utils.shards.copy import Copying
@@ -151,17 +151,9 @@ def find_shard(path: Place, fingerprint: str, recipe: dict[str, Any]) -> ShardIn
         return None
     if index.fingerprint != fingerprint or index.recipe != recipe:
         return None
-    if index.images and not has_files(index, path.parent):
+    if index.images and not has_files(path.parent, index.files()):
         return None
     return index
-
-
-def has_files(index: ShardIndex, folder: Place) -> bool:
-    """Return whether all files that an index lists are there and have the right sizes."""
-    if isinstance(folder, UrlPath) and len(index.shards) > 1:
-        sizes = folder.list_sizes()
-        return all(sizes.get(name) == size for name, size, _ in index.files())
-    return all(has_size(folder / name, size) for name, size, _ in index.files())
 
 
 def are_still_bad(index: ShardIndex, images: Place, dataset: CocoDataset) -> bool:

@@ -22,14 +22,13 @@ from colab_utils.data.orientation import Exif, choose_turn
 from colab_utils.drive import Retries, explain_write, is_on_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.file_cache import FileCache
-from colab_utils.files import list_names
-from colab_utils.machine import require_space
-from colab_utils.places import Place, UrlPath, open_place
+from colab_utils.files import has_files, list_names, require_room
+from colab_utils.places import Place, open_place
 from colab_utils.progress import show_progress
 from colab_utils.require import require_max_bad, require_part
 from colab_utils.shards.folder_state import confirm_finished, find_source, inspect_folder
 from colab_utils.shards.index import INDEX_NAME, ShardIndex, SkippedImage, Storage, write_index
-from colab_utils.shards.jobs import ShardJob, has_files, name_shard
+from colab_utils.shards.jobs import ShardJob, name_shard
 from colab_utils.shards.lock import hold_folder
 from colab_utils.shards.plan import (
     Annotations,
@@ -263,16 +262,15 @@ def begin_folder(
     state.require(dataset, recipe)
     recipe = plan_recipe(images, dataset, state.recipe or recipe)
     image_bytes = recipe["shard_mb"] * 1e6 / recipe["images_per_shard"]
-    if not isinstance(folder, UrlPath):
-        # A look at each shard would take minutes on a slow Drive.
-        tars = list_names(folder, "shard-*.tar")
-        missing = sum(
-            len(part)
-            for number, part in enumerate(split_images(recipe, len(dataset)))
-            if name_shard(folder, number).name not in tars
-        )
-        cure = "name another folder, or store smaller images (--min-size)"
-        require_space(folder, missing * image_bytes, cure)
+    # A look at each shard would take minutes on a slow Drive.
+    tars = list_names(folder, "shard-*.tar")
+    missing = sum(
+        len(part)
+        for number, part in enumerate(split_images(recipe, len(dataset)))
+        if name_shard(folder, number).name not in tars
+    )
+    cure = "name another folder, or store smaller images (--min-size)"
+    require_room(folder, missing * image_bytes, cure)
     (folder / INDEX_NAME).unlink(missing_ok=True)
     return recipe
 
@@ -352,7 +350,7 @@ def finish_folder(run: ShardRun, done: Collection[ShardIndex]) -> ShardIndex:
     folder = run.folder
     patience = Retries()
     index = join_index(run, done)
-    if not patience.write(folder, has_files, index, folder):
+    if not patience.write(folder, has_files, folder, index.files()):
         raise ColabUtilsError(
             f"The shards were written, but this process does not see all of them in {folder}. Name "
             "a folder that all workers and this machine share, and run the same again."

@@ -634,7 +634,7 @@ def test_shards_that_do_not_fit_are_read_on_drive(tiny_dataset, places, referenc
 def test_a_disk_that_fills_ends_the_writing_alone(
     tiny_dataset, reference, places, small_disk, monkeypatch
 ):
-    monkeypatch.setattr(write, "require_space", lambda *_: None)
+    monkeypatch.setattr(write, "require_room", lambda *_: None)
     with pytest.warns(ColabUtilsWarning, match="too full to keep more files"):
         dataset = open_tiny(tiny_dataset, {**places, "ssd": small_disk})
     with pytest.raises(ColabUtilsError, match=r"No space left .* it continues there"):
