@@ -1,5 +1,4 @@
-"""A web server of a folder in a process of its own, which fails on command: `python -m
-tests.file_server FOLDER FAULTS.json`.
+"""A web server of a folder, which fails on command.
 
 The faults lie in a JSON file that is read at each request: ``status`` answers with this number,
 ``cut`` sends half of the bytes, ``times`` says how many requests for a shard that lasts.
@@ -7,18 +6,14 @@ The faults lie in a JSON file that is read at each request: ``status`` answers w
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import threading
-import time
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
-
-_BUFFERED_S = 0.02
 
 
 class FileServer(ThreadingHTTPServer):
@@ -27,19 +22,16 @@ class FileServer(ThreadingHTTPServer):
     Args:
         folder: Its files are served.
         faults: The JSON file.
-        bytes_per_s: The rate at which all files together are sent; 0 sends at full speed.
     """
 
     daemon_threads = True
     request_queue_size = 256
 
-    def __init__(self, folder: Path, faults: Path, *, bytes_per_s: float) -> None:
+    def __init__(self, folder: Path, faults: Path) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.folder = folder
         self.faults = faults
-        self.bytes_per_s = bytes_per_s
         self._lock = threading.Lock()
-        self._sent_s = 0.0
         self._failed = 0
 
     def take_fault(self, path: str) -> dict[str, Any]:
@@ -52,17 +44,6 @@ class FileServer(ThreadingHTTPServer):
                 return {}
             self._failed += 1
         return fault
-
-    def wait_for_link(self, count: int) -> None:
-        """Wait until so many bytes may have been sent, by all requests in turn."""
-        if not self.bytes_per_s:
-            return
-        with self._lock:
-            # A link goes on into the buffers of its connections for a while.
-            self._sent_s = max(self._sent_s, time.perf_counter() - _BUFFERED_S)
-            self._sent_s += count / self.bytes_per_s
-            wait_s = self._sent_s - time.perf_counter()
-        time.sleep(max(0.0, wait_s))
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -118,30 +99,4 @@ class _Handler(BaseHTTPRequestHandler):
         if is_cut:
             left //= 2
             self.close_connection = True
-        with path.open("rb") as file:
-            file.seek(start)
-            while left:
-                piece = file.read(min(left, 1 << 18))
-                self.server.wait_for_link(len(piece))
-                self.wfile.write(piece)
-                left -= len(piece)
-
-
-def main() -> None:
-    """Serve, and print the port."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("faults", type=Path)
-    parser.add_argument("--bytes-per-s", type=float, default=0)
-    options = parser.parse_args()
-    server = FileServer(
-        options.folder,
-        options.faults,
-        bytes_per_s=options.bytes_per_s,
-    )
-    print(server.server_address[1], flush=True)
-    server.serve_forever()
-
-
-if __name__ == "__main__":
-    main()
+        self.wfile.write(path.read_bytes()[start : start + left])

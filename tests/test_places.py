@@ -197,7 +197,7 @@ class Kind:
         self.name = name
         self.patch = monkeypatch
         self.faults = tmp_path / "faults.json"
-        self.web = FileServer(tmp_path / "web", self.faults, bytes_per_s=0)
+        self.web = FileServer(tmp_path / "web", self.faults)
         threading.Thread(target=self.web.serve_forever, args=(0.01,), daemon=True).start()
         (tmp_path / "web").mkdir()
         self.folder = {

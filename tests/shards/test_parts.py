@@ -314,7 +314,7 @@ def test_a_machine_that_does_not_see_the_images_says_so(dataset, folder, tmp_pat
 def test_no_password_and_no_signature_is_left_in_the_folder(dataset, folder, tmp_path):
     """They stand in the addresses of the images and of the JSON."""
     (dataset[0] / sorted(os.listdir(dataset[0]))[0]).write_bytes(b"no image")
-    with FileServer(tmp_path, tmp_path / "none", ranges=True, bytes_per_s=0) as server:
+    with FileServer(tmp_path, tmp_path / "none") as server:
         start_thread(server.serve_forever, "server")
         host = f"127.0.0.1:{server.server_port}"
         images = f"http://me:s3cret@{host}/images"

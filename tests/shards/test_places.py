@@ -239,7 +239,7 @@ def test_shards_images_and_annotations_come_from_a_web_server(photos, local, tmp
     shutil.copy(photos.annotations, folder / "a.json")
     faults = tmp_path / "faults.json"
     faults.write_text(json.dumps({"cut": True, "times": 3}))
-    server = FileServer(folder, faults, bytes_per_s=0)
+    server = FileServer(folder, faults)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     url = f"http://127.0.0.1:{server.server_address[1]}"
     copy_shards(f"{url}/shards", tmp_path / "ssd")
