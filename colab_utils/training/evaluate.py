@@ -1,42 +1,30 @@
-"""COCO average precision of a model on a dataset: `evaluate`.
-
-Threads decode the next images while the model finds objects in a batch. Another process draws the
-masks meanwhile, and computes the average precision at the end.
-"""
+"""COCO average precision of a model on a dataset: `evaluate`."""
 
 import io
-import signal
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torchvision.models.detection import MaskRCNN
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor
 
-from colab_utils.data.sizes import Size
 from colab_utils.data.statistics import USUAL_DETECTIONS, describe_full_images
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.samples import has_moved_names
-from colab_utils.processes import ThreadPool, explain_shared_memory, fork_pool
+from colab_utils.processes import ThreadPool
 from colab_utils.progress import show_progress
 from colab_utils.training.detection import describe_detections, detect
 from colab_utils.training.precision import keep_boxes_exact
-from colab_utils.training.sizes import find_size
 
-_DECODING_THREADS = 2
-
-
-class EvaluationProcessError(ColabUtilsError):
-    """The process that draws masks for an evaluation was killed twice, or cannot start."""
+# Images that threads read and decode while the model finds objects.
+_AHEAD = 4
 
 
 @dataclass(frozen=True)
@@ -79,7 +67,6 @@ def evaluate(
     dataset: ShardDataset | CocoFolder,
     *,
     device: str | torch.device = "cpu",
-    batch_size: int = 8,
 ) -> AveragePrecision:
     """Measure a model's average precision by ``COCOeval``, with at most 100 detections of each
     class in an image.
@@ -88,20 +75,16 @@ def evaluate(
     R-CNN then also finds as many objects in an image during the evaluation.
 
     Crowds count as in ``COCOeval``: detections in them are ignored. On a GPU the model runs in half
-    precision. Only images that are padded to the same shape share a batch, so the result does not
-    depend on ``batch_size``, except for rounding.
+    precision. It gets one image at a time.
 
     Args:
-        model: A Mask R-CNN, or another model with the same outputs. Another model gets one image at
-            a time. Afterwards, the model is in the same mode (training or evaluation) as before.
+        model: A Mask R-CNN, or another model with the same outputs. Afterwards, it is in the same
+            mode (training or evaluation) as before.
         dataset: The dataset of the images. Its ``category_ids`` map the model's labels to COCO
             category ids.
         device: Where the model runs. Default: the CPU.
-        batch_size: The most images in a batch. Default: 8.
 
     Raises:
-        EvaluationProcessError: The process that draws masks was killed twice, for example because
-            memory was full. Or it cannot start, and the message says why.
         ColabUtilsError: The images hold no objects, or the model's classes are not those of the
             dataset.
 
@@ -121,20 +104,15 @@ def evaluate(
     full = describe_full_images(dataset.counts)
     if full:
         warnings.warn(full, ColabUtilsWarning, stacklevel=2)
+    ids = dataset.category_ids
+    results: list[dict[str, Any]] = []
     with _set_up(model.to(device), detections):
-        with suppress(BrokenProcessPool):
-            return _evaluate(model, dataset, truth, device, batch_size, detections)
-        text = (
-            "the process that draws masks was killed (is memory full?): this evaluation starts "
-            "once more"
-        )
-        warnings.warn(text, ColabUtilsWarning, stacklevel=2)
-        with suppress(BrokenProcessPool):
-            return _evaluate(model, dataset, truth, device, batch_size, detections)
-    raise EvaluationProcessError(
-        "The process that draws masks was killed twice, probably because memory is full. Evaluate "
-        "on fewer images."
-    )
+        images = show_progress("evaluating", _load_ahead(dataset), total=len(dataset), unit="image")
+        for image, number in zip(images, dataset.image_ids.tolist(), strict=True):
+            (objects,) = detect(model, [image], device=device)
+            size = tuple(image.shape[1:])
+            results += describe_detections(objects, image_id=number, size=size, category_ids=ids)
+    return _score(truth, results, detections)
 
 
 def _check_classes(model: Any, dataset: Any) -> None:
@@ -188,103 +166,19 @@ def _set_up(model: Any, detections: int = USUAL_DETECTIONS) -> Iterator[None]:
             module.training = mode
 
 
-def _evaluate(
-    model: nn.Module,
-    dataset: ShardDataset | CocoFolder,
-    truth: Any,
-    device: str | torch.device,
-    size: int,
-    detections_an_image: int,
-) -> AveragePrecision:
-    ids = dataset.category_ids
-    # Fork the process before threads are started, because a fork with threads may hang.
-    try:
-        with explain_shared_memory():
-            pool = fork_pool(1, _keep_truth, truth)
-    except ColabUtilsError as error:
-        raise EvaluationProcessError(f"The evaluation cannot start. {error}") from error
-    drawing: list[Future[None]] = []
-    try:
-        with show_progress("evaluating", total=len(dataset), unit="image") as bar:
-            for indices, images in _decode_ahead(dataset, _group_images(model, dataset, size)):
-                detections = detect(model, images, device=device)
-                # Wait for the drawings of the batch before, so that they do not pile up.
-                for job in drawing:
-                    job.result()
-                numbers = dataset.image_ids[indices].tolist()
-                sizes = [image.shape[1:] for image in images]
-                drawing = [
-                    pool.submit(_draw, objects, number, size, ids)
-                    for objects, number, size in zip(detections, numbers, sizes, strict=True)
-                ]
-                bar.update(len(indices))
-        for job in drawing:
-            job.result()
-        return pool.submit(_score, detections_an_image).result()
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+def _load_ahead(dataset: ShardDataset | CocoFolder) -> Iterator[Tensor]:
+    """Yield all images. Threads load the next ones meanwhile."""
+    with ThreadPool(_AHEAD) as pool:
+        jobs = deque[Future[Tensor]]()
+        for i in range(len(dataset)):
+            jobs.append(pool.submit(dataset.load_image, i))
+            if len(jobs) > _AHEAD:
+                yield jobs.popleft().result()
+        for job in jobs:
+            yield job.result()
 
 
-def _group_images(
-    model: nn.Module, dataset: ShardDataset | CocoFolder, batch_size: int
-) -> list[list[int]]:
-    """Group images in batches that the model's transform pads to the same shape."""
-    if not isinstance(model, MaskRCNN):
-        return [[i] for i in range(len(dataset))]
-    groups: dict[Size, list[int]] = {}
-    step = model.transform.size_divisible
-    for i, size in enumerate(dataset.sizes.tolist()):
-        height, width = find_size(model.transform, *size)
-        # torchvision pads each side to a multiple of the step.
-        groups.setdefault((-(-height // step), -(-width // step)), []).append(i)
-    batches = []
-    for group in groups.values():
-        batches += [group[i : i + batch_size] for i in range(0, len(group), batch_size)]
-    return batches
-
-
-def _decode_ahead(
-    dataset: Any, batches: Iterable[list[int]]
-) -> Iterator[tuple[list[int], list[Tensor]]]:
-    """Yield each batch with its images. Threads decode the next batch meanwhile."""
-
-    def decode(i: int) -> Tensor:
-        image: Tensor = dataset.load_image(i)
-        return image
-
-    with ThreadPool(_DECODING_THREADS) as pool:
-        jobs = ((batch, pool.map(decode, batch)) for batch in [*batches, []])
-        for (batch, images), _ in pairwise(jobs):
-            yield batch, [*images]
-
-
-# The process that draws masks keeps these two: the dataset as a ``COCO`` of pycocotools, and the
-# detections of the model so far.
-_truth: list[Any] = []
-
-_results: list[dict[str, Any]] = []
-
-
-def _keep_truth(truth: Any) -> None:
-    # The handler of the training loop would not end this process at SIGTERM.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # torch might wait for threads of the parent process, which do not exist in this one.
-    torch.set_num_threads(1)
-    _truth[:] = [truth]
-
-
-def _draw(
-    detections: dict[str, NDArray[Any]],
-    image_id: int,
-    size: Sequence[int],
-    category_ids: dict[int, int],
-) -> None:
-    _results.extend(
-        describe_detections(detections, image_id=image_id, size=size, category_ids=category_ids)
-    )
-
-
-def _score(detections: int) -> AveragePrecision:
+def _score(truth: Any, results: list[dict[str, Any]], detections: int) -> AveragePrecision:
     """Return the average precision of all results, by pycocotools.
 
     So many detections of each class count in an image.
@@ -292,11 +186,10 @@ def _score(detections: int) -> AveragePrecision:
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
-    [truth] = _truth
     stats = []
     # pycocotools prints to stdout. Its loadRes does not take an empty list.
     with redirect_stdout(io.StringIO()):
-        predictions = truth.loadRes(_results) if _results else COCO()
+        predictions = truth.loadRes(results) if results else COCO()
         for kind in ("bbox", "segm"):
             evaluation = COCOeval(truth, predictions, kind)
             evaluation.params.maxDets = [1, 10, detections]

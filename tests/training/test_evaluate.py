@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
-import signal
 
 import numpy as np
 import pytest
@@ -16,15 +14,14 @@ from pycocotools import mask as coco_mask
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 from torch import nn
-from torchvision.models.detection.roi_heads import paste_masks_in_image
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.shards.write import write_shards
 from colab_utils.training import detection
 from colab_utils.training import evaluate as evaluate_module
-from colab_utils.training.detection import describe_detections, detect, encode_masks
-from colab_utils.training.evaluate import EvaluationProcessError, evaluate
+from colab_utils.training.detection import describe_detections, detect
+from colab_utils.training.evaluate import evaluate
 from colab_utils.training.model import build_mask_rcnn, load_trained_model
 from colab_utils.training.train import train
 from tests.tiny_model import TINY_MODEL
@@ -285,24 +282,6 @@ def measured(dataset):
     return evaluate(build(dataset), dataset)
 
 
-def test_the_batch_size_does_not_change_the_result(dataset, measured):
-    model = build(dataset)
-    single = evaluate(model, dataset, batch_size=1)
-    many = measured
-    assert single.bbox > 0
-    assert (many.bbox, many.segm) == pytest.approx((single.bbox, single.segm), rel=1e-4)
-    assert model.training
-
-
-def test_only_images_padded_to_the_same_shape_share_a_batch(dataset, monkeypatch):
-    sizes = np.array([[100, 140], [140, 100]] * 6)
-    monkeypatch.setattr(dataset, "sizes", sizes[: len(dataset)])
-    batches = [*evaluate_module._group_images(build(dataset), dataset, 4)]
-    assert sorted(i for batch in batches for i in batch) == list(range(len(dataset)))
-    assert {len({i % 2 for i in batch}) for batch in batches} == {1}
-    assert max(map(len, batches)) == 4
-
-
 def count_crowds(dataset):
     return sum(annotation["iscrowd"] for annotation in dataset.to_coco().dataset["annotations"])
 
@@ -319,7 +298,9 @@ def test_classes_that_do_not_fit_are_refused(dataset, monkeypatch):
     model = build_mask_rcnn(TINY_MODEL, num_classes=dataset.num_classes + 1, weights=None)
     raw = {number: number for number in range(1, dataset.num_classes)}
     monkeypatch.setattr(dataset, "category_ids", raw)
-    monkeypatch.setattr(evaluate_module, "_evaluate", lambda *given: "evaluated")
+    monkeypatch.setattr(evaluate_module, "_load_ahead", lambda dataset: [])
+    monkeypatch.setattr(dataset, "image_ids", dataset.image_ids[:0])
+    monkeypatch.setattr(evaluate_module, "_score", lambda *given: "evaluated")
     # These are COCO's raw ids, of which the dataset does not have the last.
     assert evaluate(model, dataset) == "evaluated"
     monkeypatch.setattr(dataset, "num_classes", dataset.num_classes + 2)
@@ -348,37 +329,23 @@ def test_classes_that_do_not_fit_are_refused(dataset, monkeypatch):
         evaluate(model, [])
 
 
-@pytest.mark.parametrize("deaths", [1, 2])
-def test_a_killed_evaluation_process_is_started_once_more(
-    deaths, dataset, measured, monkeypatch, tmp_path
-):
-    describe = evaluate_module.describe_detections
+def test_an_error_of_an_evaluation_is_not_lost_and_the_model_stays_as_it_was(dataset, monkeypatch):
+    def fail(detections, **given):
+        raise ZeroDivisionError("while masks are drawn")
 
-    def die(detections, **given):
-        if len([*tmp_path.iterdir()]) < deaths:
-            (tmp_path / str(os.getpid())).touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return describe(detections, **given)
-
+    monkeypatch.setattr(evaluate_module, "describe_detections", fail)
     model = build(dataset)
-    monkeypatch.setattr(evaluate_module, "describe_detections", die)
-    ends = (
-        pytest.raises(EvaluationProcessError, match="killed twice")
-        if deaths == 2
-        else contextlib.nullcontext()
-    )
-    with pytest.warns(ColabUtilsWarning, match=r"was killed .* starts once more"), ends:
-        assert evaluate(model, dataset) == measured
+    with pytest.raises(ZeroDivisionError, match="while masks are drawn"):
+        evaluate(model, dataset)
     assert model.training
+    assert "postprocess" not in vars(model.transform)
 
 
-def test_a_run_goes_on_without_an_evaluation_whose_process_is_killed(
-    tiny_shards, monkeypatch, tmp_path
-):
-    def die(detections, **given):
-        os.kill(os.getpid(), signal.SIGKILL)
+def test_a_run_goes_on_without_an_evaluation_that_fails(tiny_shards, monkeypatch, tmp_path):
+    def fail(detections, **given):
+        raise MemoryError
 
-    monkeypatch.setattr(evaluate_module, "describe_detections", die)
+    monkeypatch.setattr(evaluate_module, "describe_detections", fail)
     with pytest.warns(ColabUtilsWarning) as warned:
         report = train(
             tiny_shards,
@@ -393,15 +360,6 @@ def test_a_run_goes_on_without_an_evaluation_whose_process_is_killed(
         )
     assert "this evaluation is skipped" in str(warned[-1].message)
     assert (report.steps, report.ap, report.best) == (1, None, None)
-
-
-def test_an_error_in_the_other_process_is_not_lost(dataset, monkeypatch):
-    def fail(detections, **given):
-        raise ZeroDivisionError("in the other process")
-
-    monkeypatch.setattr(evaluate_module, "describe_detections", fail)
-    with pytest.raises(ZeroDivisionError, match="in the other process"):
-        evaluate(build(dataset), dataset)
 
 
 def test_boxes_stay_exact_in_half_precision(dataset, monkeypatch):
@@ -421,28 +379,6 @@ def test_boxes_stay_exact_in_half_precision(dataset, monkeypatch):
 
 def encode_dense(masks: torch.Tensor) -> list[dict]:
     return [coco_mask.encode(np.asfortranarray((mask > 0.5).byte().numpy())) for mask in masks]
-
-
-@pytest.mark.parametrize("size", [(37, 53), (120, 90), (8, 8), (1, 64)])
-def test_masks_in_boxes_are_those_that_torchvision_pastes(size):
-    height, width = size
-    limits = torch.tensor([width, height])
-    generator = torch.Generator().manual_seed(height)
-    corners = (torch.rand(60, 2, 2, generator=generator) * 1.2 - 0.1) * limits
-    boxes = torch.cat([corners.amin(1), corners.amax(1)], 1)
-    # A model's boxes are clipped to the image, as these are.
-    boxes[:40] = boxes[:40].clamp(min=0).minimum(limits.repeat(2))
-    boxes[0] = torch.tensor([0.0, 0, width, height])
-    boxes[1] = torch.tensor([0.2, 0.2, 0.3, 0.3])
-    begins_inside = boxes[:, :2] < limits
-    ends_inside = boxes[:, 2:] > 0
-    boxes = boxes[(begins_inside & ends_inside).all(1)]
-    masks = torch.rand(len(boxes), 28, 28, generator=generator)
-    masks[2] = 0
-    masks[3] = 1
-    expected = encode_dense(paste_masks_in_image(masks[:, None], boxes, size)[:, 0])
-    assert encode_masks(masks, boxes, size) == expected
-    assert encode_masks(masks[:0], boxes[:0], size) == []
 
 
 def test_detections_are_those_of_torchvision(dataset):
