@@ -16,7 +16,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.files import DriveFile, read_file
 from colab_utils.places import open_place
 from colab_utils.shards.write import write_shards
-from colab_utils.training.checkpoint_folder import CheckpointFolder
+from colab_utils.training.checkpoint import CheckpointFolder
 from tests.drive_mount import mount_or_skip
 
 

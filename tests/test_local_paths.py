@@ -32,7 +32,7 @@ from colab_utils.shards.plan import plan_shards
 from colab_utils.shards.write import write_shards
 from colab_utils.show.report import check_receipt_folder, write_check, write_receipt
 from colab_utils.slow_drive import slow_down
-from colab_utils.training.checkpoint_folder import CheckpointFolder
+from colab_utils.training.checkpoint import CheckpointFolder
 from colab_utils.training.model import build_mask_rcnn
 
 MESSAGE = (

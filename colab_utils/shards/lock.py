@@ -25,7 +25,7 @@ from colab_utils.processes import start_thread
 
 WRITER_NAME = "writer.txt"
 _OURS = (
-    r"shard-\d+\.(?:tar|arrays)|index\.json|writer\.txt|run-id|"
+    r"shard-\d+\.(?:tar|arrays)|index\.json|writer\.txt|"
     r"(?:checkpoint|best)-\d{8,}\.pt"
 )
 _PART = re.compile(rf"\.(?:{_OURS})\.([0-9a-f]{{8,24}})-(\d{{1,9}})-\d+\.part")

@@ -1,31 +1,343 @@
-"""The file of a checkpoint. It ends with a seal, which holds a checksum of all bytes before it."""
+"""The checkpoints of a run. Each one is complete or absent, and the newest two are kept.
 
+A checkpoint ends with a seal, which holds a checksum of all bytes before it. While Drive is lost,
+new checkpoints wait on this machine. They are written in a thread while training goes on.
+"""
+
+import errno
 import io
-import zipfile
+import os
+import re
+import stat
+import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from time import perf_counter
+from typing import Any, Literal, get_args
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from colab_utils.drive import Retries
-from colab_utils.errors import ColabUtilsError
-from colab_utils.files import hash_bytes, parse_file, read_whole
-from colab_utils.places import Place, PlaceLike
+from colab_utils.drive import DriveLostError, Retries, explain_write, find_mount, guard_drive
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.files import hash_bytes, parse_file, read_whole, write_file
+from colab_utils.machine import COLAB_ROOT
+from colab_utils.places import Place, PlaceLike, RefusedError, UrlPath, open_place
+from colab_utils.processes import ThreadPool
 
 State = Mapping[str, Any]
 """What a checkpoint holds."""
-TORN = "is torn (cut short or damaged)"
+Which = Literal["newest", "best"]
+"""The newest checkpoint of a run, or the one with the highest average precision."""
+_PREFIXES = {"newest": "checkpoint", "best": "best"}
+_OTHERS_KEPT = {"newest": 1, "best": 0}
 # A seal begins with this text, where the number is the version of the format. The checksum follows.
 _SEAL = b"colab_utils 2 "
 _MOST_BYTES = 1e10
-_CURE = "Move this file away: the previous checkpoint is loaded then."
+_TORN = "is torn (cut short or damaged), or another program or version wrote it"
+# Error numbers of a full disk, a used-up quota, and a disk that became read-only.
+_TAKES_NO_MORE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+# Seconds from one checkpoint until the next is due. The first number is for the middle of an epoch,
+# the second for its end.
+_PAUSES_S = (60.0, 10.0)
 
 
 class TornError(ColabUtilsError):
     """A checkpoint is not as it was written. It gave the same wrong bytes twice."""
+
+
+class NotTakenError(DriveLostError):
+    """The disk of a run is full, or its server refuses. Checkpoints wait on this machine, as for a
+    lost Drive, and nothing is tried again.
+    """
+
+    may_pass = False
+
+
+def _name_trouble(error: Any) -> str:
+    """Return why a checkpoint was not taken."""
+    if isinstance(error, NotTakenError):
+        return str(error)
+    return getattr(error, "reason", "") or "Drive does not answer"
+
+
+class CheckpointFolder:
+    """The checkpoints of one training run: the newest two, ``run/checkpoint-00000120.pt`` and so
+    on, and the best one.
+
+    Only tensors and plain types are stored, and loading runs no code (``weights_only=True``).
+
+    While Drive or a server does not answer, or is full, checkpoints wait on this machine's disk, in
+    ``waiting``. The next checkpoint that reaches ``run`` replaces them. A process that writes
+    checkpoints must hold the folder: see `hold_folder`.
+
+    Args:
+        run: The folder, on any disk, or a URL that fsspec knows, such as ``s3://bucket/run``.
+
+    Raises:
+        ColabUtilsError: Another user could read or write the checkpoints that wait.
+
+    Example:
+        >>> folder = CheckpointFolder(tempfile.mkdtemp())
+        >>> folder.save({"losses": [1.5, 0.5]}, step=120).name
+        'checkpoint-00000120.pt'
+        >>> folder.read()["losses"]
+        [1.5, 0.5]
+    """
+
+    def __init__(self, run: PlaceLike) -> None:
+        self.run = open_place(run)
+        place = str(self.run.absolute()).encode(errors="surrogatepass")
+        self.waiting = _find_own_folder() / hash_bytes(place)
+
+    @property
+    def newest(self) -> Place | None:
+        """Return the newest checkpoint, or None. If Drive is lost, search this machine alone."""
+        with suppress(DriveLostError, RefusedError):
+            return next(reversed(self._list()), None)
+        return next(reversed(_list_files(self.waiting, "newest")), None)
+
+    def prepare(self, *, anew: bool) -> None:
+        """Make the folder. With ``anew``, move older checkpoints to a new folder beside them:
+        ``previous-1``, or ``previous-2`` if that exists already, and so on.
+
+        Raises:
+            ColabUtilsError: The folder cannot be made or written to.
+        """
+        with explain_write(self.run):
+            self.run.mkdir(parents=True, exist_ok=True)
+            if isinstance(self.run, Path) and not os.access(self.run, os.W_OK):
+                raise PermissionError("Permission denied")
+            places: tuple[Place, ...] = (self.run, self.waiting) if anew else ()
+            for folder in places:
+                target = _find_free_name(folder, "previous-")
+                for path in [*_list_files(folder, "newest"), *_list_files(folder, "best")]:
+                    target.mkdir(exist_ok=True)
+                    path.replace(target / path.name)
+
+    def save(self, state: State, *, step: int, which: Which = "newest") -> Place:
+        """Write one checkpoint, then remove those that it replaces, and return its path.
+
+        If Drive does not answer, the checkpoint waits on this machine, and a warning says so.
+        `send_waiting` sends it later, unless a newer checkpoint has reached Drive by then.
+
+        Args:
+            state: What is saved.
+            step: Steps that are done.
+            which: ``"newest"`` also keeps the checkpoint before this one; ``"best"`` keeps only
+                this one.
+
+        Raises:
+            ColabUtilsError: This machine's disk is full, or the folder cannot be written. Older
+                checkpoints stay as they are.
+        """
+        path: Place = self.run / f"{_PREFIXES[which]}-{step:08d}.pt"
+        parts = pack_state({**state, "step": step})
+        try:
+            self._write(path, which, *parts)
+        except DriveLostError as error:
+            waiting = self.waiting / path.name
+            try:
+                self._write(waiting, which, *parts)
+            except NotTakenError as full:
+                raise self._refuse_write(path, full.__cause__) from full
+            text = (
+                f"{_name_trouble(error)}: checkpoint {path.name} waits in {waiting.parent}. "
+                "Another try is made later, and at the end of the run"
+            )
+            warnings.warn(text, ColabUtilsWarning, stacklevel=2)
+            path = waiting
+        return path
+
+    def send_waiting(self) -> None:
+        """Send the checkpoints that wait on this machine to the run's folder. If Drive fails, try
+        again for 81 seconds.
+
+        Raises:
+            DriveLostError: Drive did not take a checkpoint. The message says where it lies, and
+                what to do.
+            ColabUtilsError: The folder cannot be written, or a waiting file is damaged.
+        """
+        for which in get_args(Which):
+            # Only the newest one is sent. The older ones are removed when it has arrived.
+            for path in _list_files(self.waiting, which)[-1:]:
+                content = _read_sealed(path)
+                try:
+                    Retries().run(partial(self._write, self.run / path.name, which, content))
+                except DriveLostError as error:
+                    mount = find_mount(self.run) or COLAB_ROOT / "drive"
+                    raise DriveLostError(
+                        f"{_name_trouble(error)}: checkpoint {path.name} is not in {self.run}. It "
+                        f"lies only in {self.waiting} of this machine. Remount Drive with "
+                        f"drive.mount('{mount}', force_remount=True), free space there, or renew "
+                        "your credentials. Then run the same command on this machine: it sends the "
+                        "checkpoint. Or copy that folder to another place."
+                    ) from error
+
+    def read(self, which: Which = "newest", *, repair: bool = False) -> State | None:
+        """Read the newest or the best complete checkpoint to the CPU.
+
+        A file is torn if it is cut short or fails its checksum, and a second read gives the same
+        bytes. A torn file is skipped with a warning.
+
+        Args:
+            which: ``"newest"`` or ``"best"``.
+            repair: Rename torn files, so that their names end in ``.torn-1`` and so on. By default
+                no file is changed, because another process may be training in the folder.
+
+        Returns:
+            The state, with the ``path`` of its file; None if there is no checkpoint.
+
+        Raises:
+            ColabUtilsError: The disk does not answer; the file cannot be loaded; or all checkpoints
+                of the run are torn. In these cases no file is changed.
+        """
+        torn: list[Place] = []
+        for path in reversed(Retries().run(lambda: self._list(which))):
+            try:
+                content = _read_sealed(path)
+            except TornError:
+                torn.append(path)
+                continue
+            state = _load_content(path, content)
+            for other in torn:
+                _set_aside(other, repair=repair)
+            if path.parent == self.waiting:
+                # A user who deleted the run does not expect that a checkpoint still waits here.
+                text = (
+                    f"{path.name} waits in {self.waiting} of this machine. If you deleted its run, "
+                    "pass resume='never' to begin anew"
+                )
+                warnings.warn(text, ColabUtilsWarning, stacklevel=3)
+            return {**state, "path": str(path)}
+        if torn and which == "newest":
+            names = ", ".join(path.name for path in torn)
+            raise ColabUtilsError(
+                f"In the run {self.run} every checkpoint {_TORN}: {names}. Train with "
+                "resume='never' to move them to a folder of their own and to begin anew, choose "
+                "another run folder, or update colab_utils."
+            )
+        for path in torn:
+            _set_aside(path, repair=repair)
+        return None
+
+    def _list(self, which: Which = "newest") -> list[Place]:
+        """Return the checkpoints in the run's folder and on this machine, sorted by step."""
+        with _explain_read(self.run), guard_drive(self.run):
+            paths = [*_list_files(self.waiting, which), *_list_files(self.run, which)]
+        return sorted(paths, key=lambda path: path.name)
+
+    def _write(self, path: Place, which: Which, *parts: bytes | memoryview) -> None:
+        try:
+            with guard_drive(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_file(path, *parts)
+        except OSError as error:
+            if error.errno not in _TAKES_NO_MORE:
+                raise self._refuse_write(path, error) from error
+            raise NotTakenError(error.strerror) from error
+        except RefusedError as error:
+            raise NotTakenError(_name_trouble(error)) from error
+        # If an old file cannot be removed, it does no harm.
+        with suppress(OSError, ColabUtilsError):
+            self._remove_others(path, which)
+
+    def _refuse_write(self, path: Place, error: Any) -> ColabUtilsError:
+        return ColabUtilsError(
+            f"The checkpoint {path} cannot be written: {error.strerror or error}. The newest "
+            f"complete one is {self.newest}. Free disk space or choose another run folder, then "
+            "start again: training resumes."
+        )
+
+    def _remove_others(self, path: Place, which: Which) -> None:
+        """Remove the checkpoints that the new one at ``path`` replaces."""
+        others = [other for other in _list_files(path.parent, which) if other != path]
+        old = others[: len(others) - _OTHERS_KEPT[which]]
+        if path.parent != self.waiting:
+            old += _list_files(self.waiting, which)
+        for file in old:
+            if isinstance(file, Path):
+                # Drive moves deleted files to its bin, where they still count for the user's
+                # quota. An empty file takes none of it.
+                os.truncate(file, 0)
+            file.unlink()
+
+
+class CheckpointWriter:
+    """Writes checkpoints in a thread while training goes on, and decides when the next one is due.
+
+    Args:
+        folder: Where the checkpoints are written.
+        every_steps: Steps from one checkpoint to the next. Default: one checkpoint a minute, and
+            one at the end of an epoch if ten seconds have passed since the last.
+
+    Example:
+        >>> writer = CheckpointWriter(CheckpointFolder(tempfile.mkdtemp()))
+        >>> writer.submit({"weight": torch.ones(2)}, step=3)
+        >>> writer.close()
+    """
+
+    def __init__(self, folder: CheckpointFolder, every_steps: int | None = None) -> None:
+        self._folder = folder
+        self._every_steps = every_steps
+        self._saved_s = perf_counter()
+        self._thread = ThreadPool(1, "checkpoint")
+        self._jobs: list[Future[Place]] = []
+
+    def is_due(self, step: int, *, epoch_ended: bool) -> bool:
+        """Return whether a checkpoint is due after this step. While the last checkpoint is being
+        written, the answer is False.
+
+        Raises:
+            ColabUtilsError: The last checkpoint could not be written.
+        """
+        if not all(job.done() for job in self._jobs):
+            return False
+        self.finish()
+        if self._every_steps is not None:
+            return step % self._every_steps == 0
+        return perf_counter() - self._saved_s >= _PAUSES_S[epoch_ended]
+
+    def submit(self, state: State, *, step: int, which: Which = "newest") -> None:
+        """Copy a state to this machine's memory, and write it in the thread."""
+        copy = copy_to_cpu(dict(state))
+        self._jobs.append(self._thread.submit(self._folder.save, copy, step=step, which=which))
+        self._saved_s = perf_counter()
+
+    def finish(self) -> None:
+        """Wait until all checkpoints are written.
+
+        Raises:
+            ColabUtilsError: One of them could not be written.
+        """
+        jobs = self._jobs
+        self._jobs = []
+        for job in jobs:
+            job.result()
+
+    def close(self) -> None:
+        """End the thread, after the write in progress."""
+        self._thread.shutdown()
+
+
+def copy_to_cpu(value: Any) -> Any:
+    """Copy all tensors in a value to the CPU, so that training does not change them while they are
+    written. The copies are contiguous, because code that reads weights expects it.
+
+    Example:
+        >>> copy_to_cpu({"steps": [1], "weight": torch.zeros(1)})
+        {'steps': [1], 'weight': tensor([0.])}
+    """
+
+    def copy_tensor(tensor: Tensor) -> Tensor:
+        return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+    return tree_map_only(Tensor, copy_tensor, value)
 
 
 def pack_state(state: State) -> tuple[memoryview, bytes]:
@@ -33,8 +345,8 @@ def pack_state(state: State) -> tuple[memoryview, bytes]:
 
     Example:
         >>> content, seal = pack_state({"step": 120})
-        >>> zipfile.is_zipfile(io.BytesIO(bytes(content) + seal)), seal[:14]
-        (True, b'colab_utils 2 ')
+        >>> bytes(content[:2]), seal[:14]
+        (b'PK', b'colab_utils 2 ')
     """
     # The content is made in memory, because a file on Drive must be written once, from its first
     # byte to its last.
@@ -51,37 +363,44 @@ def _make_seal(content: bytes | memoryview) -> bytes:
     return _SEAL + hash_bytes(content).encode()
 
 
-def read_sealed(path: Place) -> bytes:
+def _read_sealed(path: Place) -> bytes:
     """Return the content of a checkpoint, with its seal.
 
     Raises:
         TornError: It is not as it was written.
-        ColabUtilsError: It is a complete zip without a seal, because another program wrote or
-            changed it; or its seal is of another version.
         DriveLostError: Drive does not answer, or gives other bytes at each try.
     """
+
+    def check_seal(content: bytes) -> bytes:
+        if content.endswith(_make_seal(memoryview(content)[: -len(_make_seal(b""))])):
+            return content
+        raise TornError(
+            f"{path} {_TORN}. Move it away, and run the same command again: the previous "
+            "checkpoint is used then."
+        )
+
     read = partial(read_whole, path, most_bytes=_MOST_BYTES)
-    with explain_read(path):
-        return parse_file(path, lambda: Retries().run(read), partial(_check_seal, path))
+    with _explain_read(path):
+        return parse_file(path, lambda: Retries().run(read), check_seal)
 
 
-def _check_seal(path: Place, content: bytes) -> bytes:
-    """Return ``content`` if its seal is right. Raises the errors of `read_sealed`."""
-    length = len(_make_seal(b""))
-    if content.endswith(_make_seal(memoryview(content)[:-length])):
-        return content
-    seal = content[-length:]
-    if not seal.startswith(_SEAL):
-        # A file that is complete, but has the seal of another version or none, is not torn. Another
-        # version or program wrote it. A file of ours that is cut short is no complete zip.
-        with suppress(zipfile.BadZipFile):
-            is_zip = seal.endswith(b"\0\0") and zipfile.is_zipfile(io.BytesIO(content))
-            if is_zip or seal.startswith(_SEAL[:-2]):
-                raise _refuse(path)
-    raise TornError(
-        f"{path} {TORN}. Move it away, and run the same command again: the previous checkpoint is "
-        "used then."
-    )
+def _load_content(path: Place, content: bytes) -> State:
+    """Return the state that a file holds.
+
+    Its seal was checked, so the file is not torn: it keeps its name even if it cannot be loaded.
+    """
+    try:
+        state: State = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:
+        first_line = (str(error) or type(error).__name__).splitlines()[0]
+        raise ColabUtilsError(
+            f"{path} cannot be loaded, though the file is complete ({first_line}). Free memory and "
+            "start again. Or move this file away: the previous checkpoint is loaded then."
+        ) from error
+    with explain_state({"path": path}):
+        if f"{state['step']:08d}" != Path(path.name).stem.rpartition("-")[2]:
+            raise ValueError("another step than its name says")
+    return state
 
 
 @contextmanager
@@ -109,7 +428,11 @@ def explain_state(state: State | None) -> Iterator[None]:
         # If memory ran out, the checkpoint is not to blame.
         if state is None or "memory" in str(error) or "CUDA" in str(error):
             raise
-        raise _refuse(state["path"]) from error
+        raise ColabUtilsError(
+            f"{state['path']} is no checkpoint of this version of colab_utils: it was changed or "
+            "renamed, or another program or version wrote it. Move this file away: the previous "
+            "checkpoint is loaded then. Or update colab_utils."
+        ) from error
 
 
 def load_weights(model: torch.nn.Module, state: State) -> None:
@@ -124,39 +447,12 @@ def load_weights(model: torch.nn.Module, state: State) -> None:
         if not torch.isfinite(value).all():
             raise ColabUtilsError(
                 f"The checkpoint {state['path']} cannot be used: {name} has values that are not "
-                f"finite. {_CURE}"
+                "finite. Move this file away: the previous checkpoint is loaded then."
             )
 
 
-def _refuse(path: PlaceLike) -> ColabUtilsError:
-    return ColabUtilsError(
-        f"{path} is no checkpoint of this version of colab_utils: it was changed or renamed, or "
-        f"another program or version wrote it. {_CURE} Or update colab_utils."
-    )
-
-
-def load_content(path: Place, content: bytes) -> State:
-    """Return the state that a file holds.
-
-    `read_sealed` has checked the seal of ``content``, so the file is not torn. Only torn files are
-    renamed, by `CheckpointFolder.read`. So this file keeps its name even if it cannot be loaded.
-    """
-    try:
-        state: State = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:
-        first_line = (str(error) or type(error).__name__).splitlines()[0]
-        raise ColabUtilsError(
-            f"{path} cannot be loaded, though the file is complete ({first_line}). Free memory and "
-            f"start again. Or: {_CURE}"
-        ) from error
-    with explain_state({"path": path}):
-        if f"{state['step']:08d}" != Path(path.name).stem.rpartition("-")[2]:
-            raise _refuse(path)
-    return state
-
-
 @contextmanager
-def explain_read(path: Place) -> Iterator[None]:
+def _explain_read(path: Place) -> Iterator[None]:
     """Say what to do if the block cannot read a checkpoint or its folder."""
     try:
         yield
@@ -167,3 +463,48 @@ def explain_read(path: Place) -> Iterator[None]:
             f"Checkpoints cannot be read in {path}: {reason}. Make it readable, move it away, or "
             "choose another run folder."
         ) from error
+
+
+def _find_own_folder() -> Path:
+    """Return the folder in which checkpoints of all runs wait. No other user can write there."""
+    folder = Path(tempfile.gettempdir(), f"colab_utils-checkpoints-{os.getuid()}")
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    facts = folder.lstat()
+    if (facts.st_mode, facts.st_uid) != (stat.S_IFDIR | 0o700, os.getuid()):
+        raise ColabUtilsError(
+            f"{folder} must be a folder that only you can use: checkpoints wait in it while Drive "
+            "does not answer. Remove it, or set TMPDIR to a folder that only you may write to."
+        )
+    return folder
+
+
+def _set_aside(path: Place, *, repair: bool) -> None:
+    """Warn of a torn checkpoint. With ``repair``, rename it, too."""
+    text = f"{path} {_TORN}: it is skipped, and an older one is used if there is one"
+    if repair:
+        # The folder may be read-only.
+        with suppress(OSError, ColabUtilsError):
+            aside = _find_free_name(path.parent, f"{path.name}.torn-")
+            path.replace(aside)
+            text += f". The torn file was renamed to {aside.name}"
+    warnings.warn(text, ColabUtilsWarning, stacklevel=4)
+
+
+def _list_files(folder: Place, which: Which) -> list[Place]:
+    """Return the checkpoints in a folder, sorted by step. If Drive is lost, raise an error: a lost
+    Drive must not look like an empty folder.
+    """
+    try:
+        names = [*folder.list_sizes()] if isinstance(folder, UrlPath) else os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    name_of_a_checkpoint = re.compile(rf"{_PREFIXES[which]}-[0-9]{{8}}\.pt")
+    return [folder / name for name in sorted(names) if name_of_a_checkpoint.fullmatch(name)]
+
+
+def _find_free_name(folder: Place, prefix: str) -> Place:
+    number = 1
+    while (folder / f"{prefix}{number}").exists():
+        number += 1
+    return folder / f"{prefix}{number}"

@@ -28,8 +28,7 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.places import PlaceLike
 from colab_utils.progress import is_watched
 from colab_utils.require import require_choice
-from colab_utils.training.checkpoint import State, explain_state, load_weights
-from colab_utils.training.checkpoint_folder import CheckpointFolder
+from colab_utils.training.checkpoint import CheckpointFolder, State, explain_state, load_weights
 from colab_utils.training.norms import Norms, freeze_norms
 from colab_utils.training.small_models import assemble_light, assemble_tiny
 from colab_utils.training.torch_defaults import use_cpu

@@ -22,8 +22,7 @@ from colab_utils.places import PlaceLike, open_place
 from colab_utils.require import require_choice
 from colab_utils.shards.lock import hold_folder
 from colab_utils.training.agreement import require_same, share_errors
-from colab_utils.training.checkpoint import State, explain_state
-from colab_utils.training.checkpoint_folder import CheckpointFolder
+from colab_utils.training.checkpoint import CheckpointFolder, State, explain_state
 from colab_utils.training.data import DataSource, OpenData, find_images
 from colab_utils.training.model import GPU_MODEL
 from colab_utils.training.plan import TrainingPlan, make_plan
@@ -190,7 +189,7 @@ def train(
             if ranks.is_first:
                 _warn_of_faults(data)
                 stack.enter_context(hold_folder(folder.run))
-                state = _read_state(folder, resume)
+                state = folder.read(repair=True) if resume == "auto" else None
         require_same(
             ranks,
             {"version of colab_utils": __version__, **data.describe(), **asdict(asked)},
@@ -245,16 +244,6 @@ def _choose_device(device: str | torch.device | None) -> torch.device:
     torch_device = find_device(torch.device("cuda", index))
     torch.cuda.set_device(torch_device)
     return torch_device
-
-
-def _read_state(folder: CheckpointFolder, resume: str) -> State | None:
-    """Return the newest checkpoint of a run; None for a new run."""
-    if resume == "never":
-        return None
-    state = folder.read(repair=True)
-    if state is None:
-        folder.warn_if_begun()
-    return state
 
 
 def _choose_settings(

@@ -21,9 +21,12 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, describe_erro
 from colab_utils.loading.clock import LoopClock
 from colab_utils.loading.loader import Loader
 from colab_utils.progress import show_progress
-from colab_utils.training.checkpoint import State, explain_state
-from colab_utils.training.checkpoint_folder import CheckpointFolder
-from colab_utils.training.checkpoint_writer import CheckpointWriter
+from colab_utils.training.checkpoint import (
+    CheckpointFolder,
+    CheckpointWriter,
+    State,
+    explain_state,
+)
 from colab_utils.training.data import OpenData
 from colab_utils.training.evaluate import AveragePrecision, evaluate
 from colab_utils.training.plan import TrainingPlan
@@ -277,8 +280,7 @@ class Trainer:
                     "ap": asdict(self.ap),
                     "validation": self.validation.fingerprint,
                 }
-                is_last = self.done >= self.plan.steps
-                self.writer.submit(state, step=self.done, which="best", is_last=is_last)
+                self.writer.submit(state, step=self.done, which="best")
                 self.best = self.ap
         self.ap, self.best = self.ranks.send((self.ap, self.best))
 
@@ -302,7 +304,7 @@ class Trainer:
                 "order": self._order,
                 "losses": torch.tensor(self.losses, dtype=torch.float64),
             }
-            self.writer.submit(state, step=self.done, is_last=is_last)
+            self.writer.submit(state, step=self.done)
         self._saved_step = self.done
 
     def _save_last(self) -> None:

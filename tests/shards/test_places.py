@@ -21,7 +21,7 @@ from colab_utils.shards.lock import hold_folder
 from colab_utils.shards.parts import finish_shards
 from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import write_shards
-from colab_utils.training.checkpoint_folder import CheckpointFolder
+from colab_utils.training.checkpoint import CheckpointFolder
 from tests.faulty_server import FaultyFileSystem, fail_from, fail_times
 from tests.file_server import FileServer
 from tests.snapshots import snapshot

@@ -20,7 +20,7 @@ from colab_utils.shards.index import read_index
 from colab_utils.shards.parts import finish_shards
 from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import write_shards
-from colab_utils.training.checkpoint_folder import CheckpointFolder
+from colab_utils.training.checkpoint import CheckpointFolder
 from tests.snapshots import snapshot
 from tests.stores import S3, Google, forget_servers
 
@@ -244,7 +244,7 @@ def test_checkpoints_wait_for_new_credentials(store):
     with pytest.warns(ColabUtilsWarning, match=rf"{store.expired}.*waits in"):
         waiting = folder.save({"losses": [2]}, step=2)
     assert waiting.parent == folder.waiting
-    with pytest.raises(DriveLostError, match="Look at the server and your credentials"):
+    with pytest.raises(DriveLostError, match="renew your credentials"):
         folder.send_waiting()
     store.renew()
     folder.send_waiting()

@@ -20,9 +20,8 @@ import torch
 
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.training import checkpoint_folder
-from colab_utils.training.checkpoint import explain_state, pack_state
-from colab_utils.training.checkpoint_folder import CheckpointFolder
+from colab_utils.training import checkpoint
+from colab_utils.training.checkpoint import CheckpointFolder, explain_state, pack_state
 from tests.bad_reads import BadReads, alter, cut
 from tests.drive_mount import mount_or_skip
 
@@ -37,7 +36,7 @@ def make_state(value: float = 1.0) -> dict:
 
 def list_names(folder: Path) -> list[str]:
     """Without the identity of the run."""
-    return sorted(path.name for path in folder.iterdir() if path.name != "run-id")
+    return sorted(path.name for path in folder.iterdir())
 
 
 def test_what_was_saved_is_loaded(tmp_path: Path):
@@ -200,7 +199,7 @@ def test_what_drive_does_not_take_waits_here_and_is_sent_later(
     mount.fail(**fault)
     for step in (20, 30, 40):
         with pytest.warns(
-            ColabUtilsWarning, match=rf"checkpoint-000000{step}.pt waits in .*; training goes on"
+            ColabUtilsWarning, match=rf"checkpoint-000000{step}.pt waits in .*Another try is made"
         ):
             path = folder.save(make_state(step), step=step)
         assert path.parent == folder.waiting
@@ -212,8 +211,9 @@ def test_what_drive_does_not_take_waits_here_and_is_sent_later(
             CheckpointFolder(folder.run).read(repair=True)
     mount.fail()
     assert list_names(tmp_path / "backing" / "run") == ["checkpoint-00000010.pt"]
-    with pytest.warns(ColabUtilsWarning, match=r"00040\.pt waited in .* resume='never'"):
+    with pytest.warns(ColabUtilsWarning, match=r"00040\.pt waits in .* resume='never'"):
         assert CheckpointFolder(folder.run).read(repair=True)["losses"] == [1.5, 40]
+    CheckpointFolder(folder.run).send_waiting()
     assert list_names(folder.run) == ["checkpoint-00000010.pt", "checkpoint-00000040.pt"]
     assert list_names(folder.waiting) == []
 
@@ -222,8 +222,8 @@ def test_the_next_checkpoint_that_drive_takes_replaces_those_that_wait(mount, mo
     monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.01,))
     folder = CheckpointFolder(mount.folder / "run")
     mount.fail(lost=True)
-    with pytest.warns(ColabUtilsWarning, match="Another try is made at the end$"):
-        folder.save(make_state(), step=20, is_last=True)
+    with pytest.warns(ColabUtilsWarning, match="Another try is made later, and at the end"):
+        folder.save(make_state(), step=20)
     mount.fail()
     assert folder.save(make_state(), step=30) == folder.newest
     assert list_names(folder.run) == ["checkpoint-00000030.pt"]
@@ -237,7 +237,7 @@ def test_what_waits_is_sent_when_it_is_asked_for(mount, monkeypatch):
     assert not folder.run.exists()
     mount.fail(lost=True)
     for step in (20, 30):
-        with pytest.warns(ColabUtilsWarning, match="training goes on"):
+        with pytest.warns(ColabUtilsWarning, match="waits in"):
             folder.save(make_state(step), step=step)
     with pytest.warns(ColabUtilsWarning, match="waits"):
         folder.save(make_state(5), step=5, which="best")
@@ -246,7 +246,7 @@ def test_what_waits_is_sent_when_it_is_asked_for(mount, monkeypatch):
         match=rf"00030\.pt is not in {folder.run}\. It lies only in {folder.waiting}",
     ) as error:
         folder.send_waiting()
-    cure = f"drive.mount('{mount.folder}', force_remount=True), then run the same command"
+    cure = f"drive.mount('{mount.folder}', force_remount=True), free space there"
     assert cure in str(error.value)
     assert len(list_names(folder.waiting)) == 3
     mount.fail()
@@ -256,23 +256,18 @@ def test_what_waits_is_sent_when_it_is_asked_for(mount, monkeypatch):
     assert folder.read()["losses"] == [1.5, 30]
 
 
-def test_what_waits_belongs_to_its_run_and_not_to_the_place(tmp_path: Path):
+def test_what_waits_belongs_to_the_place_of_its_run(tmp_path: Path):
     folder = CheckpointFolder(tmp_path / "run")
     folder.prepare(anew=False)
     CheckpointFolder(folder.waiting).save(make_state(), step=30)
     copied = shutil.copytree(folder.run, tmp_path / "copy")
     assert CheckpointFolder(copied).read() is None
-    assert CheckpointFolder(folder.run).read()["step"] == 30
     shutil.rmtree(folder.run)
-    again = CheckpointFolder(folder.run)
-    for _ in range(2):
-        assert again.read(repair=True) is None
-        again.prepare(anew=False)
-        again.send_waiting()
-    assert list_names(again.run) == []
-    assert again.save(make_state(), step=5) == again.newest
-    # Nobody deleted it.
-    assert list_names(folder.waiting) == ["checkpoint-00000030.pt"]
+    with pytest.warns(ColabUtilsWarning, match="If you deleted its run, pass resume='never'"):
+        assert CheckpointFolder(folder.run).read()["step"] == 30
+    # The next checkpoint that the run takes replaces it.
+    assert folder.save(make_state(), step=5) == folder.newest
+    assert list_names(folder.waiting) == []
 
 
 def test_what_waits_moves_away_with_its_run(tmp_path: Path):
@@ -280,8 +275,9 @@ def test_what_waits_moves_away_with_its_run(tmp_path: Path):
     folder.prepare(anew=False)
     CheckpointFolder(folder.waiting).save(make_state(), step=30)
     CheckpointFolder(folder.run).prepare(anew=True)
-    assert list_names(folder.run / "previous-1") == ["checkpoint-00000030.pt"]
-    assert list_names(folder.waiting) == []
+    assert list_names(folder.waiting / "previous-1") == ["checkpoint-00000030.pt"]
+    assert list_names(folder.waiting) == ["previous-1"]
+    assert folder.read() is None
 
 
 def test_the_folder_in_which_checkpoints_wait_is_the_users_own(tmp_path: Path, monkeypatch):
@@ -325,11 +321,11 @@ def test_what_a_full_disk_does_not_take_waits_here_and_is_sent_later(mount, monk
     folder.prepare(anew=False)
     folder.save(make_state(), step=10)
     mount.fail(full=True)
-    words = r"run takes no checkpoint now \(No space left on device\): .*20\.pt waits in .*goes on$"
+    words = r"No space left on device: checkpoint .*20\.pt waits in "
     with pytest.warns(ColabUtilsWarning, match=words):
         assert folder.save(make_state(), step=20).parent == folder.waiting
     with pytest.raises(
-        DriveLostError, match=rf"20\.pt is not in .*{folder.waiting} .*Free space there, then run"
+        DriveLostError, match=rf"20\.pt is not in .*{folder.waiting} .*free space there"
     ):
         folder.send_waiting()
     mount.fail()
@@ -343,6 +339,7 @@ def test_a_full_disk_is_told_where_this_machines_disk_is_full_too(mount, monkeyp
     folder.save(make_state(), step=10)
     (mount.folder / "tmp").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(mount.folder / "tmp"))
+    folder = CheckpointFolder(mount.folder / "run")
     folder.waiting.mkdir()
     mount.fail(full=True)
     with pytest.raises(
@@ -357,14 +354,14 @@ def test_a_full_disk_is_told_where_this_machines_disk_is_full_too(mount, monkeyp
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
 def test_every_disk_that_takes_no_more_is_waited_for(tmp_path, monkeypatch, number):
     folder = CheckpointFolder(tmp_path / "run")
-    real = checkpoint_folder.write_file
+    real = checkpoint.write_file
 
     def refuse(path, *parts):
         if path.parent == folder.run:
             raise OSError(number, os.strerror(number))
         real(path, *parts)
 
-    monkeypatch.setattr(checkpoint_folder, "write_file", refuse)
+    monkeypatch.setattr(checkpoint, "write_file", refuse)
     with pytest.warns(ColabUtilsWarning, match=os.strerror(number)):
         assert folder.save(make_state(), step=20).parent == folder.waiting
 
@@ -396,11 +393,9 @@ def test_a_disk_that_does_not_answer_is_no_torn_file(tmp_path: Path, monkeypatch
     assert list_names(tmp_path) == ["checkpoint-00000010.pt"]
 
 
-def test_a_file_of_another_program_is_left_alone(tmp_path: Path):
+def test_a_file_of_another_program_is_named_and_left_alone(tmp_path: Path):
     torch.save({"weights": torch.ones(3)}, tmp_path / "checkpoint-00000005.pt")
-    with pytest.raises(
-        ColabUtilsError, match=r"another program or version wrote it\. Move this file away"
-    ):
+    with pytest.raises(ColabUtilsError, match=r"another program or version wrote it.*00005\.pt"):
         CheckpointFolder(tmp_path).read(repair=True)
     assert list_names(tmp_path) == ["checkpoint-00000005.pt"]
 
@@ -450,7 +445,7 @@ def test_a_newer_format_is_refused_in_words(tmp_path: Path):
     path.write_bytes(path.read_bytes().replace(b"colab_utils 2 ", b"colab_utils 3 "))
     with pytest.raises(
         ColabUtilsError,
-        match=r"no checkpoint of this version of colab_utils: .* Or update colab_utils",
+        match=r"another program or version wrote it.* update colab_utils",
     ):
         CheckpointFolder(tmp_path).read(repair=True)
 
@@ -499,13 +494,14 @@ def test_reading_changes_no_file(tmp_path: Path):
     assert list_names(tmp_path) == ["checkpoint-00000010.pt", "checkpoint-00000020.pt"]
 
 
-def test_reading_leaves_what_waits_where_it_is(tmp_path: Path):
+@pytest.mark.parametrize("repair", [False, True])
+def test_reading_leaves_what_waits_where_it_is(tmp_path: Path, repair):
     folder = CheckpointFolder(tmp_path / "run")
     CheckpointFolder(folder.waiting).save(make_state(), step=30)
-    assert folder.read()["step"] == 30
+    with pytest.warns(ColabUtilsWarning, match=r"00030\.pt waits in .* If you deleted its run"):
+        assert folder.read(repair=repair)["step"] == 30
     assert not (tmp_path / "run").exists()
-    with pytest.warns(ColabUtilsWarning, match=r"00030\.pt waited in .* If you deleted its run"):
-        assert folder.read(repair=True)["step"] == 30
+    folder.send_waiting()
     assert list_names(tmp_path / "run") == ["checkpoint-00000030.pt"]
 
 
@@ -666,21 +662,3 @@ def test_a_renamed_checkpoint_is_refused(tmp_path: Path):
     with pytest.raises(ColabUtilsError, match="changed or renamed"):
         CheckpointFolder(tmp_path).read(repair=True)
     assert list_names(tmp_path) == ["checkpoint-00000009.pt"]
-
-
-def test_a_run_that_was_deleted_from_drive_does_not_come_back(mount, monkeypatch):
-    monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.01,))
-    folder = CheckpointFolder(mount.folder / "run")
-    folder.prepare(anew=False)
-    folder.save(make_state(), step=10)
-    mount.fail(lost=True)
-    with pytest.warns(ColabUtilsWarning, match="training goes on"):
-        folder.save(make_state(), step=20)
-    mount.fail()
-    shutil.rmtree(folder.run)
-    again = CheckpointFolder(mount.folder / "run")
-    assert again.read(repair=True) is None
-    again.prepare(anew=False)
-    again.send_waiting()
-    assert again.save(make_state(), step=5) == again.newest
-    assert list_names(again.run) == ["checkpoint-00000005.pt"]

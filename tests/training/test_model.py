@@ -487,7 +487,12 @@ def test_precision_follows_the_gpu(capability, precision, monkeypatch):
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory):
     made = make_dataset(
-        tmp_path_factory.mktemp("boxes") / "data", n=2, width=480, height=120, workers=1
+        tmp_path_factory.mktemp("boxes") / "data",
+        n=2,
+        width=480,
+        height=120,
+        objects=(12, 15),
+        workers=1,
     )
     dataset = CocoFolder(made.images, made.annotations, contiguous_labels=True)
     return [dataset[i] for i in range(2)]

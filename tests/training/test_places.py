@@ -10,7 +10,7 @@ import torch
 from colab_utils.__main__ import main
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.training.checkpoint_folder import CheckpointFolder
+from colab_utils.training.checkpoint import CheckpointFolder
 from colab_utils.training.model import load_trained_model
 from colab_utils.training.train import train
 from tests.faulty_server import FaultyFileSystem, fail_from, fail_times
@@ -69,17 +69,16 @@ def test_what_the_server_does_not_take_waits_here_and_is_sent_later(bucket, erro
     folder.prepare(anew=False)
     folder.save(make_state(10), step=10)
     FaultyFileSystem.fault = fail_from(0, error, call="write")
-    with pytest.warns(ColabUtilsWarning, match=r"00000020.pt waits in .* training goes on"):
+    with pytest.warns(ColabUtilsWarning, match=r"00000020.pt waits in .*Another try"):
         path = folder.save(make_state(20), step=20)
     assert path.parent == folder.waiting
-    with pytest.raises(
-        DriveLostError, match=r"lies only in .* Look at the server and your credential"
-    ):
+    with pytest.raises(DriveLostError, match=r"lies only in .* renew your credentials"):
         folder.send_waiting()
     FaultyFileSystem.fault = None
     # Another session of this machine sends what waits.
-    with pytest.warns(ColabUtilsWarning, match="waited in"):
+    with pytest.warns(ColabUtilsWarning, match="waits in"):
         assert CheckpointFolder(URL).read(repair=True)["losses"] == [20]
+    CheckpointFolder(URL).send_waiting()
     assert list_names(bucket) == ["checkpoint-00000010.pt", "checkpoint-00000020.pt"]
     assert list_names(folder.waiting) == []
 
@@ -154,7 +153,7 @@ def test_credentials_that_expire_during_a_run_lose_nothing(few_shards, tiny_shar
     FaultyFileSystem.fault = expire
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ColabUtilsWarning)
-        with pytest.raises(DriveLostError, match=r"token has expired.* then run the same command"):
+        with pytest.raises(DriveLostError, match=r"token has expired.* Then run the same command"):
             train(few_shards, URL, steps=2, **TINY)
         FaultyFileSystem.fault = None
         report = train(few_shards, URL, steps=4, **TINY)

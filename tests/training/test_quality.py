@@ -19,7 +19,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.write import write_shards
 from colab_utils.training import trainer
-from colab_utils.training.checkpoint_folder import CheckpointFolder
+from colab_utils.training.checkpoint import CheckpointFolder
 from colab_utils.training.evaluate import AveragePrecision, evaluate
 from colab_utils.training.model import load_trained_model
 from colab_utils.training.report import LogLine
@@ -236,7 +236,6 @@ def test_nothing_is_written_when_train_has_ended(shards, tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "checkpoint-00000001.pt",
         "checkpoint-00000002.pt",
-        "run-id",
     ]
 
 
