@@ -115,7 +115,7 @@ class CheckpointFolder:
                 raise PermissionError("Permission denied")
             places: tuple[Place, ...] = (self.run, self.waiting) if anew else ()
             for folder in places:
-                target = _find_free_name(folder, "previous-")
+                target: Any = _find_free_name(folder, "previous-")
                 for path in [*_list_files(folder, "newest"), *_list_files(folder, "best")]:
                     target.mkdir(exist_ok=True)
                     path.replace(target / path.name)
@@ -485,7 +485,7 @@ def _set_aside(path: Place, *, repair: bool) -> None:
     if repair:
         # The folder may be read-only.
         with suppress(OSError, ColabUtilsError):
-            aside = _find_free_name(path.parent, f"{path.name}.torn-")
+            aside: Any = _find_free_name(path.parent, f"{path.name}.torn-")
             path.replace(aside)
             text += f". The torn file was renamed to {aside.name}"
     warnings.warn(text, ColabUtilsWarning, stacklevel=4)

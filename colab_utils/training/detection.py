@@ -42,16 +42,17 @@ def detect(
     precision = choose_precision(device)
     floats = [send(image, device).float().div_(255) for image in images]
     is_mask_rcnn = isinstance(model, MaskRCNN)
+    transform: Any = model.transform if is_mask_rcnn else None
     try:
-        if is_mask_rcnn:
-            model.transform.postprocess = _resize_boxes
+        if transform:
+            transform.postprocess = _resize_boxes
         with torch.autocast(
             torch.device(device).type, precision, enabled=precision != torch.float32
         ):
             results = model(floats)
     finally:
-        if is_mask_rcnn:
-            del model.transform.postprocess
+        if transform:
+            del transform.postprocess
     answers = []
     for result in results:
         masks = result["masks"][:, 0]

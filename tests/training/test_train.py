@@ -502,7 +502,7 @@ def test_what_waits_of_a_deleted_run_is_named(tiny_shards, tmp_path, refusal):
     refusal.times = {BEST: None, NEWEST: None}
     with pytest.raises(DriveLostError):
         train(tiny_shards, tmp_path / "run", steps=3, **TINY)
-    shutil.rmtree(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run", ignore_errors=True)
     refusal.times.clear()
     with pytest.warns(ColabUtilsWarning, match=r"00003\.pt waits in .* pass resume='never'"):
         report = train(tiny_shards, tmp_path / "run", steps=4, **TINY)
@@ -962,9 +962,7 @@ def test_a_rate_that_breaks_the_weights_ends_in_one_line(tiny_shards, tmp_path, 
     [
         (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
         (OSError(errno.EROFS, "Read-only file system"), "Read-only file system"),
-        (OSError(errno.EAGAIN, "Resource temporarily unavailable"), "ulimit -u"),
-        (OSError(errno.ENOMEM, "Cannot allocate memory"), "Free some memory"),
-        (OSError(errno.EMFILE, "Too many open files"), "ulimit -n"),
+        (OSError(errno.EMFILE, "Too many open files"), "Too many open files"),
         (OSError(errno.EIO, "Input/output error"), "Input/output error"),
         (DriveLostError("A shard cannot be read: Drive got disconnected."), "Drive"),
         (MemoryError("no room"), "MemoryError: no room"),
@@ -977,7 +975,7 @@ def test_an_evaluation_that_fails_is_told_and_tried_again(
     def fail():
         raise error
 
-    interrupt_call(monkeypatch, evaluate_module, "fork_pool", 1, fail)
+    interrupt_call(monkeypatch, evaluate_module, "describe_detections", 1, fail)
     with pytest.warns(ColabUtilsWarning, match="this evaluation is skipped") as caught:
         report = train(tiny_shards, tmp_path, epochs=2, val_shards=tiny_shards, **TINY)
     assert len(caught) == 1
@@ -1486,7 +1484,7 @@ def test_an_edited_checkpoint_is_refused_in_one_line(two_steps, tiny_shards, tmp
         lambda: load_trained_model(tmp_path),
     ):
         with pytest.raises(
-            ColabUtilsError, match=rf"{path.name} is no checkpoint .* was changed"
+            ColabUtilsError, match=rf"another program or version wrote it: {path.name}"
         ) as error:
             use()
         assert "\n" not in str(error.value)
@@ -1499,7 +1497,7 @@ def two_steps(one_thread, tiny_shards, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("content", ["bomb", "damaged"])
-def test_a_best_checkpoint_that_is_torn_is_set_aside_and_another_one_refused(
+def test_a_best_checkpoint_that_is_torn_or_of_others_is_set_aside(
     two_steps, tiny_shards, tmp_path, content
 ):
     shutil.copy(two_steps, tmp_path)
@@ -1509,16 +1507,9 @@ def test_a_best_checkpoint_that_is_torn_is_set_aside_and_another_one_refused(
         best.write_bytes(best.read_bytes()[:-9])
     kept = best.read_bytes()
     settings = {"steps": 3, "val_shards": tiny_shards, **TINY}
-    if content == "bomb":
-        with pytest.raises(
-            ColabUtilsError, match=r"best-00000002\.pt is no checkpoint .* was changed"
-        ):
-            train(tiny_shards, tmp_path, **settings)
-        assert best.read_bytes() == kept
-        assert not (tmp_path / "was-here").exists()
-        return
     with pytest.warns(ColabUtilsWarning, match=r"best-00000002\.pt is torn"):
         report = train(tiny_shards, tmp_path, **settings)
+    assert not (tmp_path / "was-here").exists()
     assert (tmp_path / "best-00000002.pt.torn-1").read_bytes() == kept
     assert report.best.step == 3
     assert (tmp_path / "best-00000003.pt").exists()
