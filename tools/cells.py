@@ -18,6 +18,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,7 @@ def carry_wheel(source: str, wheel: Path) -> str:
     return carrying
 
 
+@cache
 def _squeeze(wheel: Path) -> bytes:
     """Return the wheel with its files as they are, compressed as a whole: a quarter less than file
     by file.
