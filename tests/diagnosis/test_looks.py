@@ -166,17 +166,6 @@ class _Uneven(Dataset):
         return index
 
 
-def test_the_sample_that_is_slow_again_and_again_is_named(capsys):
-    dataset = _Uneven()
-    dataset.slow_s = 0.8
-    loader = DataLoader(dataset, num_workers=1, persistent_workers=True)
-    watched = watch(loader)
-    for _ in range(3):
-        list(watched)
-    cures = {cause.id: cause.next for cause in watched.summary().causes}
-    assert "Look at sample 3" in cures["slow_sample"]
-
-
 @pytest.mark.parametrize("work_s", [0.0, 0.5])
 def test_workers_that_are_at_work_outside_of_samples_are_not_idle(work_s, capsys):
     def collate(samples):
@@ -405,6 +394,8 @@ def test_the_sample_of_a_wrapper_has_the_number_of_the_dataset_within(capsys):
     for _ in range(3):
         list(watched)
     assert {3} <= {sample for samples in watched._record.seen.values() for sample in samples}
+    cures = {cause.id: cause.next for cause in watched.summary().causes}
+    assert "Look at sample 3" in cures["slow_sample"]
 
 
 class _Sized(Dataset):
