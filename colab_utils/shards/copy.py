@@ -41,8 +41,8 @@ from colab_utils.units import format_bytes, format_count
 COPY_STREAMS = 4
 """Number of whole files that are copied at the same time, if no better number was measured."""
 
-PART_BYTES = 8_000_000
-"""Size of the parts of a large file. Each stream reads one part at a time."""
+RANGE_BYTES = 8_000_000
+"""Size of the ranges of a large file. Each stream reads one range at a time."""
 
 PIECE_BYTES = AHEAD_BYTES // MOST_STREAMS
 """Size of the buffer of each stream. After each buffer, the stream checks whether to stop."""
@@ -86,7 +86,7 @@ def copy_shards(
 ) -> CopyReport:
     """Copy a folder of shards, and compare the checksum of each file with the index.
 
-    Many small files, or many parts of large files, are read at the same time. At most 64 MB are in
+    Many small files, or many ranges of large files, are read at the same time. At most 64 MB are in
     flight. A file gets its name only when it is complete and its checksum is right. The index is
     written last. A file that is complete in ``target`` is not copied again, so an interrupted copy
     continues. If Drive fails, the copy goes on from the byte that it had reached. If Drive goes on
@@ -94,7 +94,7 @@ def copy_shards(
 
     Args:
         source: folder of shards, usually on Drive. It may be a URL that fsspec knows, such as
-            ``s3://bucket/shards``. If the server fails, the same part is read again.
+            ``s3://bucket/shards``. If the server fails, the same range is read again.
         target: folder to copy into, usually on the SSD. It is made if it does not exist. It may be
             a URL, too. Files are then read whole and sent, four at a time if ``streams`` is "auto".
         limit_gb: copy only the first shards that fit into this many GB (1e9 bytes). The index in
@@ -127,7 +127,7 @@ def copy_shards(
         target,
         files,
         cached=is_on_drive(source),
-        ahead_bytes=MOST_STREAMS * PART_BYTES,
+        ahead_bytes=MOST_STREAMS * RANGE_BYTES,
     )
     with explain_write(target):
         target.mkdir(parents=True, exist_ok=True)
@@ -148,8 +148,8 @@ def copy_shards(
 
 
 @dataclass(frozen=True)
-class _Part:
-    """A part of a file to copy, or a whole file."""
+class _Range:
+    """A range of a file to copy, or a whole file."""
 
     name: str
     size: int
@@ -157,13 +157,13 @@ class _Part:
     checksum: str
     """Checksum of the whole file."""
     start: int = 0
-    """Offset of the part's first byte in the file."""
+    """Offset of the range's first byte in the file."""
     stop: int = 0
-    """Offset at which the part ends. The last part of a file ends one byte after the file, so that
+    """Offset at which the range ends. The last range ends one byte after the file, so that
     a file that is too long is noticed.
     """
     temporary: Path | None = None
-    """The file that all parts are written to; None if the file is copied whole."""
+    """The file that all ranges are written to; None if the file is copied whole."""
 
 
 class Copying:
@@ -193,9 +193,9 @@ class Copying:
         self._lock = threading.Lock()
         self._bytes_done = Counter[str]()
         # Bytes that one request to a server asks for.
-        self._block_bytes = PART_BYTES
-        # How many parts of each file have not been copied yet.
-        self._parts_left = Counter[str]()
+        self._block_bytes = RANGE_BYTES
+        # How many ranges of each file have not been copied yet.
+        self._ranges_left = Counter[str]()
 
     def run(self, files: list[tuple[str, int, str]], streams: int | str) -> set[str]:
         """Copy the files that are not in the target yet; return their names.
@@ -206,10 +206,10 @@ class Copying:
         if isinstance(self.target, UrlPath) and streams == "auto":
             streams = COPY_STREAMS
         total = sum(size for _, size, _ in files)
-        parts = [part for file in files for part in self._cut_file(*file)]
-        self._parts_left.update(part.name for part in parts)
+        ranges = [piece for file in files for piece in self._cut_file(*file)]
+        self._ranges_left.update(piece.name for piece in ranges)
         reader = Reader(
-            self._copy_part,
+            self._copy_range,
             place=self.source,
             streams=streams,
             retries=self.retries,
@@ -219,10 +219,10 @@ class Copying:
             closing(reader),
             show_progress("copying shards", total=total, unit="B", scale=True) as bar,
         ):
-            pending = {reading.content for reading in reader.ask(parts)}
+            pending = {reading.content for reading in reader.ask(ranges)}
             try:
                 while pending:
-                    self._block_bytes = min(PART_BYTES, AHEAD_BYTES // reader.streams)
+                    self._block_bytes = min(RANGE_BYTES, AHEAD_BYTES // reader.streams)
                     names = {content.result() for content in pop_done(pending)}
                     copied |= names - {""}
                     bar.set_postfix_str(str(self.retries), refresh=False)
@@ -231,48 +231,48 @@ class Copying:
                 # After an error or Ctrl-C, the other threads end after their next buffer.
                 self.stop.set()
                 wait(pending, _STOP_S)
-                for part in parts:
-                    if part.temporary is not None:
-                        part.temporary.unlink(missing_ok=True)
+                for piece in ranges:
+                    if piece.temporary is not None:
+                        piece.temporary.unlink(missing_ok=True)
         return copied
 
-    def _cut_file(self, name: str, size: int, checksum: str) -> Iterator[_Part]:
-        """Yield the parts of a file.
+    def _cut_file(self, name: str, size: int, checksum: str) -> Iterator[_Range]:
+        """Yield the ranges of a file.
 
-        The whole file is one part if it is small, if the target has a file of this name, or if the
+        The whole file is one range if it is small, if the target has a file of this name, or if the
         target is on a server.
         """
         path = self.target / name
-        if isinstance(path, UrlPath) or size <= PART_BYTES or path.exists():
-            yield _Part(name, size, checksum)
+        if isinstance(path, UrlPath) or size <= RANGE_BYTES or path.exists():
+            yield _Range(name, size, checksum)
             return
         temporary = name_temporary(path)
-        for start in range(0, size, PART_BYTES):
-            stop = start + PART_BYTES
+        for start in range(0, size, RANGE_BYTES):
+            stop = start + RANGE_BYTES
             if stop >= size:
                 stop = size + 1
-            yield _Part(name, size, checksum, start, stop, temporary)
+            yield _Range(name, size, checksum, start, stop, temporary)
 
-    def _copy_part(self, part: _Part) -> str:
-        """Copy a part; return the name of its file if no other part is missing, else ""."""
+    def _copy_range(self, piece: _Range) -> str:
+        """Copy a range; return the name of its file if no other range is missing, else ""."""
         if self.stop.is_set():
             raise CancelledError
-        if part.temporary is None:
-            return self.copy_file(part.name, part.size, part.checksum)
+        if piece.temporary is None:
+            return self.copy_file(piece.name, piece.size, piece.checksum)
         with explain_write(self.target):
-            self._transfer(part.name, part.start, part.stop, part.temporary)
-            if self._count_left(part.name):
+            self._transfer(piece.name, piece.start, piece.stop, piece.temporary)
+            if self._count_left(piece.name):
                 return ""
-            if hash_file(part.temporary) != (part.size, part.checksum):
-                self._transfer_whole(part.name, part.size, part.checksum, part.temporary, 1)
-            part.temporary.replace(part.temporary.with_name(part.name))
-        return part.name
+            if hash_file(piece.temporary) != (piece.size, piece.checksum):
+                self._transfer_whole(piece.name, piece.size, piece.checksum, piece.temporary, 1)
+            piece.temporary.replace(piece.temporary.with_name(piece.name))
+        return piece.name
 
     def _count_left(self, name: str) -> int:
-        """Count one more part of a file as copied; return how many parts are left."""
+        """Count one more range of a file as copied; return how many are left."""
         with self._lock:
-            self._parts_left[name] -= 1
-            return self._parts_left[name]
+            self._ranges_left[name] -= 1
+            return self._ranges_left[name]
 
     def copy_file(self, name: str, size: int, checksum: str) -> str:
         """Copy one file unless it is there; return its name if it was copied, else ""."""
@@ -435,7 +435,7 @@ def check_space(
             cache deletes files when the disk needs space, but not the files that are being read.
             So the copy needs more space: that of its four largest files a second time, and
             ``ahead_bytes``.
-        ahead_bytes: bytes of all parts of large files that are read at the same time.
+        ahead_bytes: bytes of all ranges of large files that are read at the same time.
 
     Raises:
         ColabUtilsError: if the disk has too little space.

@@ -202,8 +202,8 @@ def _copy_shard(job: ShardJob, drive: Place, retries: Retries) -> ShardIndex | N
 
 
 def _build_shard(job: ShardJob, progress: WorkerProgress) -> tuple[list[bytes], bytes]:
-    """Build a shard in memory; return the parts of its tar and the content of its arrays file."""
-    # The parts stay in a list: joining them would copy them, and they are megabytes.
+    """Build a shard in memory; return the pieces of its tar and the content of its arrays file."""
+    # The pieces stay in a list: joining them would copy them, and they are megabytes.
     tar: list[bytes] = []
     tar_bytes = 0
     builder = ArraysBuilder()

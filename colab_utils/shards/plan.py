@@ -103,7 +103,7 @@ def split_images(recipe: dict[str, Any], images: int) -> list[NDArray[np.int64]]
 
     Example:
         >>> recipe = {"shard_mb": 16, "images_per_shard": 4, "ramp_mb": [4, 8]}
-        >>> [part.tolist() for part in split_images(recipe, 9)]
+        >>> [images.tolist() for images in split_images(recipe, 9)]
         [[0], [1, 2], [3, 4, 5, 6], [7, 8]]
     """
     order = np.arange(images)
@@ -113,7 +113,7 @@ def split_images(recipe: dict[str, Any], images: int) -> list[NDArray[np.int64]]
     full = recipe["images_per_shard"]
     ramp = [max(1, round(full * mb / recipe["shard_mb"])) for mb in recipe.get("ramp_mb", ())]
     ends = [*accumulate(ramp), *range(sum(ramp) + full, images, full)]
-    return [part for part in np.split(order, ends) if len(part)]
+    return [shard for shard in np.split(order, ends) if len(shard)]
 
 
 def order_shards(recipe: dict[str, Any], shards: int, seed: int) -> list[int]:
@@ -270,12 +270,12 @@ def try_images(
     Raises:
         ColabUtilsError: if all images of the sample are bad.
     """
-    parts = [sample.subset(i, i + 1) for i in range(len(sample))]
+    singles = [sample.subset(i, i + 1) for i in range(len(sample))]
     started_s = perf_counter()
-    contents = _read_at_once(images, parts, cache)
+    contents = _read_at_once(images, singles, cache)
     # Several files are read at once, as a writer reads them, so each takes its share of the time.
-    read_s = (perf_counter() - started_s) / len(parts)
-    outcomes = list(run(partial(_try_image, recipe, read_s), parts, contents))
+    read_s = (perf_counter() - started_s) / len(singles)
+    outcomes = list(run(partial(_try_image, recipe, read_s), singles, contents))
     costs = [outcome for outcome in outcomes if isinstance(outcome, ImageCost)]
     if not costs:
         example = outcomes[0]
@@ -287,20 +287,20 @@ def try_images(
 
 
 def _read_at_once(
-    images: Place, parts: list[CocoDataset], cache: FileCache | None
+    images: Place, singles: list[CocoDataset], cache: FileCache | None
 ) -> list[bytes | ColabUtilsError]:
     """Read images at the same time; return the bytes of each, or its error.
 
-    Each of ``parts`` is a dataset of one image.
+    Each of ``singles`` is a dataset of one image.
     """
 
     def read(place: int) -> bytes:
-        return read_image(images, parts[place], 0, retries, cache)
+        return read_image(images, singles[place], 0, retries, cache)
 
     retries = Retries()
     contents: list[bytes | ColabUtilsError] = []
     reader = Reader(read, place=images, streams=_TRIED_IMAGES)
-    for reading in reader.ask(range(len(parts))):
+    for reading in reader.ask(range(len(singles))):
         try:
             contents.append(reading.take())
         except DriveLostError:
@@ -312,7 +312,7 @@ def _read_at_once(
 
 
 def _try_image(
-    recipe: dict[str, Any], read_s: float, part: CocoDataset, content: bytes | ColabUtilsError
+    recipe: dict[str, Any], read_s: float, single: CocoDataset, content: bytes | ColabUtilsError
 ) -> ImageCost | SkippedImage:
     """Return the cost of the only image of a dataset, or a `SkippedImage` if it is bad."""
 
@@ -322,7 +322,7 @@ def _try_image(
         return content
 
     started_s = perf_counter()
-    sample = try_sample(read, part, 0, recipe)
+    sample = try_sample(read, single, 0, recipe)
     if isinstance(sample, SkippedImage):
         return sample
     builder = ArraysBuilder()

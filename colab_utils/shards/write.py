@@ -265,8 +265,8 @@ def begin_folder(
     # A look at each shard would take minutes on a slow Drive.
     tars = list_names(folder, "shard-*.tar")
     missing = sum(
-        len(part)
-        for number, part in enumerate(split_images(recipe, len(dataset)))
+        len(places)
+        for number, places in enumerate(split_images(recipe, len(dataset)))
         if name_shard(folder, number).name not in tars
     )
     cure = "name another folder, or store smaller images (--min-size)"
@@ -357,7 +357,8 @@ def finish_folder(run: ShardRun, done: Collection[ShardIndex]) -> ShardIndex:
         )
     patience.write(folder, write_index, folder, index)
     keep_source(folder, index, run.images, describe_source(run.dataset), run.began_ns)
-    for shard in (shard for part in done for shard in part.shards if not shard.images):
+    empty = [single.shards[0] for single in done if not single.images]
+    for shard in empty:
         # From now on, the index tells that no image of the shard can be used.
         patience.write(folder, partial((folder / shard.arrays_name).unlink, missing_ok=True))
     return index

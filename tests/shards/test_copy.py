@@ -473,7 +473,7 @@ def running(tmp_path, request):
             "from colab_utils.shards import copy\n"
             "from colab_utils.slow_drive import DriveProfile, slow_down\n"
             "copy.PIECE_BYTES = 2000\n"
-            f"copy.PART_BYTES = {part_bytes}\n"
+            f"copy.RANGE_BYTES = {part_bytes}\n"
             "slow_down(sys.argv[1], DriveProfile('test', 0.001, 4e5, ''))\n"
             "copy.copy_shards(*sys.argv[1:], streams=2)"
         )
@@ -527,7 +527,7 @@ def test_the_profile_may_be_of_your_own(source, tmp_path):
 @pytest.fixture
 def small_parts(monkeypatch):
     """Files of 3,000 bytes are copied in five parts."""
-    monkeypatch.setattr(module, "PART_BYTES", 700)
+    monkeypatch.setattr(module, "RANGE_BYTES", 700)
     monkeypatch.setattr(module, "PIECE_BYTES", 300)
 
 
@@ -548,7 +548,7 @@ def test_a_file_of_exactly_some_parts_is_copied(tmp_path, small_parts):
 
 def test_parts_of_a_file_are_read_at_once(tmp_path, monkeypatch):
     """Each read waits until the other parts are being read, too."""
-    monkeypatch.setattr(module, "PART_BYTES", 1000)
+    monkeypatch.setattr(module, "RANGE_BYTES", 1000)
     barrier = threading.Barrier(4)
 
     class WaitingFile(DriveFile):

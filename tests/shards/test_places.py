@@ -182,7 +182,7 @@ def test_verify_tries_again_and_never_calls_a_lost_server_a_damage(filled):
 
 @pytest.mark.parametrize("part_bytes", [1000, 1_000_000])
 def test_shards_are_copied_from_a_url(filled, local, tmp_path, monkeypatch, part_bytes):
-    monkeypatch.setattr(copying, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(copying, "RANGE_BYTES", part_bytes)
     FaultyFileSystem.fault = fail_times(5, ConnectionResetError(), name="shard-")
     report = copy_shards(URL, tmp_path / "ssd")
     assert report.shards == len(read_index(local).shards)
@@ -225,7 +225,7 @@ def test_an_error_of_reading_is_never_one_of_space(filled, tmp_path, error, kind
 
 
 def test_a_server_without_parts_of_files_is_refused(filled, tmp_path, monkeypatch):
-    monkeypatch.setattr(copying, "PART_BYTES", 1000)
+    monkeypatch.setattr(copying, "RANGE_BYTES", 1000)
     FaultyFileSystem.sends_whole_files = True
     with pytest.raises(RefusedError, match=r"sends no parts of files\. Copy the file"):
         copy_shards(URL, tmp_path / "ssd")
