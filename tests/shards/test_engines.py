@@ -59,12 +59,14 @@ def read_example(first_line):
 def run_example(first_line, photos, folder, **names):
     """Run an example with folders and addresses of this test in place of its own."""
     code = read_example(first_line)
-    data = {"images": str(photos.images), "annotations": str(photos.annotations)}
-    settings = {**data, "shards": str(folder), **SETTINGS}
-    code, count = re.subn(r"data = \{.*?\}", lambda _: f"data = {settings!r}", code)
-    assert count == 1
+    names |= {
+        '"photos"': repr(str(photos.images)),
+        '"photos.json"': repr(str(photos.annotations)),
+        ': "shards"': f": {str(folder)!r}",
+        "workers=1": f"workers=1, **{SETTINGS!r}",
+    }
     for name, value in names.items():
-        assert name in code
+        assert code.count(name) == 1
         code = code.replace(name, value)
     exec(code, {})
 
@@ -143,12 +145,13 @@ def dask(tmp_path):
 
 
 def run_on_dask(dask, photos, folder):
-    run_example(
-        "from dask.distributed import Client",
-        photos,
-        folder,
-        **{"tcp://scheduler:8786": dask.address},
-    )
+    from distributed import default_client
+
+    names = {"tcp://scheduler:8786": dask.address}
+    try:
+        run_example("from dask.distributed import Client", photos, folder, **names)
+    finally:
+        default_client().close()
 
 
 def test_dask_writes_the_same_bytes(photos, expected, dask, tmp_path):
