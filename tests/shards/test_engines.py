@@ -219,7 +219,7 @@ def test_a_killed_worker_of_ray_is_tried_again(photos, expected, ray_of_slow_pho
         workers = [
             process
             for process in psutil.Process().children(recursive=True)
-            if "ray::" in "".join(process.cmdline()) and "IDLE" not in "".join(process.cmdline())
+            if "ray::write" in "".join(process.cmdline())
         ]
         assert workers
         workers[0].kill()
