@@ -185,13 +185,6 @@ def explain_lost_process() -> ColabUtilsError:
     )
 
 
-def kill_pool(pool: ProcessPoolExecutor) -> None:
-    """Kill the processes of a pool, and do not wait for their end: one may hang in a read."""
-    for process in list(pool._processes.values()):
-        process.kill()
-    pool.shutdown(wait=False)
-
-
 def fork_pool(
     workers: int, initializer: Callable[..., object] = int, *arguments: Any
 ) -> ProcessPoolExecutor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import resource
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import BrokenExecutor, Future
+from concurrent.futures import Future
 from multiprocessing import active_children
 
 import psutil
@@ -22,10 +23,11 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.processes import (
     ThreadPool,
     defer_interrupt,
+    end_process,
     explain_limits,
     fork_pool,
-    kill_pool,
     pop_done,
+    quiet_fork,
     start_thread,
 )
 
@@ -265,16 +267,14 @@ def is_alive(pid):
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-def test_a_killed_pool_leaves_no_process_and_no_call_that_waits():
-    pool = fork_pool(2)
-    workers = list(pool._processes.values())
-    hanging = pool.submit(time.sleep, 1000)
-    kill_pool(pool)
-    with pytest.raises(BrokenExecutor):
-        hanging.result(10)
-    for worker in workers:
-        worker.join(10)
-    assert not any(worker.is_alive() for worker in workers)
+def test_a_process_that_is_ended_is_gone():
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+    with quiet_fork():
+        process.start()
+    end_process(process)
+    assert process.exitcode == -signal.SIGKILL
+    # Nobody minds a second time.
+    end_process(process)
 
 
 def test_workers_end_when_their_parent_is_killed():

@@ -148,27 +148,17 @@ class Arrival:
         """Yield None until these shards have arrived. They are copied before all others.
 
         Raises:
-            ColabUtilsError: see `has`.
-        """
-        with self._lock:
-            self._wanted = [*shards, *self._order]
-        while not self.has(shards):
-            yield None
-
-    def has(self, shards: Collection[int]) -> bool:
-        """Return whether these shards have arrived.
-
-        Raises:
             DriveLostError: a shard is missing, and Drive is lost for good. The message says what is
                 safe.
             ColabUtilsError: a shard is missing: it is damaged on Drive, the disk is full, or the
                 copy was stopped.
         """
         with self._lock:
-            is_missing = not self.spans_s.keys() >= set(shards)
-            if is_missing and self._error is not None:
+            self._wanted = [*shards, *self._order]
+        while not self.spans_s.keys() >= set(shards):
+            if self._error is not None:
                 raise self._error
-        return not is_missing
+            yield None
 
     def _run(self) -> None:
         try:

@@ -55,7 +55,7 @@ from colab_utils.shards.arrays import ShardArrays, convert_boxes
 from colab_utils.shards.index import ShardIndex, read_index
 from colab_utils.shards.records import name_image, scale_annotation
 from colab_utils.shards.stored_images import shrink
-from colab_utils.shards.tables import Tables, join_shards, make_tables
+from colab_utils.shards.tables import join_shards, make_tables
 from colab_utils.streams import is_remote, require_streams
 from colab_utils.units import format_count
 
@@ -363,7 +363,7 @@ class ShardDataset(CocoSamples):
         # This list has one entry for each shard. If the arrays file of the shard was damaged, the
         # entry holds the mask bits that were made again. If the entry is a number, the mask bits
         # are read from the file.
-        self._bits: list[Any] = [0] * len(index.shards)
+        self._bits: list[Any]
         try:
             tables = make_tables(index.images, index.annotations)
             self._bits = join_shards(tables, shards)
@@ -373,10 +373,6 @@ class ShardDataset(CocoSamples):
                 f"The shards in {self.folder} are not of this version of colab_utils "
                 f"({error!s:.100}). Run preprocess again, into another folder."
             ) from None
-        self._use_tables(tables)
-        self.left_out = index.annotations - self.objects
-
-    def _use_tables(self, tables: Tables) -> None:
         self._tables = tables
         self.image_ids = tables["image_ids"]
         self.sizes = tables["sizes"]
@@ -384,6 +380,7 @@ class ShardDataset(CocoSamples):
         self._image_spans = tables["image_spans"]
         self._record_spans = tables["record_spans"]
         self._set_counts(tables["counts"])
+        self.left_out = index.annotations - self.objects
 
     def __str__(self) -> str:
         return (

@@ -46,33 +46,20 @@ def join_shards(tables: Tables, shards: Iterable[ShardArrays]) -> list[Any]:
     first = 0
     bits: list[Any] = []
     for shard in shards:
-        end = row + len(shard.counts)
-        fill_tables(tables, slice(row, end), shard, len(bits), first)
+        rows = slice(row, row + len(shard.counts))
+        objects = slice(first, first + len(shard.labels))
+        starts = np.cumsum(shard.counts) - shard.counts
+        for name in IMAGE_TABLES:
+            tables[name][rows] = getattr(shard, name)
+        tables["shard_of"][rows] = len(bits)
+        tables["first"][rows] = first + starts
+        tables["bit_starts"][rows] = shard.mask_ends[starts]
+        if isinstance(shard.bits, int):
+            tables["bit_starts"][rows] += shard.bits
+        for name in OBJECT_TABLES:
+            tables[name][objects] = getattr(shard, name)
+        tables["mask_bytes"][objects] = np.diff(shard.mask_ends)
         bits.append(shard.bits)
-        row = end
-        first += len(shard.labels)
+        row = rows.stop
+        first = objects.stop
     return bits
-
-
-def fill_tables(tables: Tables, rows: Any, shard: ShardArrays, number: int, first: int) -> None:
-    """Fill some rows of tables from the arrays of a shard.
-
-    Args:
-        tables: the tables.
-        rows: the rows of the shard's images.
-        shard: the arrays of the shard.
-        number: the number of the shard.
-        first: the row of the shard's first object.
-    """
-    starts = np.cumsum(shard.counts) - shard.counts
-    for name in IMAGE_TABLES:
-        tables[name][rows] = getattr(shard, name)
-    tables["shard_of"][rows] = number
-    tables["first"][rows] = first + starts
-    tables["bit_starts"][rows] = shard.mask_ends[starts]
-    if isinstance(shard.bits, int):
-        tables["bit_starts"][rows] += shard.bits
-    objects = slice(first, first + len(shard.labels))
-    for name in OBJECT_TABLES:
-        tables[name][objects] = getattr(shard, name)
-    tables["mask_bytes"][objects] = np.diff(shard.mask_ends)
