@@ -7,7 +7,6 @@ import os
 import signal
 import weakref
 from collections.abc import Callable
-from concurrent.futures import CancelledError
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -212,6 +211,11 @@ class Writing:
 
     def stop(self) -> None:
         """End at the next image. Finished shards stay, and a new writing continues after them."""
+        if self._process.is_alive():
+            self._is_over = True
+            self._error = ColabUtilsError(
+                "The writing of shards was stopped. Run the same again: it continues."
+            )
         self._finalizer()
 
     def wait(self) -> None:
@@ -263,8 +267,6 @@ def _serve(writer: ShardWriter, stop: Any, connection: Connection) -> None:
         writer.run(WorkerProgress(stop=stop), lambda refusal: connection.send((refusal, None)))
     except ColabUtilsError as failure:
         error = failure
-    except CancelledError:
-        error = ColabUtilsError("The sending of shards was stopped. Run the same again.")
     except Exception as failure:
         error = ColabUtilsError(f"The writing of shards failed: {describe_error(failure)}")
     connection.send((None, error))

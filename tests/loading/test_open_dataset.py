@@ -785,6 +785,15 @@ def test_a_writing_process_that_the_system_ends_is_told(tiny_dataset, places, mo
     dataset.stop()
 
 
+def test_a_writing_that_is_stopped_is_told(tiny_dataset, places, monkeypatch):
+    monkeypatch.setattr(writing, "_STOP_S", 0.1)
+    monkeypatch.setattr(writing, "write_shard", lambda *_: time.sleep(60))
+    dataset = open_tiny(tiny_dataset, places)
+    dataset.stop()
+    with pytest.raises(ColabUtilsError, match=r"was stopped\. Run the same again"):
+        dataset.wait()
+
+
 def test_a_fault_of_the_writer_is_told(tiny_dataset, places, monkeypatch):
     monkeypatch.setattr(writing, "write_shard", lambda *_: 1 / 0)
     dataset = open_tiny(tiny_dataset, places)
