@@ -2,6 +2,8 @@
 
 import os
 import re
+from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path, PureWindowsPath
@@ -201,31 +203,35 @@ def list_base_names(folder: str) -> dict[str, tuple[str, ...]]:
         ColabUtilsError: if the folder cannot be listed.
     """
     places: dict[str, tuple[str, ...]] = {}
-    folders = [folder]
-    followed = {os.path.realpath(folder)}
     try:
         with guard_drive(folder):
-            # The loop adds to this list the folders that it meets.
-            for parent in folders:
-                for entry in os.scandir(parent):
-                    follows = False
-                    if entry.is_symlink():
-                        real = os.path.realpath(entry.path)
-                        # A shortcut may lead to a folder that it lies in: follow it only once.
-                        follows = real not in followed and _is_shortcut(folder, Path(real))
-                        followed.add(real)
-                    if entry.is_dir(follow_symlinks=follows):
-                        # Folders such as .Trash-0 hold what the user has deleted.
-                        if not entry.name.startswith("."):
-                            folders.append(entry.path)
-                    elif entry.is_file(follow_symlinks=follows):
-                        base = normalize("NFC", entry.name)
-                        paths = (*places.get(base, ()), os.path.relpath(entry.path, folder))
-                        places[base] = paths[:2]
+            for entry in _walk(folder):
+                base = normalize("NFC", entry.name)
+                paths = (*places.get(base, ()), os.path.relpath(entry.path, folder))
+                places[base] = paths[:2]
     except OSError as error:
         reason = explain_os_error(error, "Check the folder.")
         raise ColabUtilsError(f"The images in {folder} cannot be listed: {reason}") from None
     return places
+
+
+def _walk(folder: str) -> "Iterator[os.DirEntry[str]]":
+    """Yield the files below a folder, those of the outer folders first."""
+    waiting = deque([folder])
+    followed = {os.path.realpath(folder)}
+    while waiting:
+        for entry in os.scandir(waiting.popleft()):
+            follows = False
+            if entry.is_symlink():
+                real = os.path.realpath(entry.path)
+                # A shortcut may lead to a folder that it lies in: follow it only once.
+                follows = real not in followed and _is_shortcut(folder, Path(real))
+                followed.add(real)
+            # Folders such as .Trash-0 hold what the user has deleted.
+            if entry.is_dir(follow_symlinks=follows) and not entry.name.startswith("."):
+                waiting.append(entry.path)
+            elif entry.is_file(follow_symlinks=follows):
+                yield entry
 
 
 def explain_missing(folder: PlaceLike, name: str) -> str:

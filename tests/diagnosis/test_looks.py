@@ -20,8 +20,6 @@ from colab_utils.diagnosis.processes import WorkerMonitor, list_other_workers
 from colab_utils.diagnosis.system_calls import classify_call, find_wait, measure_memory_part
 from colab_utils.diagnosis.watch import watch
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.workers import describe_exit, explain_death
-from colab_utils.machine import count_oom_kills
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
@@ -480,21 +478,6 @@ def test_workers_are_listed_from_the_oldest_sample_on():
         rows[place]["sample"] = place
         rows[place]["since_ns"] = since_ns
     assert list(monitor.list_samples().items()) == [(102, 2), (105, 5), (101, 1)]
-
-
-def test_a_bus_error_is_explained_by_its_two_causes():
-    message = explain_death(describe_exit(-7), 0)
-    assert "A mapped file (a numpy memmap, an LMDB) became shorter" in message
-    assert "of /dev/shm are free" in message
-    assert "memory ran out" not in message
-
-
-def test_want_of_memory_is_named_where_the_system_counted_it():
-    ending = describe_exit(-9)
-    kills = count_oom_kills()
-    assert "What killed it is not known" in explain_death(ending, kills)
-    text = explain_death(ending, kills - 1)
-    assert "ended a process because memory ran out: use fewer workers" in text
 
 
 @pytest.mark.parametrize(
