@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 from colab_utils.data.coco import write_subset
-from colab_utils.data.sizes import plan_size
+from colab_utils.data.sizes import plan_sizes
 from colab_utils.diagnosis.noise import LEAST_NOISE, find_noise, is_faster
 from colab_utils.diagnosis.timing import (
     BatchTimes,
@@ -332,8 +332,7 @@ def _plan_fixes(now: Situation, folder: Path) -> Iterator[tuple[str, str, _Prepa
         yield "packed_masks", "", partial(make, "packed_masks")
     if isinstance(dataset, CocoFolder):
         sizes = dataset.coco.sizes[[*now.indices]]
-        planned = [plan_size(*size, **_SIDES) for size in sizes.tolist()]
-        share = np.prod(planned, axis=-1).sum() / max(sizes.prod(axis=-1).sum(), 1)
+        share = plan_sizes(sizes, **_SIDES).prod(1).sum() / max(sizes.prod(1).sum(), 1)
         if share <= _SMALLER:
             yield "resize", f", which leaves {share:.0%} of the pixels", partial(make, "resize")
 
