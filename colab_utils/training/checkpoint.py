@@ -7,7 +7,6 @@ new checkpoints wait on this machine. They are written in a thread while trainin
 import errno
 import io
 import os
-import re
 import stat
 import tempfile
 import warnings
@@ -25,9 +24,9 @@ from torch.utils._pytree import tree_map_only
 
 from colab_utils.drive import DriveLostError, Retries, explain_write, find_mount, guard_drive
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.files import hash_bytes, parse_file, read_whole, write_file
+from colab_utils.files import hash_bytes, list_names, parse_file, read_whole, write_file
 from colab_utils.machine import COLAB_ROOT
-from colab_utils.places import Place, PlaceLike, RefusedError, UrlPath, open_place
+from colab_utils.places import Place, PlaceLike, RefusedError, open_place
 from colab_utils.processes import ThreadPool
 
 State = Mapping[str, Any]
@@ -492,15 +491,9 @@ def _set_aside(path: Place, *, repair: bool) -> None:
 
 
 def _list_files(folder: Place, which: Which) -> list[Place]:
-    """Return the checkpoints in a folder, sorted by step. If Drive is lost, raise an error: a lost
-    Drive must not look like an empty folder.
-    """
-    try:
-        names = [*folder.list_sizes()] if isinstance(folder, UrlPath) else os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    name_of_a_checkpoint = re.compile(rf"{_PREFIXES[which]}-[0-9]{{8}}\.pt")
-    return [folder / name for name in sorted(names) if name_of_a_checkpoint.fullmatch(name)]
+    """Return the checkpoints in a folder, sorted by step."""
+    names = list_names(folder, f"{_PREFIXES[which]}-{8 * '[0-9]'}.pt")
+    return [folder / name for name in names]
 
 
 def _find_free_name(folder: Place, prefix: str) -> Place:
