@@ -29,7 +29,6 @@ from colab_utils.files import read_file
 from colab_utils.loading.loader import make_loader
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.index import read_index
-from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import DRIVE_PROFILES, find_profile, slow_down
 from tests.colab.mountpoint import check_mountpoint
@@ -553,41 +552,24 @@ def list_shards(tiny_shards):
 
 
 class TestEverythingBelowASlowedFolderIsReadSlowly:
-    @pytest.mark.parametrize("how", ["here", "command line"])
-    def test_check_and_preprocess_wait_for_every_file(self, tiny_dataset, tmp_path, waits, how):
+    def test_check_and_preprocess_wait_for_every_file(self, tiny_dataset, tmp_path, waits):
         slow_down(tiny_dataset.images.parent, "typical")
         names = {path.name for path in tiny_dataset.images.iterdir()} | {"annotations.json"}
         data = (tiny_dataset.images, tiny_dataset.annotations)
-        options = ["--images", str(data[0]), "--annotations", str(data[1])]
-        assert check_dataset(*data).ok if how == "here" else main(["check", *options]) == 0
+        assert check_dataset(*data).ok
         assert waits() == names
         (tmp_path / "waits").write_text("")
-        if how == "here":
-            write_shards(*data, shards=tmp_path / "shards", workers=1)
-        else:
-            assert (
-                main(
-                    ["preprocess", *options, "--shards", str(tmp_path / "shards"), "--workers", "1"]
-                )
-                == 0
-            )
+        write_shards(*data, shards=tmp_path / "shards", workers=1)
         assert waits() == names
 
-    @pytest.mark.parametrize("how", ["here", "command line"])
-    def test_verify_and_copy_wait_for_every_shard(
-        self, tiny_shards, list_shards, tmp_path, waits, how
+    def test_the_commands_verify_and_copy_wait_for_every_shard(
+        self, tiny_shards, list_shards, tmp_path, waits
     ):
         slow_down(tiny_shards, "typical")
-        if how == "here":
-            verify_shards(tiny_shards)
-        else:
-            main(["verify", "--shards", str(tiny_shards)])
+        assert main(["verify", "--shards", str(tiny_shards)]) == 0
         assert waits() == list_shards
         (tmp_path / "waits").write_text("")
-        if how == "here":
-            copy_shards(tiny_shards, tmp_path / "ssd")
-        else:
-            main(["copy", "--shards", str(tiny_shards), "--to", str(tmp_path / "ssd")])
+        assert main(["copy", "--shards", str(tiny_shards), "--to", str(tmp_path / "ssd")]) == 0
         assert waits() == list_shards
 
     def test_compare_takes_the_profile_of_a_slowed_folder(
