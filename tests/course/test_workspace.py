@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 
 from colab_utils import ShardDataset, drive, files, slow_drive
-from colab_utils import workspace as module
 from colab_utils.__main__ import main
+from colab_utils.course import workspace as module
 from colab_utils.course.workspace import SCENES, Workspace, ensure_dataset, ensure_shards
 from colab_utils.data.checks import check_dataset
 from colab_utils.errors import ColabUtilsError
