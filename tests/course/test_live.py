@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from colab_utils.course import live
 from colab_utils.course.live import LiveMonitor, animate_simulation, draw_run, explore_simulation
 from colab_utils.diagnosis.simulator import simulate
 from colab_utils.errors import ColabUtilsError
-from colab_utils.show import live
 from colab_utils.training.evaluate import AveragePrecision
 
 CHROMIUM = (
