@@ -23,7 +23,6 @@ from torch import Tensor
 from colab_utils.data.coco import CocoDataset, open_coco
 from colab_utils.data.decoding import decode_pixels, take_pixels
 from colab_utils.data.defects import warn_of_faults
-from colab_utils.data.image_checks import sample_faults
 from colab_utils.data.masks import (
     PackedMasks,
     encode_segmentation,
@@ -134,6 +133,8 @@ class CocoFolder(CocoSamples):
         if isinstance(annotations, CocoDataset):
             self.coco = annotations
         else:
+            from colab_utils.data.image_checks import sample_faults
+
             self.coco = open_coco(images, annotations)
             warn_of_faults(annotations, sample_faults(self.coco))
         self._set_labels(self.coco.categories, contiguous=contiguous_labels)

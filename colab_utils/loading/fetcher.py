@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import length_hint
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 
 from colab_utils.data.decoding import load_jpeg_decoder
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, describe_error
-from colab_utils.loading.arrival import Arrival
 from colab_utils.loading.batch import BatchShape, write_batch
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.dataset_checks import require_same_classes
@@ -28,6 +27,9 @@ from colab_utils.loading.targets import (
     pack_samples,
 )
 from colab_utils.streams import StreamTrial
+
+if TYPE_CHECKING:
+    from colab_utils.loading.arrival import Arrival
 
 Reserve = Callable[[int], NDArray[np.uint8]]
 """A function that takes a number of bytes and returns memory of that size, uint8."""
@@ -137,7 +139,8 @@ class Fetcher:
         self.shards = 0
         self.is_passing = False
         if isinstance(base, CocoSamples):
-            self.arrival = base.arrival if isinstance(base.arrival, Arrival) else None
+            # A dataset of loose files may have a `Writing` in its place.
+            self.arrival = base.arrival if isinstance(base, ShardDataset) else None
             self.windows = base.windows
             self.is_passing = base.is_passing
             if base.shard_of is not None:

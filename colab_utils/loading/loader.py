@@ -12,7 +12,7 @@ from copy import copy
 from dataclasses import KW_ONLY, dataclass
 from functools import wraps
 from itertools import islice
-from typing import Any, Literal, ParamSpec
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec
 
 import torch
 from torch import Tensor
@@ -25,16 +25,17 @@ from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.dataset_checks import warn_of_open_file
 from colab_utils.loading.devices import find_device
 from colab_utils.loading.fetcher import Fetcher
-from colab_utils.loading.late import BoundedPrefetcher, LateSample
 from colab_utils.loading.prefetcher import PREFETCH, Loaded, Prefetcher
 from colab_utils.loading.ranks import Ranks, find_ranks
 from colab_utils.loading.sampler import BatchSampler, LoaderState
 from colab_utils.loading.targets import Target, Transforms, apply_transforms, check_transformed
-from colab_utils.loading.tune import tune_workers
 from colab_utils.loading.workers import WorkerJob
 from colab_utils.machine import count_cores, require_linux
 from colab_utils.require import require_choice, require_count, require_max_bad, require_number
 from colab_utils.streams import StreamTrial, require_streams
+
+if TYPE_CHECKING:
+    from colab_utils.loading.late import LateSample
 
 # An epoch with fewer batches would end before the trials do.
 _TUNED_BATCHES = 64
@@ -246,6 +247,8 @@ def make_loader(
     # Trials read images. Of loose files that become shards, they would read some too early.
     is_complete = is_complete and not fetcher.is_passing
     if workers == "auto" and is_complete and len(fetcher) >= _TUNED_BATCHES * batch_size:
+        from colab_utils.loading.tune import tune_workers
+
         batches = list(BatchSampler(len(fetcher), batch_size, seed, sizes=fetcher.sizes))
         count, rates = tune_workers(fetcher, batches)
         if max_wait_s is not None:
@@ -477,6 +480,8 @@ class Loader:
     def _start_prefetcher(self) -> Prefetcher:
         if self.max_wait_s is None:
             return Prefetcher(self._fetcher, self.workers, self.prefetch)
+        from colab_utils.loading.late import BoundedPrefetcher
+
         return BoundedPrefetcher(
             self._fetcher,
             self.workers,

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from torch.utils.data._utils import worker as torch_worker
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.arrival import POLL_S
 from colab_utils.loading.batch import PackedBatch, open_batch
 from colab_utils.loading.fetcher import Fetcher, Result
 from colab_utils.loading.shared_memory import SharedBufferPool
@@ -42,6 +41,8 @@ keeps."""
 # A killed process ends at once, unless it hangs in a read that the system cannot interrupt. The
 # loader waits at most this many seconds for the end of killed processes.
 _DEATH_S = 5.0
+# Seconds between two looks for shards of the next batch that have not arrived.
+_ARRIVAL_S = 0.02
 
 
 class ReadAhead(NamedTuple):
@@ -272,7 +273,7 @@ class Prefetcher:
             elif is_over:
                 return
             else:
-                sleep(POLL_S)
+                sleep(_ARRIVAL_S)
 
     def list_jobs(self) -> list[WorkerJob]:
         """Return the requested batches that have not arrived yet, oldest first."""

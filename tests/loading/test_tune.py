@@ -10,7 +10,6 @@ import torch
 from torch.utils.data import Subset
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading import loader as loader_module
 from colab_utils.loading import tune
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.fetcher import Fetcher
@@ -118,7 +117,7 @@ def test_what_does_not_fit_into_memory_is_not_tried(many, monkeypatch):
 
 
 def test_few_batches_are_not_tuned(tiny_shards, monkeypatch):
-    monkeypatch.setattr(loader_module, "tune_workers", None)
+    monkeypatch.setattr(tune, "tune_workers", None)
     few = make_loader(ShardDataset(tiny_shards), batch_size=4)
     assert (few.rates, few.prefetch) == ({}, 2)
     assert few.describe_workers() == ""
