@@ -17,6 +17,7 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.devices import find_device
 from colab_utils.loading.loader import Loader, make_loader
+from colab_utils.loading.ranks import Ranks
 from colab_utils.loading.targets import Transforms
 from colab_utils.places import PlaceLike, open_place
 from colab_utils.require import require_choice
@@ -190,10 +191,7 @@ def train(
                 _warn_of_faults(data)
                 stack.enter_context(hold_folder(folder.run))
                 state = folder.read(repair=True) if resume == "auto" else None
-        require_same(
-            ranks,
-            {"version of colab_utils": __version__, **data.describe(), **asdict(asked)},
-        )
+        _require_same_call(ranks, data, asked)
         state = ranks.send(state)
 
         settings = _choose_settings(asked, state, data, transforms=transforms, device=device)
@@ -217,6 +215,13 @@ def train(
             if ranks.is_first:
                 folder.prepare(anew=resume == "never")
         return trainer.run(log if ranks.is_first else None)
+
+
+def _require_same_call(ranks: Ranks, data: OpenData, asked: TrainSettings) -> None:
+    """Refuse to train if the processes differ in version, data or settings."""
+    facts = {"version of colab_utils": __version__, **data.describe()}
+    settings = {name: value or "default" for name, value in asdict(asked).items()}
+    require_same(ranks, {**facts, **settings, "seed": asked.seed})
 
 
 def _warn_of_faults(data: OpenData) -> None:
