@@ -29,6 +29,7 @@ CORE = (
     "progress",
     "machine",
     "processes",
+    "running",
     "drive",
     "places",
     "slow_drive",

@@ -4,15 +4,12 @@ The report names each kind of defect, says what it leads to, and has statistics 
 """
 
 import math
-import multiprocessing
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 
@@ -33,10 +30,10 @@ from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.files import read_file
 from colab_utils.machine import count_cores
 from colab_utils.places import Place, PlaceLike, open_place
-from colab_utils.processes import explain_shared_memory, fork_pool, pop_done
 from colab_utils.progress import show_progress
 from colab_utils.reader import Reader
 from colab_utils.require import require_choice
+from colab_utils.running import JobProgress, run_jobs
 from colab_utils.units import format_count
 
 Validation = tuple[PlaceLike, PlaceLike]
@@ -177,69 +174,42 @@ def inspect_images(images: Place, dataset: CocoDataset, *, deep: bool = False) -
     require_folder(images)
     size = min(_PART_IMAGES, math.ceil(len(dataset) / count_cores()) or 1)
     starts = range(0, len(dataset), size)
-    context = multiprocessing.get_context("fork")
-    with explain_shared_memory():
-        images_done = context.Value("q", 0)
-        stop = context.Event()
-    with fork_pool(max(1, min(count_cores(), len(starts))), _join, images_done, stop) as pool:
-        parts = (dataset.subset(start, min(start + size, len(dataset))) for start in starts)
-        inspected = [pool.submit(_inspect_part, images, deep, part) for part in parts]
-        try:
-            _wait_for(inspected, images_done, len(dataset))
-        except BaseException:
-            stop.set()
-            pool.shutdown(cancel_futures=True)
-            raise
-    findings = [*chain.from_iterable(part.result() for part in inspected)]
+    processes = max(1, min(count_cores(), len(starts)))
+    jobs = ((start, dataset.subset(start, min(start + size, len(dataset)))) for start in starts)
+    work = partial(_inspect_subset, images, deep)
+    inspected: dict[int, list[Findings]] = {}
+    with (
+        show_progress("check", total=len(dataset), unit="image") as bar,
+        closing(run_jobs(work, jobs, processes)) as runs,
+    ):
+        for finished, images_done in runs:
+            inspected.update(finished)
+            bar.update(images_done - bar.n)
+    findings = [finding for start in starts for finding in inspected[start]]
     # On Drive, a file may be missing for a while, so missing files are looked for again.
     missing = [
         i for i, finding in enumerate(findings) if "missing image" in dict(finding.header.defects)
     ]
     if Retries().find_again([dataset.find_image(images, i)[0] for i in missing]):
         for i in missing:
-            findings[i] = _inspect_part(images, deep, dataset.subset(i, i + 1))[0]
+            job = (i, dataset.subset(i, i + 1))
+            findings[i] = _inspect_subset(images, deep, job, JobProgress())[1][0]
     return findings
 
 
-def _wait_for(inspected: Iterable[Future[Any]], images_done: Any, total: int) -> None:
-    """Wait for all parts, and show how many images are done."""
-    pending = set(inspected)
-    with show_progress("check", total=total, unit="image") as bar:
-        while pending:
-            for part in pop_done(pending):
-                part.result()
-            # The count is read without its lock, because a killed worker may still hold the lock.
-            bar.update(images_done.get_obj().value - bar.n)
-
-
-# The function that counts an image as done. `_join` sets it in the processes of a check. In any
-# other process it is `int`, which does nothing.
-_count_image: Callable[[], object] = int
-
-
-def _join(images_done: Any, stop: Any) -> None:
-    """Prepare a forked process: it counts the images it has done, until the check is stopped."""
-    global _count_image
-
-    def count() -> None:
-        if stop.is_set():
-            raise CancelledError
-        with images_done.get_lock():
-            images_done.value += 1
-
-    _count_image = count
-
-
-def _inspect_part(images: Place, deep: bool, part: CocoDataset) -> list[Findings]:
+def _inspect_subset(
+    images: Place, deep: bool, job: tuple[int, CocoDataset], progress: JobProgress
+) -> tuple[int, list[Findings]]:
+    """Return the place of the first image of a subset, and the findings of all its images."""
+    start, subset = job
     retries = Retries()
-    read = partial(read_header, images, part, retries=retries, deep=deep)
-    reader = Reader(read, place=images, retries=retries)
+    read = partial(read_header, images, subset, retries=retries, deep=deep)
     findings = []
-    with closing(reader):
-        for i, reading in enumerate(reader.read_all(range(len(part)))):
-            findings.append(check_image(part, i, reading.take()))
-            _count_image()
-    return findings
+    with closing(Reader(read, place=images, retries=retries)) as reader:
+        for i, reading in enumerate(reader.read_all(range(len(subset)))):
+            findings.append(check_image(subset, i, reading.take()))
+            progress.add(1)
+    return start, findings
 
 
 def _settle_turns(

@@ -29,9 +29,10 @@ from colab_utils.processes import (
     explain_shared_memory,
     quiet_fork,
 )
+from colab_utils.running import JobProgress
 from colab_utils.shards.copy import Copying
 from colab_utils.shards.index import ShardIndex, ShardInfo, write_index
-from colab_utils.shards.jobs import ShardJob, WorkerProgress, write_shard
+from colab_utils.shards.jobs import ShardJob, write_shard
 from colab_utils.shards.lock import hold_folder
 from colab_utils.shards.records import MISSING
 from colab_utils.shards.source import describe_source, keep_source
@@ -70,7 +71,7 @@ class ShardWriter:
         self.times = np.frombuffer(mmap.mmap(-1, 24 * count), np.float64).reshape(count, 3)
         self._failure: ColabUtilsError | None = None
 
-    def run(self, progress: WorkerProgress, begin: Callable[[Any], object]) -> None:
+    def run(self, progress: JobProgress, begin: Callable[[Any], object]) -> None:
         """Write and send all shards.
 
         Args:
@@ -264,7 +265,7 @@ def _serve(writer: ShardWriter, stop: Any, connection: Connection) -> None:
     writer.cache.gives_way = True
     error: ColabUtilsError | None = None
     try:
-        writer.run(WorkerProgress(stop=stop), lambda refusal: connection.send((refusal, None)))
+        writer.run(JobProgress(stop=stop), lambda refusal: connection.send((refusal, None)))
     except ColabUtilsError as failure:
         error = failure
     except Exception as failure:

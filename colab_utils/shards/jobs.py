@@ -4,7 +4,7 @@ import tarfile
 from collections import Counter
 from collections.abc import Generator
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from colab_utils.file_cache import FileCache
 from colab_utils.files import has_files, hash_bytes, read_whole, write_file
 from colab_utils.places import Place
 from colab_utils.reader import Reader, Reading
+from colab_utils.running import JobProgress
 from colab_utils.shards.arrays import ArraysBuilder, describe_shard, dump_arrays
 from colab_utils.shards.copy import Copying
 from colab_utils.shards.index import ShardIndex, SkippedImage
@@ -56,46 +57,7 @@ class ShardJob(NamedTuple):
     """Keeps the image files; None if they are not kept."""
 
 
-@dataclass(frozen=True)
-class WorkerProgress:
-    """The counter and the stop event that all processes of one run share."""
-
-    images_done: Any = None
-    """Number of images that are done, in shared memory."""
-    stop: Any = None
-    """Event that makes every process give up at its next image."""
-
-    def add(self, images: int) -> None:
-        """Count images that are done.
-
-        Raises:
-            ColabUtilsError: if the run was stopped.
-        """
-        if self.stop is not None and self.stop.is_set():
-            raise ColabUtilsError(
-                "The writing of shards was stopped. Run the same again: it continues."
-            )
-        if self.images_done is not None:
-            with self.images_done.get_lock():
-                self.images_done.value += images
-
-
-# The progress of this process's run. It is a global, as shared memory cannot be sent with a job.
-_progress = WorkerProgress()
-
-
-def join_run(progress: WorkerProgress) -> None:
-    """Make this process, which was just forked, a worker of a run."""
-    global _progress
-    _progress = progress
-
-
-def run_job(job: ShardJob) -> ShardIndex:
-    """Write a shard in a process that has joined a run; see `write_shard`."""
-    return write_shard(job, _progress)
-
-
-def write_shard(job: ShardJob, progress: WorkerProgress) -> ShardIndex:
+def write_shard(job: ShardJob, progress: JobProgress) -> ShardIndex:
     """Write one shard unless it is finished; return an index that lists only this shard.
 
     The arrays are written before the tar. Their head holds the checksum of the tar. A shard whose
@@ -201,7 +163,7 @@ def _copy_shard(job: ShardJob, drive: Place, retries: Retries) -> ShardIndex | N
     return index
 
 
-def _build_shard(job: ShardJob, progress: WorkerProgress) -> tuple[list[bytes], bytes]:
+def _build_shard(job: ShardJob, progress: JobProgress) -> tuple[list[bytes], bytes]:
     """Build a shard in memory; return the pieces of its tar and the content of its arrays file."""
     # The pieces stay in a list: joining them would copy them, and they are megabytes.
     tar: list[bytes] = []
@@ -241,7 +203,7 @@ def _build_shard(job: ShardJob, progress: WorkerProgress) -> tuple[list[bytes], 
     return tar, dump_arrays(head, builder.build())
 
 
-def _read_ahead(job: ShardJob, progress: WorkerProgress) -> Generator[Reading, None, None]:
+def _read_ahead(job: ShardJob, progress: JobProgress) -> Generator[Reading, None, None]:
     """Yield the files of the images in order.
 
     Files are read before they are needed, because each file on Drive takes long to open.

@@ -26,9 +26,10 @@ from colab_utils.files import has_files, list_names, require_room
 from colab_utils.places import Place, open_place
 from colab_utils.progress import show_progress
 from colab_utils.require import require_max_bad, require_part
+from colab_utils.running import run_jobs
 from colab_utils.shards.folder_state import confirm_finished, find_source, inspect_folder
 from colab_utils.shards.index import INDEX_NAME, ShardIndex, SkippedImage, Storage, write_index
-from colab_utils.shards.jobs import ShardJob, name_shard
+from colab_utils.shards.jobs import ShardJob, name_shard, write_shard
 from colab_utils.shards.lock import hold_folder
 from colab_utils.shards.plan import (
     Annotations,
@@ -41,7 +42,6 @@ from colab_utils.shards.plan import (
     try_images,
 )
 from colab_utils.shards.records import MISSING, read_image
-from colab_utils.shards.running import run_jobs
 from colab_utils.shards.source import ShardSource, describe_source, keep_source
 from colab_utils.streams import require_streams
 from colab_utils.units import format_bytes, format_count
@@ -329,7 +329,7 @@ def _watch(run: ShardRun, processes: int, streams: int | str, max_bad: float) ->
     # Drive may show a file late, so missing images are looked for again at the end.
     is_patient = is_on_drive(run.images)
     total = sum(len(places) for _, places in run.list_shards())
-    runs = run_jobs(cut_jobs(run, streams), processes)
+    runs = run_jobs(write_shard, cut_jobs(run, streams), processes)
     with show_progress("preprocess", total=total, unit="image") as bar, closing(runs):
         for finished, images_done in runs:
             done += finished

@@ -9,9 +9,8 @@ import random
 import tarfile
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,15 +69,12 @@ class Inline(Executor):
         return future
 
 
-@contextmanager
-def run_here(
-    workers: int, initializer: Callable[..., object] = int, *arguments: Any
-) -> Iterator[Executor]:
+def run_here(workers: int, initializer: Callable[..., object] = int, *arguments: Any) -> Executor:
     """In place of ``fork_pool``: a case stays in its own process, where time and memory are
     measured.
     """
     initializer(*arguments)
-    yield Inline()
+    return Inline()
 
 
 def store(images: Path, annotations: Path, shards: Path, **settings: Any) -> Any:

@@ -30,10 +30,11 @@ from colab_utils.loading import writing
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.opening import LooseFiles
+from colab_utils.running import JobProgress
 from colab_utils.shards import plan, write
 from colab_utils.shards.copy import Copying
 from colab_utils.shards.index import read_index, write_index
-from colab_utils.shards.jobs import run_job, write_shard
+from colab_utils.shards.jobs import write_shard
 from colab_utils.shards.lock import WRITER_NAME, hold_folder
 from colab_utils.shards.plan import make_recipe
 from colab_utils.shards.write import write_shards
@@ -299,7 +300,7 @@ def write_old_shards(dataset, folder):
     coco = open_coco(dataset.images, dataset.annotations)
     folder.mkdir()
     run = write.ShardRun(folder, dataset.images, coco, recipe)
-    done = [run_job(job) for job in write.cut_jobs(run, 1)]
+    done = [write_shard(job, JobProgress()) for job in write.cut_jobs(run, 1)]
     write_index(folder, write.join_index(run, done))
 
 

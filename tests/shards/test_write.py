@@ -27,6 +27,7 @@ import psutil
 import pytest
 from PIL import Image
 
+from colab_utils import running
 from colab_utils.__main__ import main
 from colab_utils.data.checks import check_dataset
 from colab_utils.data.coco import open_coco
@@ -34,7 +35,7 @@ from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableError
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.machine import find_host
-from colab_utils.shards import jobs, running, write
+from colab_utils.shards import jobs, write
 from colab_utils.shards import records as image_module
 from colab_utils.shards.folder_state import inspect_folder
 from colab_utils.shards.index import read_index, write_index
