@@ -6,7 +6,7 @@ The pictures have noise, which makes their files as large as those of photos.
 import cmath
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from colorsys import hsv_to_rgb
 from dataclasses import dataclass
 from functools import partial
@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator, default_rng
 from numpy.typing import NDArray
-from PIL import Image, ImageChops, ImageDraw
+from PIL import Image
 
 from colab_utils.data.decoding import guard_pillow
-from colab_utils.data.masks import encode_segmentation, measure_mask, pack_masks, read_counts
+from colab_utils.data.masks import encode_segmentation, measure_mask, pack_masks
 from colab_utils.data.segmentations import Entry
 from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError
@@ -32,13 +32,12 @@ from colab_utils.progress import show_progress
 from colab_utils.units import format_bytes
 
 _Points = list[tuple[float, float]]
-_Circle = tuple[float, float, float]
-_Colour = tuple[float, float, float]
+# A picture, uint8 [H, W, 3].
+_Pixels = NDArray[np.uint8]
 
 _PHOTO_SIZE = (4000, 3000)
-_SMALLEST_RADIUS = 3.5
-_CROWD_SHAPES = 24
-_PLACES_TRIED = 200
+# A shape with a smaller radius, in pixels, may cover no pixel.
+_SMALLEST_RADIUS = 2.0
 
 
 def _make_ring(radii: Sequence[float]) -> _Points:
@@ -90,7 +89,7 @@ class BuiltinDataset:
     n: int
     """Number of images."""
     objects: int
-    """Number of annotations, crowd regions included."""
+    """Number of annotations."""
     bytes: int
     """Size of all image files together."""
 
@@ -116,7 +115,7 @@ def make_dataset(
     Reading and decoding a picture takes as long as for a photo (640x480: 100 to 200 kB). The
     pictures show simple shapes that do not overlap. Each polygon has the corners with which its
     shape was drawn. ``area`` and ``bbox`` are measured on the polygon's mask. In every 50 images,
-    one has a crowd region (``iscrowd`` 1, uncompressed RLE) and one has no object.
+    one has no object.
 
     On one machine, the same arguments give the same bytes with any number of ``workers``. If
     ``folder`` already holds this dataset, nothing is written. Files are never overwritten, and
@@ -127,8 +126,8 @@ def make_dataset(
         n: Number of images.
         width: Width of an image in pixels.
         height: Height of an image in pixels.
-        objects: Smallest and largest number of objects in an image. Above 10, the objects are
-            smaller.
+        objects: Smallest and largest number of objects in an image. The more there are, the
+            smaller they are.
         categories: Names of the categories, from ball, tile, pennant, starfish, heart and kite.
             Default: all six.
         photos: Number of images that imitate the photos of a phone: 4000x3000 pixels, a few MB
@@ -153,7 +152,7 @@ def make_dataset(
         "categories": list(categories),
         "photos": photos,
         "seed": seed,
-        "version": 4,
+        "version": 5,
     }
     _check_recipe(recipe)
     root = require_local_path(folder)
@@ -233,195 +232,102 @@ def _make_image(folder: Path, recipe: dict[str, Any], index: int) -> tuple[Entry
     rng = default_rng([recipe["seed"], index])
     is_photo = (index * recipe["photos"] + recipe["n"] // 2) % recipe["n"] < recipe["photos"]
     width, height = _PHOTO_SIZE if is_photo else (recipe["width"], recipe["height"])
-    fewest, most_objects = recipe["objects"]
-    count = int(rng.integers(fewest, most_objects, endpoint=True))
+    count = int(rng.integers(*recipe["objects"], endpoint=True))
     if index % 50 == 9:
         count = 0
-    has_crowd = index % 50 == 4 and most_objects > 0
     names = [name for name in _SHAPES if name in recipe["categories"]]
-
-    scene = _Scene(rng, width, height)
+    pixels = _paint_ground(rng, width, height)
     annotations = []
-    if has_crowd:
-        annotations.append(scene.add_crowd(str(rng.choice(names))))
-    for _ in range(count):
-        annotation = scene.add_object(str(rng.choice(names)), count)
-        if annotation is not None:
-            annotations.append(annotation)
-    picture = _add_grain(rng, scene.picture)
-
+    for middle, radius in _choose_circles(rng, count, width, height):
+        annotations.append(_draw_object(rng, pixels, str(rng.choice(names)), middle, radius))
     number = 1000 * index + int(rng.integers(1000))
     file_name = f"{number:012d}.jpg"
+    picture = Image.fromarray(_add_grain(rng, pixels))
     picture.save(folder / file_name, "JPEG", quality=int(rng.integers(88, 94)))
     return {"id": number, "file_name": file_name, "width": width, "height": height}, annotations
 
 
-class _Scene:
-    """A picture to which shapes are added.
+def _paint_ground(rng: Generator, width: int, height: int) -> _Pixels:
+    """Return a background of soft spots in dull colours."""
+    spots = rng.integers(60, 160, (6, 8, 1)) + rng.integers(-25, 26, (6, 8, 3))
+    small = Image.fromarray(spots.astype(np.uint8))
+    return np.array(small.resize((width, height), Image.Resampling.BICUBIC))
 
-    Each shape lies in a circle of its own, so that no shape hides another.
 
-    Attributes:
-        picture: The picture so far, RGB.
-        circles: The x, y and radius of the circle around each shape, in pixels.
+def _choose_circles(
+    rng: Generator, count: int, width: int, height: int
+) -> Iterator[tuple[complex, float]]:
+    """Yield the middle, x + y * 1j, and the radius of a circle for each object.
+
+    Each lies in a cell of its own, so that no shape hides another. If the cells are too small for
+    a shape, nothing is yielded.
     """
-
-    def __init__(self, rng: Generator, width: int, height: int) -> None:
-        self.rng = rng
-        self.width = width
-        self.height = height
-        self.picture = _paint_ground(rng, width, height)
-        self.circles: list[_Circle] = []
-        # The side of a square with the same area as the picture.
-        self._side = math.sqrt(width * height)
-
-    def add_object(self, name: str, count: int) -> Entry | None:
-        """Draw one of ``count`` objects. Return its annotation, or None if there is no room."""
-        share = 0.05 * (0.2 / 0.05) ** self.rng.random()
-        if count > 10:
-            share *= math.sqrt(10 / count)
-        middle = self.rng.uniform((0, 0), (self.width, self.height))
-        circle = self._find_room(share * self._side, middle, spread=self._side)
-        if circle is None:
-            return None
-        polygon = self._draw_shape(name, circle, self._choose_colour(name))
-        return self._annotate(name, _to_segmentation(polygon), is_crowd=False)
-
-    def add_crowd(self, name: str) -> Entry:
-        """Draw many small shapes of one category. Return one annotation for all of them."""
-        colour = self._choose_colour(name)
-        middle = self.rng.uniform((0.2, 0.2), (0.8, 0.8)) * (self.width, self.height)
-        segmentation = []
-        for _ in range(_CROWD_SHAPES):
-            circle = self._find_room(0.0225 * self._side, middle, spread=0.1 * self._side)
-            if circle is not None:
-                polygon = self._draw_shape(name, circle, colour)
-                segmentation += _to_segmentation(polygon)
-        rle = encode_segmentation(segmentation, self.height, self.width)
-        runs = {"counts": read_counts(rle["counts"]), "size": rle["size"]}
-        return self._annotate(name, runs, is_crowd=True)
-
-    def _find_room(
-        self, radius: float, middle: NDArray[np.float64], spread: float
-    ) -> _Circle | None:
-        """Return a free circle near ``middle``, or None if no place is free.
-
-        At each further place that is tried, the radius is a little smaller.
-        """
-        radius = min(radius, 0.4 * min(self.width, self.height))
-        taken = np.array(self.circles).reshape(-1, 3)
-        place = middle
-        for _ in range(_PLACES_TRIED):
-            radius = max(radius, _SMALLEST_RADIUS)
-            farthest = np.subtract((self.width, self.height), radius + 1)
-            x, y = np.clip(place, radius + 1, farthest).tolist()
-            distances = np.hypot(taken[:, 0] - x, taken[:, 1] - y)
-            # Circles keep two pixels of distance, so that shapes do not touch after rounding.
-            if (distances > taken[:, 2] + radius + 2).all():
-                return x, y, radius
-            place = self.rng.normal(middle, spread) % (self.width, self.height)
-            radius *= 0.97
-        return None
-
-    def _choose_colour(self, name: str) -> _Colour:
-        """Return hue, saturation and value, each from 0 to 1.
-
-        The hue is usually that of the category, but not always, so that a model cannot rely on
-        colour.
-        """
-        hue = self.rng.normal(list(_SHAPES).index(name) / len(_SHAPES), 0.05)
-        if self.rng.random() < 0.25:
-            hue = self.rng.random()
-        return hue % 1, self.rng.uniform(0.5, 0.8), self.rng.uniform(0.75, 1.0)
-
-    def _draw_shape(self, name: str, circle: _Circle, colour: _Colour) -> _Points:
-        """Draw a shape on exactly the pixels of its mask, its edge darker. Return its corners."""
-        self.circles.append(circle)
-        x, y, radius = circle
-        angle = self.rng.uniform(0, 2 * math.pi)
-        narrowing = self.rng.uniform(0.75, 1.0)
-        corners = [(narrowing * across, down) for across, down in _SHAPES[name]]
-        polygon = _turn_shape(corners, angle, x, y, radius)
-        left, top, shape = _draw_polygon(polygon, self.width, self.height)
-        inside = Image.new("L", shape.size)
-        inner = np.subtract(_turn_shape(corners, angle, x, y, 0.88 * radius), (left, top))
-        ImageDraw.Draw(inside).polygon(inner.ravel().tolist(), fill=255)
-        inside = ImageChops.darker(shape, inside)
-        hue, saturation, value = colour
-        self.picture.paste(_to_rgb(hue, saturation, 0.55 * value), (left, top), shape)
-        self.picture.paste(_to_rgb(hue, saturation, value), (left, top), inside)
-        return polygon
-
-    def _annotate(self, name: str, segmentation: Any, *, is_crowd: bool) -> Entry:
-        """Return a COCO annotation. Its area and box are measured on its mask."""
-        box, area = measure_mask(encode_segmentation(segmentation, self.height, self.width))
-        return {
-            "category_id": CATEGORIES[list(_SHAPES).index(name)]["id"],
-            "segmentation": segmentation,
-            "area": area,
-            "bbox": box,
-            "iscrowd": int(is_crowd),
-        }
+    columns = max(1, math.ceil(math.sqrt(count * width / height)))
+    rows = max(1, math.ceil(count / columns))
+    cell = np.array([width / columns, height / rows])
+    for number in rng.permutation(columns * rows)[:count].tolist():
+        # A share of the side of a square with the same area as the picture.
+        radius = 0.05 * 4 ** rng.random() * math.sqrt(width * height)
+        # Circles keep two pixels of distance, so that shapes do not touch after rounding.
+        radius = min(radius, cell.min() / 2 - 1)
+        room = cell / 2 - 1 - radius
+        middle = cell * (number % columns + 0.5, number // columns + 0.5)
+        x, y = rng.uniform(middle - room, middle + room).tolist()
+        if radius >= _SMALLEST_RADIUS:
+            yield complex(x, y), radius
 
 
-def _turn_shape(corners: _Points, angle: float, x: float, y: float, radius: float) -> _Points:
-    """Return the corners of a shape after turning it, enlarging it and moving it to (x, y)."""
-    turn = cmath.rect(radius, angle)
-    turned = []
-    for across, down in corners:
-        point = complex(x, y) + turn * complex(across, down)
-        turned.append((round(point.real, 2), round(point.imag, 2)))
-    return turned
+def _draw_object(
+    rng: Generator, pixels: _Pixels, name: str, middle: complex, radius: float
+) -> Entry:
+    """Draw a shape on exactly the pixels of its mask, and return its annotation without ids.
 
-
-def _to_segmentation(polygon: _Points) -> list[list[float]]:
-    """Return a polygon as COCO has it: a list of parts. The only part here is x, y, x, y, ..."""
-    return [[coordinate for corner in polygon for coordinate in corner]]
-
-
-def _draw_polygon(polygon: _Points, width: int, height: int) -> tuple[int, int, Image.Image]:
-    """Return the left and top of a polygon's box, and a picture of its mask, white on black.
-
-    The picture is as large as the box. The mask is the one that COCO readers decode.
+    The hue is usually that of the category, but not always, so that a model cannot rely on colour.
     """
-    packed = pack_masks([encode_segmentation(_to_segmentation(polygon), height, width)])
-    left, top, right, bottom = packed.crops[0].tolist()
+    number = list(_SHAPES).index(name)
+    hue = rng.normal(number / len(_SHAPES), 0.05) if rng.random() < 0.75 else rng.random()
+    colour = hsv_to_rgb(hue % 1, rng.uniform(0.5, 0.8), rng.uniform(190, 255))
+    outline = _turn_shape(rng, _SHAPES[name], middle, radius)
+    rle = encode_segmentation([outline], *pixels.shape[:2])
+    _paint_mask(pixels, rle, colour)
+    box, area = measure_mask(rle)
+    return {
+        "category_id": CATEGORIES[number]["id"],
+        "segmentation": [outline],
+        "area": area,
+        "bbox": box,
+        "iscrowd": 0,
+    }
+
+
+def _paint_mask(pixels: _Pixels, rle: Any, colour: Sequence[float]) -> None:
+    """Colour the pixels of a mask. The middle is lit, and the edge lies in the shade."""
     # Only the box is drawn, because a mask of the whole image would be slow for a large photo.
-    rows = bottom - top
-    columns = right - left
-    mask = np.unpackbits(packed.bits, count=rows * columns).reshape(rows, columns)
-    return left, top, Image.fromarray(255 * mask)
+    packed = pack_masks([rle])
+    left, top, right, bottom = packed.crops[0].tolist()
+    size = (bottom - top, right - left)
+    mask = np.unpackbits(packed.bits, count=math.prod(size)).reshape(size) > 0
+    down, across = np.ogrid[-1 : 1 : size[0] * 1j, -1 : 1 : size[1] * 1j]
+    light = 1 - 0.4 * np.hypot(down, across)
+    pixels[top:bottom, left:right][mask] = (light[..., None] * colour)[mask]
 
 
-def _paint_ground(rng: Generator, width: int, height: int) -> Image.Image:
-    """Return a background of soft spots in a dark and a light colour of the same hue."""
-    coarse = _make_spots(rng, 6, width, height)
-    fine = _make_spots(rng, 48, width, height)
-    hue = rng.random()
-    dark = Image.new("RGB", (width, height), _to_rgb(hue, rng.uniform(0.1, 0.4), 0.25))
-    light = Image.new("RGB", (width, height), _to_rgb(hue, rng.uniform(0.1, 0.3), 0.7))
-    return Image.composite(light, dark, Image.blend(coarse, fine, 0.4))
+def _turn_shape(rng: Generator, corners: _Points, middle: complex, radius: float) -> list[float]:
+    """Return x, y, x, y, ... of a shape that is turned, made narrower, enlarged and moved."""
+    turn = cmath.rect(radius, rng.uniform(0, 2 * math.pi))
+    narrowing = rng.uniform(0.75, 1.0)
+    outline = []
+    for across, down in corners:
+        point = middle + turn * complex(narrowing * across, down)
+        outline += [round(point.real, 2), round(point.imag, 2)]
+    return outline
 
 
-def _make_spots(rng: Generator, cells: int, width: int, height: int) -> Image.Image:
-    """Return a grey picture of random spots, with ``cells`` spots in each row and column."""
-    grid = rng.integers(0, 256, (cells, cells), np.uint8)
-    return Image.fromarray(grid).resize((width, height), Image.Resampling.BICUBIC)
-
-
-def _add_grain(rng: Generator, picture: Image.Image) -> Image.Image:
+def _add_grain(rng: Generator, pixels: _Pixels) -> _Pixels:
     """Return the picture with camera noise, which makes its JPEG as large as that of a photo."""
+    height, width, _ = pixels.shape
     # The noise per pixel is weaker in a large picture, because a camera smooths its photos.
-    megapixels = picture.width * picture.height / 1e6
-    strength = rng.uniform(15, 24) * min(1.0, megapixels**-0.22)
+    strength = rng.uniform(15, 24) * min(1.0, (width * height / 1e6) ** -0.22)
     amplitude = max(2, round(strength))
-    grain = rng.integers(
-        -amplitude, amplitude, (picture.height, picture.width, 1), np.int8, endpoint=True
-    )
-    pixels = np.asarray(picture, np.int16) + grain
-    return Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
-
-
-def _to_rgb(hue: float, saturation: float, value: float) -> tuple[int, int, int]:
-    red, green, blue = hsv_to_rgb(hue, saturation, value)
-    return round(255 * red), round(255 * green), round(255 * blue)
+    grain = rng.integers(-amplitude, amplitude, (height, width, 1), np.int8, endpoint=True)
+    return np.clip(pixels.astype(np.int16) + grain, 0, 255).astype(np.uint8)
