@@ -250,6 +250,9 @@ def explain_missing(folder: PlaceLike, name: str) -> str:
         alike = _list_stems(str(folder)).get(_take_stem(base))
         if alike:
             return f"not in {folder}, but {alike} is there: write file_name as the file is called"
+        for other in list_base_names(str(folder)):
+            if other.lower().endswith(".zip"):
+                return f"not in {folder}, which holds {other}: unpack it first"
     return f"not in {folder}"
 
 

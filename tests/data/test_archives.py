@@ -750,3 +750,11 @@ def test_one_of_several_zips_is_told_and_a_few_missing_images_are_not(tmp_path, 
         unpack_dataset(str(part), ssd)
     images, _ = unpack_dataset(str(whole), ssd)
     assert len(list(images.iterdir())) == 8
+
+
+def test_a_zip_in_place_of_the_images_is_named(tmp_path, tiny_dataset):
+    (tmp_path / "zips").mkdir()
+    write_zip(tmp_path / "zips/images.zip", tiny_dataset)
+    report = check_dataset(tmp_path / "zips", tiny_dataset.annotations)
+    [problem] = [problem for problem in report.problems if problem.kind == "missing image"]
+    assert "which holds images.zip: unpack it first" in problem.examples[0]
