@@ -232,7 +232,8 @@ def _make_image(folder: Path, recipe: dict[str, Any], index: int) -> tuple[Entry
     rng = default_rng([recipe["seed"], index])
     is_photo = (index * recipe["photos"] + recipe["n"] // 2) % recipe["n"] < recipe["photos"]
     width, height = _PHOTO_SIZE if is_photo else (recipe["width"], recipe["height"])
-    count = int(rng.integers(*recipe["objects"], endpoint=True))
+    fewest, most_objects = recipe["objects"]
+    count = int(rng.integers(fewest, most_objects, endpoint=True))
     if index % 50 == 9:
         count = 0
     names = [name for name in _SHAPES if name in recipe["categories"]]
