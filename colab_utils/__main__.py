@@ -9,10 +9,11 @@ import inspect
 import json
 import os
 import re
+import signal
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import closing, redirect_stdout
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
@@ -86,7 +87,8 @@ def _finish(report: Any, command: str, target: str) -> int:
         _print(text)
     else:
         if target:
-            write_file(Path(target), text.encode())
+            with _end_after_cleaning():
+                write_file(Path(target), text.encode())
         _print("".join(f"{escape(line)}\n" for line in str(report).split("\n")))
     bad = getattr(report, "bad", ())
     if bad:
@@ -107,6 +109,16 @@ def _finish(report: Any, command: str, target: str) -> int:
             f"({problem.examples[0]}): {problem.effect}. {cure}"
         )
     return 0
+
+
+@contextmanager
+def _end_after_cleaning() -> Iterator[None]:
+    """Let SIGTERM raise SystemExit in the block, so that the block can remove its files."""
+    previous = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _check_json(target: str) -> None:
