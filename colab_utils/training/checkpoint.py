@@ -34,6 +34,8 @@ State = Mapping[str, Any]
 Which = Literal["newest", "best"]
 """The newest checkpoint of a run, or the one with the highest average precision."""
 _PREFIXES = {"newest": "checkpoint", "best": "best"}
+# This file shows that a run has begun, also while Drive does not list its checkpoints.
+_BEGUN = "begun.txt"
 _OTHERS_KEPT = {"newest": 1, "best": 0}
 # A seal begins with this text, where the number is the version of the format. The checksum follows.
 _SEAL = b"colab_utils 2 "
@@ -101,6 +103,24 @@ class CheckpointFolder:
             return next(reversed(self._list()), None)
         return next(reversed(_list_files(self.waiting, "newest")), None)
 
+    def read_to_resume(self) -> State | None:
+        """Read the newest checkpoint as `read` does, and rename torn files.
+
+        A warning is given if the run has begun before and no checkpoint shows, because Drive's list
+        of a folder may be out of date.
+        """
+        state = self.read(repair=True)
+        with _explain_read(self.run), guard_drive(self.run):
+            has_begun = (self.run / _BEGUN).exists()
+        if state is None and has_begun:
+            text = (
+                f"The run in {self.run} has begun before, and no checkpoint shows: it starts again "
+                "at step 0. If it had checkpoints, stop it now, and start it again when Drive "
+                "shows them"
+            )
+            warnings.warn(text, ColabUtilsWarning, stacklevel=3)
+        return state
+
     def prepare(self, *, anew: bool) -> None:
         """Make the folder. With ``anew``, move older checkpoints to a new folder beside them:
         ``previous-1``, or ``previous-2`` if that exists already, and so on.
@@ -112,6 +132,8 @@ class CheckpointFolder:
             self.run.mkdir(parents=True, exist_ok=True)
             if isinstance(self.run, Path) and not os.access(self.run, os.W_OK):
                 raise PermissionError("Permission denied")
+            if not (self.run / _BEGUN).exists():
+                write_file(self.run / _BEGUN, b"This run has begun.\n")
             places: tuple[Place, ...] = (self.run, self.waiting) if anew else ()
             for folder in places:
                 target: Any = _find_free_name(folder, "previous-")

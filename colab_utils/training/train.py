@@ -190,7 +190,7 @@ def train(
             if ranks.is_first:
                 _warn_of_faults(data)
                 stack.enter_context(hold_folder(folder.run))
-                state = folder.read(repair=True) if resume == "auto" else None
+                state = folder.read_to_resume() if resume == "auto" else None
         _require_same_call(ranks, data, asked)
         state = ranks.send(state)
 

@@ -35,8 +35,8 @@ def make_state(value: float = 1.0) -> dict:
 
 
 def list_names(folder: Path) -> list[str]:
-    """Without the identity of the run."""
-    return sorted(path.name for path in folder.iterdir())
+    """Without the file that shows that a run has begun."""
+    return sorted(path.name for path in folder.iterdir() if path.name != "begun.txt")
 
 
 def test_what_was_saved_is_loaded(tmp_path: Path):

@@ -119,8 +119,8 @@ def load_weights(report: TrainReport) -> dict[str, torch.Tensor]:
 
 
 def list_names(folder: Path) -> list[str]:
-    """Without the identity of the run."""
-    return sorted(path.name for path in folder.iterdir())
+    """Without the file that shows that a run has begun."""
+    return sorted(path.name for path in folder.iterdir() if path.name != "begun.txt")
 
 
 def interrupt_call(monkeypatch, owner, name, number, action) -> None:
@@ -495,6 +495,15 @@ def test_a_run_whose_last_file_lies_here_alone_is_no_success(
     assert report.plan.first_step == 3
     assert {NEWEST, BEST} <= set(list_names(folder.run))
     assert list_names(folder.waiting) == []
+
+
+def test_a_run_whose_checkpoints_do_not_show_says_so(tiny_shards, tmp_path, monkeypatch):
+    """The list that Drive gives of a folder may be out of date."""
+    train(tiny_shards, tmp_path / "run", steps=1, **TINY)
+    monkeypatch.setattr(checkpoint, "_list_files", lambda folder, which: [])
+    with pytest.warns(ColabUtilsWarning, match=r"begun before, and no checkpoint shows: .*stop it"):
+        report = train(tiny_shards, tmp_path / "run", steps=1, **TINY)
+    assert report.plan.first_step == 0
 
 
 @pytest.mark.filterwarnings("ignore:Drive does not answer")
