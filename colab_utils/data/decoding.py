@@ -226,6 +226,7 @@ def decode_pixels(data: Encoded) -> Pixels:
         ColabUtilsError: if the bytes are not a complete image of at most `MOST_PIXELS` pixels.
 
     Example:
+        >>> from PIL import Image
         >>> file = io.BytesIO()
         >>> Image.new("RGB", (3, 2)).save(file, "PNG")
         >>> decode_pixels(file.getvalue()).shape

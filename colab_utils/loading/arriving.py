@@ -93,6 +93,8 @@ class ArrivingShards(ShardDataset):
         colab_utils.errors.ColabUtilsError: There is no folder of shards at ...
     """
 
+    is_arriving = True
+
     def __init__(
         self,
         source: str | Place,

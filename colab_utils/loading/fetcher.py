@@ -139,8 +139,8 @@ class Fetcher:
         self.shards = 0
         self.is_passing = False
         if isinstance(base, CocoSamples):
-            # A dataset of loose files may have a `Writing` in its place.
-            self.arrival = base.arrival if isinstance(base, ShardDataset) else None
+            # Any other dataset may have a `Writing` in its place.
+            self.arrival = base.arrival if base.is_arriving else None
             self.windows = base.windows
             self.is_passing = base.is_passing
             if base.shard_of is not None:

@@ -53,6 +53,8 @@ class CocoSamples(Dataset[tuple[Tensor, Target]]):
     """The `Arrival` that copies shards of the dataset, or the `Writing` that writes them; None if
     there is no such work, and in workers.
     """
+    is_arriving = False
+    """Whether `arrival` copies shards, so that samples may have to wait for it."""
     windows: Sequence[list[int]] = ()
     """Numbers of the shards in the order in which the first epoch uses them (see `plan_windows`).
     Without windows, it mixes all images.

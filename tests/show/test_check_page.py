@@ -22,6 +22,7 @@ def spoiled(tiny_dataset, tmp_path):
         annotation.update(
             segmentation=[[60, 50, 90, 50, 90, 80, 60, 80]],
             bbox=[60, 50, 90, 80],
+            area=900,
         )
     (tmp_path / "a.json").write_text(json.dumps(coco))
     return tiny_dataset.images, tmp_path / "a.json"
