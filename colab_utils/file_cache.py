@@ -122,15 +122,21 @@ class FileCache:
         """Write a file under its name, unless the disk is too full."""
         if self._is_full[0]:
             return
-        free = find_free_space(self.folder) - len(content)
-        # Only the name of a complete file counts, so nothing is left of one that does not fit.
-        with suppress(OSError):
+        free = 0.0
+        try:
+            free = find_free_space(self.folder) - len(content)
             if free >= self.reserve_bytes:
                 file.truncate(0)
                 file.writelines([content, xxhash.xxh3_64_digest(content)])
                 file.flush()
                 Path(file.name).rename(path)
                 return
+        except FileNotFoundError:
+            # The cache was deleted, or another process has kept this file and forgotten it.
+            return
+        except OSError:
+            # Only the name of a complete file counts, so what did not fit is never read.
+            file.truncate(0)
         self._is_full[0] = True
         warnings.warn(
             f"The disk of {self.folder} is too full to keep more files ({format_bytes(free)} are "

@@ -5,6 +5,7 @@ import warnings
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +18,7 @@ from colab_utils.drive import Retries, is_on_drive
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableError
 from colab_utils.file_cache import FileCache
 from colab_utils.files import has_files
-from colab_utils.loading.arrival import plan_windows
+from colab_utils.loading.arrival import POLL_S, plan_windows
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.ranks import find_ranks
@@ -36,6 +37,8 @@ from colab_utils.units import format_count
 
 # The folder of the files that are kept while shards are written, in the folder of the shards.
 _CACHE_NAME = ".loose-files"
+# Seconds in which the first process of a machine removes the mark of a killed writer.
+_MARK_S = 5.0
 
 
 def open_dataset(
@@ -59,7 +62,8 @@ def open_dataset(
     - If there are only loose files, training reads these, and keeps their bytes in ``ssd``
       (`CocoFolder` with streams and a cache). Meanwhile, a background process of low priority
       writes shards of the same files into ``ssd``, and sends each to ``drive``. Each file is read
-      from Drive once. The next pass of a loader, or the next session, finds the shards. After an
+      from Drive once. The next session finds the shards, and so does the next pass of a loader if
+      no image is bad. After an
       interruption, writing goes on after the last finished shard.
 
     Loose files and shards have the same order of images, so a run goes on where it stopped.
@@ -127,6 +131,7 @@ def open_dataset(
         shutil.rmtree(ssd / _CACHE_NAME, ignore_errors=True)
         return _open_shards(ssd, seed, contiguous_labels)
     if drive is not None and drive_has_shards:
+        shutil.rmtree(ssd / _CACHE_NAME, ignore_errors=True)
         try:
             _remove_mark(ssd)
             return ArrivingShards(drive, ssd, seed=seed, contiguous_labels=contiguous_labels)
@@ -177,7 +182,7 @@ def _begin_writing(dataset: CocoSamples, writer: ShardWriter) -> None:
     try:
         writing = Writing(writer)
     except ColabUtilsError as error:
-        _warn(error, f"the files in {writer.images}, and no shards are written in this session")
+        _warn(error, f"the files in {writer.images}, and this call writes no shards")
         return
     dataset.arrival = writing
     if writing.refusal is not None:
@@ -321,14 +326,18 @@ def _warn_of_unsent(error: ColabUtilsError) -> None:
 
 
 def _remove_mark(folder: Path) -> None:
-    """Remove the mark of a writer that was killed.
+    """Remove the mark of a writer that was killed. One process of a machine does, and others wait.
 
     Raises:
         ColabUtilsError: the writer is still at work.
     """
-    if (folder / WRITER_NAME).exists():
-        with hold_folder(folder):
-            pass
+    mark = folder / WRITER_NAME
+    until_s = monotonic() + _MARK_S
+    while mark.exists() and monotonic() < until_s:
+        if find_ranks().is_first_here:
+            with hold_folder(folder):
+                return
+        sleep(POLL_S)
 
 
 def _warn(error: ColabUtilsError, instead: str) -> None:

@@ -87,13 +87,13 @@ def keep_source(
     """
     if not index.skipped and source.json.bytes < _SMALL_BYTES:
         return
-    stamps = stamp_images(images, [image.file_name for image in index.skipped])
-    unchanged = {name: stamp for name, stamp in stamps.items() if stamp.modified_ns < before_ns}
-    kept = replace(source, skipped=unchanged)
-    if read_source(folder, index.fingerprint) == kept:
-        return
+    # The notes only save time.
     with suppress(OSError, UnavailableError):
-        write_file(folder / SOURCE_NAME, json.dumps(asdict(kept)).encode())
+        stamps = stamp_images(images, [image.file_name for image in index.skipped])
+        unchanged = {name: stamp for name, stamp in stamps.items() if stamp.modified_ns < before_ns}
+        kept = replace(source, skipped=unchanged)
+        if read_source(folder, index.fingerprint) != kept:
+            write_file(folder / SOURCE_NAME, json.dumps(asdict(kept)).encode())
 
 
 def list_changed(index: ShardIndex, source: ShardSource | None, images: Place) -> set[str]:

@@ -110,9 +110,7 @@ class CheckpointFolder:
         of a folder may be out of date.
         """
         state = self.read(repair=True)
-        with _explain_read(self.run), guard_drive(self.run):
-            has_begun = (self.run / _BEGUN).exists()
-        if state is None and has_begun:
+        if state is None and Retries().run(self._has_begun):
             text = (
                 f"The run in {self.run} has begun before, and no checkpoint shows: it starts again "
                 "at step 0. If it had checkpoints, stop it now, and start it again when Drive "
@@ -120,6 +118,10 @@ class CheckpointFolder:
             )
             warnings.warn(text, ColabUtilsWarning, stacklevel=3)
         return state
+
+    def _has_begun(self) -> bool:
+        with _explain_read(self.run), guard_drive(self.run):
+            return bool((self.run / _BEGUN).exists())
 
     def prepare(self, *, anew: bool) -> None:
         """Make the folder. With ``anew``, move older checkpoints to a new folder beside them:

@@ -17,7 +17,8 @@ import torch
 from PIL import Image, ImageOps
 from pycocotools import mask as coco_mask
 
-_CROWD = {"0": 0, "1": 1, "False": 0, "True": 1, "None": 0, "0.0": 0, "-0.0": 0, "1.0": 1}
+_CROWD = {"0": 0, "1": 1, "None": 0, "0.0": 0, "-0.0": 0, "1.0": 1}
+_CROWD |= {"False": 0, "True": 1, "false": 0, "true": 1}
 
 
 class WrongDataError(Exception):

@@ -563,7 +563,7 @@ def test_without_any_usable_image_there_is_no_dataset(own_dataset, places):
 
 def test_beside_another_writer_loose_files_are_trained_on(tiny_dataset, places):
     with hold_folder(places["ssd"]):
-        with pytest.warns(ColabUtilsWarning, match="Another writer is at work in .* no shards are"):
+        with pytest.warns(ColabUtilsWarning, match="Another writer is at work .* writes no shards"):
             dataset = open_tiny(tiny_dataset, places)
         assert type(dataset) is LooseFiles
         assert len(list_ids(make_loader(dataset, batch_size=3, workers=0))) == tiny_dataset.n
@@ -618,7 +618,7 @@ def test_a_drive_that_is_gone_is_not_missed_where_the_ssd_has_all_shards(
 
 def test_on_a_disk_that_is_too_small_loose_files_are_trained_on(tiny_dataset, places, monkeypatch):
     monkeypatch.setattr("colab_utils.machine.find_free_space", lambda folder: 1000)
-    with pytest.warns(ColabUtilsWarning, match="of free disk, .* no shards are written"):
+    with pytest.warns(ColabUtilsWarning, match="of free disk, .* writes no shards"):
         dataset = open_tiny(tiny_dataset, places)
     assert len(list_ids(make_loader(dataset, batch_size=3, workers=0))) == tiny_dataset.n
     assert read_files(places["ssd"]) == {}

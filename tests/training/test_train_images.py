@@ -99,7 +99,7 @@ def test_a_bad_image_is_left_out_and_the_run_goes_on_without_it(source, tmp_path
 def test_beside_another_writer_it_trains_on_loose_files(source, tmp_path):
     with (
         hold_folder(source["ssd"]),
-        pytest.warns(ColabUtilsWarning, match="no shards are written in this session"),
+        pytest.warns(ColabUtilsWarning, match="this call writes no shards"),
     ):
         report = train_tiny(source, tmp_path, epochs=1)
     assert report.plan.images == 11
