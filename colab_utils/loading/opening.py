@@ -5,7 +5,7 @@ import warnings
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic, perf_counter, sleep
 from typing import Any, Literal
 
 import numpy as np
@@ -109,6 +109,7 @@ def open_dataset(
         >>> print(open_dataset(made.images, made.annotations, **places))
         3 images in 1 shard, 6 categories
     """
+    began_s = perf_counter()
     images = open_place(images)
     annotations = open_place(annotations)
     ssd = require_local_path(ssd)
@@ -140,8 +141,7 @@ def open_dataset(
             _warn(error, f"the shards in {drive} themselves, which is slower")
             return shards
     dataset = open_annotations(images, annotations)
-    folders: list[Place] = [ssd] if drive is None else [drive, ssd]
-    recipe = find_common_recipe(folders, dataset) or recipe
+    recipe = find_common_recipe([ssd] if drive is None else [drive, ssd], dataset) or recipe
     cache = FileCache(ssd / _CACHE_NAME)
     recipe = plan_recipe(images, dataset, recipe, cache)
     # The cache leaves room for the shards.
@@ -169,6 +169,7 @@ def open_dataset(
         cache=cache,
         streams=streams,
         max_bad=max_bad,
+        began_s=began_s,
         is_written=ssd_has_shards,
     )
     _begin_writing(opened, writer)

@@ -62,6 +62,8 @@ class ShardWriter:
     cache: FileCache
     streams: int | str
     max_bad: float
+    began_s: float
+    """When `open_dataset` was called, a time of ``perf_counter``."""
     is_written: bool = False
     """Whether all shards are in ``ssd``, so that they are only sent."""
 
@@ -152,7 +154,7 @@ class Writing:
     are still written.
 
     Attributes:
-        began_s: when the writing began, a time of ``perf_counter``.
+        began_s: when `open_dataset` was called, a time of ``perf_counter``.
         refusal: why the folder on Drive takes no shards; None if it takes them.
 
     Raises:
@@ -160,7 +162,7 @@ class Writing:
     """
 
     def __init__(self, writer: ShardWriter) -> None:
-        self.began_s = perf_counter()
+        self.began_s = writer.began_s
         self._times = writer.times
         self._error: ColabUtilsError | None = None
         self._is_over = False
