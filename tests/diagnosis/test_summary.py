@@ -313,6 +313,7 @@ def test_workers_of_a_loader_in_a_wrapper_are_counted(stays, capsys):
     assert "This process loads the samples itself" not in text
 
 
+@pytest.mark.clock
 def test_where_the_step_is_the_limit_its_line_is_named(capsys):
     watched = watch(DataLoader(_Items(16), batch_size=2))
     step = make_step()
