@@ -62,10 +62,16 @@ def _list_open_files(value: Any, name: str, depth: int) -> Iterator[str]:
     elif isinstance(value, list | tuple) and value:
         yield from _list_open_files(value[0], f"{name}[0]", depth)
     # The datasets of this package share no positions.
-    elif depth and hasattr(value, "__dict__") and not _is_own(value):
+    elif depth and hasattr(value, "__dict__") and not is_own(value):
         for key, part in vars(value).items():
             yield from _list_open_files(part, f"{name}.{key}", depth - 1)
 
 
-def _is_own(value: Any) -> bool:
+def is_own(value: Any) -> bool:
+    """Return whether the class of an object is one of this package.
+
+    Example:
+        >>> is_own(ConcatDataset([[1]]))
+        False
+    """
     return type(value).__module__.partition(".")[0] == __name__.partition(".")[0]

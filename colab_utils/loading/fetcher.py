@@ -18,7 +18,7 @@ from colab_utils.data.decoding import load_jpeg_decoder
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, describe_error
 from colab_utils.loading.batch import BatchShape, write_batch
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
-from colab_utils.loading.dataset_checks import require_same_classes
+from colab_utils.loading.dataset_checks import is_own, require_same_classes
 from colab_utils.loading.samples import CocoSamples
 from colab_utils.loading.targets import (
     BadSampleError,
@@ -129,9 +129,8 @@ class Fetcher:
         self.reads_ahead = (isinstance(base, CocoFolder) or is_slow) and width != 1
         self.sizes = _take_sizes(base, rows)
         # A user's subclass or transforms may do anything.
-        is_own_class = type(base).__module__.partition(".")[0] == __name__.partition(".")[0]
         has_transforms = getattr(base, "transforms", None) is not None
-        self._is_own = isinstance(base, CocoSamples) and is_own_class and not has_transforms
+        self._is_own = isinstance(base, CocoSamples) and is_own(base) and not has_transforms
         self.max_bad = base.max_bad if isinstance(base, CocoSamples) else 0
         self.arrival: Arrival | None = None
         self.windows: Sequence[list[int]] = ()

@@ -63,8 +63,7 @@ def open_dataset(
       (`CocoFolder` with streams and a cache). Meanwhile, a background process of low priority
       writes shards of the same files into ``ssd``, and sends each to ``drive``. Each file is read
       from Drive once. The next session finds the shards, and so does the next pass of a loader if
-      no image is bad. After an
-      interruption, writing goes on after the last finished shard.
+      no image is bad. After an interruption, writing goes on after the last finished shard.
 
     Loose files and shards have the same order of images, so a run goes on where it stopped.
 
