@@ -55,7 +55,7 @@ QUESTIONS = {
         "How many times as fast as 8 threads do 48 threads read files?", "times"
     ),
     "times_photos": Question(
-        "With photos of 12 megapixels, how many times as fast as 12 threads do 24 threads load "
+        "With photos of 12 megapixels, how many times as fast as 24 threads do 48 threads load "
         "them?",
         "times",
     ),
