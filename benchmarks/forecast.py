@@ -23,7 +23,7 @@ from colab_utils.course.sample_data import make_dataset
 from colab_utils.diagnosis.diagnose import diagnose
 from colab_utils.diagnosis.timing import time_batches
 from colab_utils.files import write_file
-from colab_utils.loading.dataset import CocoFolder
+from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.emulated_step import EmulatedStep
 from colab_utils.machine import describe_machine
 from colab_utils.show.table import make_table

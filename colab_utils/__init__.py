@@ -47,7 +47,8 @@ if TYPE_CHECKING:
     from colab_utils.diagnosis.watch import watch
     from colab_utils.errors import ColabUtilsError
     from colab_utils.loading.arriving import ArrivingShards
-    from colab_utils.loading.dataset import CocoFolder, ShardDataset
+    from colab_utils.loading.coco_folder import CocoFolder
+    from colab_utils.loading.dataset import ShardDataset
     from colab_utils.loading.loader import make_loader
     from colab_utils.loading.opening import open_dataset
     from colab_utils.shards.copy import copy_shards
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "ArrivingShards": "colab_utils.loading.arriving",
-    "CocoFolder": "colab_utils.loading.dataset",
+    "CocoFolder": "colab_utils.loading.coco_folder",
     "ColabUtilsError": "colab_utils.errors",
     "ShardDataset": "colab_utils.loading.dataset",
     "Workspace": "colab_utils.course.workspace",

@@ -17,7 +17,8 @@ from PIL import GifImagePlugin, Image, ImageFile
 from colab_utils.course.sample_data import make_dataset
 from colab_utils.data.checks import check_dataset
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.coco_folder import CocoFolder
+from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.shards.write import write_shards
 from colab_utils.training.losses import compute_losses

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from benchmarks.causes.loop import Loop, Photos, Step, burn, make_plain_loader
 from colab_utils.course.sample_data import make_dataset
-from colab_utils.loading.dataset import CocoFolder
+from colab_utils.loading.coco_folder import CocoFolder
 
 
 def add_noise(image: Tensor, label: int) -> tuple[Tensor, int]:

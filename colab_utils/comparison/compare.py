@@ -25,7 +25,7 @@ from colab_utils.diagnosis.noise import LEAST_NOISE, find_noise, is_faster, meas
 from colab_utils.diagnosis.timing import BatchTimes, time_batches
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.files import drop_cached
-from colab_utils.loading.dataset import CocoFolder
+from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.emulated_step import EmulatedStep, describe_busy
 from colab_utils.machine import Machine, describe_machine
 from colab_utils.progress import show_progress

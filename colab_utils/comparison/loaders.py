@@ -19,7 +19,7 @@ from colab_utils.comparison.prepared import PreparedData
 from colab_utils.data.decoding import guard_pillow
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import PackedBatch
-from colab_utils.loading.dataset import CocoFolder
+from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.sampler import BatchSampler
 from colab_utils.processes import ThreadPool, quiet_fork
 

@@ -16,7 +16,8 @@ from colab_utils.data.coco import read_coco, write_subset
 from colab_utils.drive import is_on_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import read_file
-from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.coco_folder import CocoFolder
+from colab_utils.loading.dataset import ShardDataset
 from colab_utils.machine import require_space
 from colab_utils.places import require_local_path
 from colab_utils.processes import ThreadPool

@@ -31,7 +31,8 @@ from colab_utils.comparison.loaders import (
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import read_file
 from colab_utils.loading.arriving import ArrivingShards
-from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.coco_folder import CocoFolder
+from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import Loader, make_loader
 from colab_utils.machine import find_free_memory
 from colab_utils.processes import ThreadPool

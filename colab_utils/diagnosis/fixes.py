@@ -34,7 +34,8 @@ from colab_utils.diagnosis.timing import (
 )
 from colab_utils.diagnosis.watch import WatchedLoader
 from colab_utils.errors import ColabUtilsError, describe_error
-from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.coco_folder import CocoFolder
+from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.emulated_step import EmulatedStep
 from colab_utils.loading.loader import Loader, make_loader
 from colab_utils.machine import count_cores

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from colab_utils.data.masks import unpack_masks
 from colab_utils.diagnosis.timing import fetch_batches, time_batches
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.coco_folder import CocoFolder
+from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import Loader
 
 # At most this many images are timed.

@@ -22,8 +22,9 @@ The life of a sample, from COCO JSON to a batch on the device:
    reads their files with `ShardFiles` (`colab_utils.loading.readers`). ``dataset[i]`` returns
    ``(image, target)`` as in torchvision's references. Two faster methods serve batches: `describe`
    returns the tables of some images without reading a file, and `read_into` writes an image's
-   pixels and mask bits into the caller's memory. `CocoFolder` has the same contract for loose
-   files: it does step 2 for each sample, and skips steps 3 to 5. The base class of both is
+   pixels and mask bits into the caller's memory. `CocoFolder`
+   (`colab_utils.loading.coco_folder`) has the same contract for loose files: it does step 2 for
+   each sample, and skips steps 3 to 5. The base class of both is
    `CocoSamples` (`colab_utils.loading.samples`).
 7. **Order** (`colab_utils.loading.sampler`): `BatchSampler` lists the batches of an epoch. The
    order comes from seed and epoch, in the first epoch also from the order in which shards are

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 from colab_utils.data.decoding import load_jpeg_decoder
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, describe_error
 from colab_utils.loading.batch import BatchShape, write_batch
-from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.dataset_checks import is_own, require_same_classes
 from colab_utils.loading.samples import CocoSamples
 from colab_utils.loading.targets import (
@@ -125,8 +125,8 @@ class Fetcher:
             # The samples are read one after the other.
             self.reads_batches = False
         width = own_streams if self.streams == "auto" else self.streams
-        is_slow = isinstance(base, ShardDataset) and own_streams != 1
-        self.reads_ahead = (isinstance(base, CocoFolder) or is_slow) and width != 1
+        is_fast = isinstance(base, ShardDataset) and own_streams == 1
+        self.reads_ahead = isinstance(base, CocoSamples) and not is_fast and width != 1
         self.sizes = _take_sizes(base, rows)
         # A user's subclass or transforms may do anything.
         has_transforms = getattr(base, "transforms", None) is not None
@@ -179,11 +179,8 @@ class Fetcher:
             >>> Fetcher(range(3)).name_sample(1)
             'Sample 1'
         """
-        row = int(self._rows[index])
-        if isinstance(self._base, CocoFolder):
-            return f"Sample {index} ({self._base.coco.file_name(row)})"
-        if isinstance(self._base, ShardDataset):
-            return f"Sample {index} (image {self._base.image_ids[row]})"
+        if isinstance(self._base, CocoSamples):
+            return f"Sample {index} ({self._base.name_image(int(self._rows[index]))})"
         return f"Sample {index}"
 
     def load(

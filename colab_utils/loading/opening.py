@@ -20,7 +20,8 @@ from colab_utils.file_cache import FileCache
 from colab_utils.files import has_files
 from colab_utils.loading.arrival import POLL_S, plan_windows
 from colab_utils.loading.arriving import ArrivingShards
-from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.coco_folder import CocoFolder
+from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.ranks import find_ranks
 from colab_utils.loading.samples import CocoSamples
 from colab_utils.loading.writing import ShardWriter, Writing

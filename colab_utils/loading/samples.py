@@ -203,6 +203,10 @@ class CocoSamples(Dataset[tuple[Tensor, Target]]):
             target[key] = torch.from_numpy(part)
         return target
 
+    def name_image(self, index: int) -> str:
+        """Return a name of an image for messages, without reading a file."""
+        return f"image {self.image_ids[index]}"
+
     def list_annotations(self, index: int) -> list[dict[str, Any]]:
         """Return the image's annotations in COCO form, including crowds."""
         raise NotImplementedError

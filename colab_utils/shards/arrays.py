@@ -33,7 +33,6 @@ from colab_utils.errors import ColabUtilsError, UnavailableError
 from colab_utils.files import hash_bytes, open_pieces, read_file
 from colab_utils.places import Place
 from colab_utils.shards.index import ShardInfo
-from colab_utils.shards.records import load_record
 
 # The head begins after this many bytes. They hold the length of the head, and the checksum.
 _START_BYTES = 16
@@ -277,8 +276,17 @@ def rebuild_arrays(path: Place, shard: ShardInfo) -> ShardArrays:
         for pair in zip(members[::2], members[1::2], strict=True):
             starts = [member.offset_data for member in pair]
             files = [bytes(content[member.offset_data :][: member.size]) for member in pair]
-            builder.add(load_record(files[1]), files, starts)
+            builder.add(_load_record(files[1]), files, starts)
         return builder.build()
+
+
+def _load_record(data: bytes) -> dict[str, Any]:
+    """Return the record that the bytes of ``KEY.json`` hold, with the counts of RLE as bytes."""
+    record: dict[str, Any] = json.loads(data)
+    for annotation in record["annotations"]:
+        rle = annotation["segmentation"]
+        rle["counts"] = rle["counts"].encode()
+    return record
 
 
 def _read_head(pread: Callable[[int, int], bytes]) -> tuple[bytes, dict[str, Any]]:

@@ -112,15 +112,6 @@ def dump_record(record: dict[str, Any]) -> bytes:
     return json.dumps(record, separators=(",", ":"), default=bytes.decode).encode()
 
 
-def load_record(data: bytes) -> dict[str, Any]:
-    """Return the record that the bytes of ``KEY.json`` hold, in the form of `make_record`."""
-    record: dict[str, Any] = json.loads(data)
-    for annotation in record["annotations"]:
-        rle = annotation["segmentation"]
-        rle["counts"] = rle["counts"].encode()
-    return record
-
-
 def name_image(images: Place, dataset: CocoDataset, i: int) -> str:
     """Return the name of one image's file in a `FileCache`."""
     return f"{images.absolute()}/{dataset.file_name(i)}"

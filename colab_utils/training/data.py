@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import hash_bytes
 from colab_utils.loading.arriving import ArrivingShards
-from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.coco_folder import CocoFolder
+from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.opening import open_dataset
 from colab_utils.loading.samples import has_moved_names
 from colab_utils.places import PlaceLike, open_place

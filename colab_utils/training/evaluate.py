@@ -16,7 +16,8 @@ from torchvision.models.detection.faster_rcnn import FastRCNNPredictor
 
 from colab_utils.data.statistics import USUAL_DETECTIONS, describe_full_images
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.coco_folder import CocoFolder
+from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.samples import has_moved_names
 from colab_utils.processes import ThreadPool
 from colab_utils.progress import show_progress

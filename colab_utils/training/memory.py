@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import PackedBatch, collate_packed, open_batch, write_batch
-from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.coco_folder import CocoFolder
+from colab_utils.loading.dataset import ShardDataset
 from colab_utils.training.model import LIGHT_MODEL
 from colab_utils.training.sizes import find_size
 from colab_utils.training.step import MOST_PARTS, TrainingStep

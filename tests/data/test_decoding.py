@@ -36,7 +36,7 @@ from colab_utils.data.decoding import (
 )
 from colab_utils.data.orientation import decode_upright
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading.dataset import CocoFolder
+from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.shards.stored_images import store_image
 from colab_utils.shards.write import write_shards
 

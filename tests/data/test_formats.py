@@ -14,7 +14,7 @@ import pytest
 from PIL import Image, ImageDraw
 
 from colab_utils.data.checks import check_dataset
-from colab_utils.loading.dataset import CocoFolder
+from colab_utils.loading.coco_folder import CocoFolder
 
 RECIPES = re.findall(
     r"^## (.*?)\n.*?```python\n(.*?)```",

@@ -15,7 +15,7 @@ from PIL import Image, ImageFilter
 from torchvision.ops import masks_to_boxes
 
 from colab_utils.data.checks import check_dataset
-from colab_utils.loading.dataset import CocoFolder
+from colab_utils.loading.coco_folder import CocoFolder
 
 RECIPE = Path(__file__).parents[2] / "docs/recipes/masks_to_coco.py"
 convert_masks = runpy.run_path(str(RECIPE))["convert_masks"]

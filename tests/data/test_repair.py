@@ -13,7 +13,8 @@ from colab_utils.data.coco import read_coco
 from colab_utils.data.masks import encode_segmentation
 from colab_utils.data.repair import repair_annotations
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.coco_folder import CocoFolder
+from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.write import write_shards
 
 HEIGHT = 64

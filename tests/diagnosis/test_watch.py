@@ -33,7 +33,8 @@ from colab_utils.diagnosis import passes, processes, stalls, system_calls
 from colab_utils.diagnosis import watch as module
 from colab_utils.diagnosis.watch import WatchedLoader, watch
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.coco_folder import CocoFolder
+from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 
 pytestmark = [

@@ -20,7 +20,8 @@ from colab_utils.data.archives import unpack_dataset
 from colab_utils.data.checks import check_dataset
 from colab_utils.data.coco import read_coco
 from colab_utils.data.repair import repair_annotations
-from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.coco_folder import CocoFolder
+from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.verify import verify_shards
 from tests.fuzz import mutate
 from tests.fuzz.originals import HEIGHT, WIDTH, read_tree, store, write_tree

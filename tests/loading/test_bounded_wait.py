@@ -19,7 +19,8 @@ from torch.utils.data import Subset
 from colab_utils import files
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading import prefetcher
-from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.coco_folder import CocoFolder
+from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.late import LateError
 from colab_utils.loading.loader import make_loader
 

@@ -24,7 +24,8 @@ from torch.utils.data import (
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading import targets
-from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.coco_folder import CocoFolder
+from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 
 

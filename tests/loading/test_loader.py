@@ -39,7 +39,8 @@ from torchvision.transforms import v2
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedBatch
-from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.coco_folder import CocoFolder
+from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.fetcher import Fetcher
 from colab_utils.loading.loader import make_loader
 from colab_utils.loading.sampler import BatchSampler

@@ -11,7 +11,8 @@ from colab_utils.data.checks import check_dataset
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.arriving import ArrivingShards
-from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.coco_folder import CocoFolder
+from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.loading.opening import LooseFiles, open_dataset
 from tests.faulty_server import FaultyFileSystem, fail_from, fail_times

@@ -16,7 +16,8 @@ from torchvision.transforms import v2
 from colab_utils import files
 from colab_utils.data.coco import write_subset
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.coco_folder import CocoFolder
+from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import DriveProfile, slow_down

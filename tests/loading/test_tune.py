@@ -11,7 +11,8 @@ from torch.utils.data import Subset
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading import tune
-from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.coco_folder import CocoFolder
+from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.fetcher import Fetcher
 from colab_utils.loading.loader import make_loader
 from colab_utils.loading.sampler import BatchSampler

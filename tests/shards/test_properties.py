@@ -20,7 +20,8 @@ from PIL import Image
 from pycocotools import mask as coco_mask
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.coco_folder import CocoFolder
+from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.index import ShardIndex, ShardInfo, SkippedImage, read_index, write_index
 from tests.fuzz.originals import store
 from tests.fuzz.truth import Truth, compare_record, compare_sample, shrink

@@ -16,7 +16,8 @@ from pycocotools.cocoeval import COCOeval
 from torch import nn
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.coco_folder import CocoFolder
+from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.write import write_shards
 from colab_utils.training import detection
 from colab_utils.training import evaluate as evaluate_module

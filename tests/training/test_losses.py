@@ -12,7 +12,7 @@ from torchvision.ops import box_iou
 from colab_utils.data.coco import read_coco
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import collate_packed
-from colab_utils.loading.dataset import CocoFolder
+from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.targets import pack_target
 from colab_utils.training import losses as losses_module
 from colab_utils.training.losses import compute_losses

@@ -24,7 +24,8 @@ from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 from colab_utils.course.sample_data import make_dataset
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import collate_packed
-from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.coco_folder import CocoFolder
+from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.targets import pack_target
 from colab_utils.shards.write import write_shards
 from colab_utils.training import model as model_module
