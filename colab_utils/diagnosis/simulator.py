@@ -1,26 +1,26 @@
-"""How a DataLoader with workers behaves in time: an exact simulation without data or GPU."""
+"""One model of a loop that loads batches and trains on them, event by event, without data or GPU.
+
+`simulate` shows it, the course teaches it, and `diagnose` forecasts with it.
+"""
 
 import math
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import count
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.require import require_count, require_number
 
+READ_AHEAD = 256
+"""A worker of `make_loader` knows so many images in advance."""
+
 _ROUNDING_S = 1e-9
 # More batches would take minutes to simulate, and show nothing new.
 _MAX_BATCHES = 1_000_000
-
-
-class Span(NamedTuple):
-    """When one batch was loaded, or trained on."""
-
-    batch: int
-    start_s: float
-    end_s: float
 
 
 class Trace(NamedTuple):
@@ -71,35 +71,114 @@ class Simulation:
         )
 
 
+@dataclass(frozen=True)
+class Loop:
+    """A loop, in numbers: everything that the model knows of it. Seconds are those of one core."""
+
+    workers: int
+    """Number of worker processes. With 0, the training process loads."""
+    step_s: float
+    """Seconds that a step takes if nothing disturbs it."""
+    load_s: float = 0.0
+    """Mean seconds that a worker waits for a batch, beside its reads. A wait needs no core."""
+    load_cv: float = 0.0
+    """Standard deviation of ``load_s``, divided by its mean. The times are lognormal."""
+    step_cv: float = 0.0
+    """The same for the steps."""
+    prefetch: int = 2
+    """Batches that the loader asks each worker for ahead of time."""
+    batch_size: int = 1
+    """Images in a batch."""
+    streams: int = 1
+    """Reads at the same time, in each process that loads."""
+    read_s: tuple[float, ...] = (0.0,)
+    """Seconds of single reads. Each image takes one of them."""
+    files_per_s: float = math.inf
+    """Files that the link brings in a second, to all streams together."""
+    work_s: float = 0.0
+    """CPU seconds of an image."""
+    handoff_s: float = 0.0
+    """CPU seconds that a worker takes to hand over a batch."""
+    take_s: float = 0.0
+    """CPU seconds that the training process takes to receive a batch."""
+    cores: float = math.inf
+    """Cores that this loop has."""
+    in_order: bool = True
+    """Whether the step takes the batches in order."""
+    busy: float = 0.9
+    """Share of a core that the step keeps busy."""
+    lock: float = 0.3
+    """Share of its work for which a thread beside the step holds Python's lock."""
+    read_ahead: int = READ_AHEAD
+    """Images that the streams of a process read before those of the batch that it loads."""
+    epoch_batches: float = math.inf
+    """Batches in an epoch. At its end, all that was asked for is used up."""
+    start_s: float = 0.0
+    """Seconds from the end of an epoch until workers can load again."""
+
+    @property
+    def limit_s(self) -> float:
+        """Return the least seconds of a batch, by the law: the longest of read / streams,
+        work / cores and step. The step works, too.
+        """
+        lanes = max(1, self.workers)
+        image_s = math.fsum(self.read_s) / len(self.read_s)
+        read_s = (self.load_s + self.batch_size * image_s / self.streams) / lanes
+        cpu_s = self.batch_size * self.work_s + self.handoff_s + self.take_s
+        cpu_s += self.busy * self.step_s
+        return max(read_s, cpu_s / self.cores, self.batch_size / self.files_per_s, self.step_s)
+
+
 def simulate(
     *,
     workers: int,
-    load_s: float,
     step_s: float,
+    load_s: float = 0.0,
     load_cv: float = 0.0,
     step_cv: float = 0.0,
     prefetch: int = 2,
+    batch_size: int = 1,
+    streams: int = 1,
+    read_s: float | Sequence[float] = 0.0,
+    work_s: float = 0.0,
+    handoff_s: float = 0.0,
+    cores: float = math.inf,
+    in_order: bool = True,
     seconds: float = 30,
     seed: int = 0,
 ) -> Simulation:
-    """Simulate how a PyTorch DataLoader feeds a training step in the course of time.
+    """Simulate how a loader feeds a training step in the course of time.
 
     The simulation follows the rule of ``torch.utils.data.DataLoader``: each worker loads its
     batches one after another, and the loader asks for one more whenever the step takes one. With W
     workers and P = ``prefetch``, batch i begins to load at
-    ``start_i = max(done_(i-W), taken_(i-WP))``. It is loaded at ``done_i = start_i + load_i``, and
-    its step begins at ``taken_i = max(done_i, taken_(i-1) + step_(i-1))``.
+    ``start_i = max(done_(i-W), taken_(i-WP))``. If cores are not short, it is loaded at
+    ``done_i = start_i + load_i``, and its step begins at
+    ``taken_i = max(done_i, taken_(i-1) + step_(i-1))``. To load a batch is to wait for ``load_s``,
+    then to read and work on one image after the other, then to hand the batch over. Waiting and
+    reading need no core. Work, hand-over and the step share the cores.
 
     Args:
         workers: Number of worker processes. With 0, the training process loads, so loading and
-            training alternate.
-        load_s: Mean seconds in which one worker loads one batch.
-        step_s: Mean seconds of one training step.
-        load_cv: Coefficient of variation of the loading times: their standard deviation divided by
-            their mean. The times are lognormal. With 0, all are equal.
+            training alternate. With several streams, it has as many threads instead, which read and
+            work on the next images beside the step, and share Python's lock with it.
+        step_s: Mean seconds of one training step. It keeps 0.9 of a core busy, and takes longer if
+            cores are short.
+        load_s: Mean seconds that one worker waits for one batch, in all.
+        load_cv: Coefficient of variation of these times: their standard deviation divided by their
+            mean. The times are lognormal. With 0, all are equal.
         step_cv: The same for the steps.
         prefetch: Number of batches that the loader asks each worker for ahead of time (the
             DataLoader's ``prefetch_factor``).
+        batch_size: Images in a batch.
+        streams: Files that each process reads at the same time. Streams of workers read ahead, as
+            those of `make_loader`.
+        read_s: Seconds in which the file of an image is read: one number for all, or a list of
+            measured times. Each comes once, in a random order, before any comes again.
+        work_s: CPU seconds of an image: decoding, drawing masks, transforms.
+        handoff_s: CPU seconds in which a worker hands over a batch.
+        cores: Cores of the machine. By default, cores are never short.
+        in_order: Whether the step takes the batches in order. If not, it takes what comes first.
         seconds: How much time to simulate.
         seed: Seed of the random times. The same seed draws the same times for every number of
             workers.
@@ -116,77 +195,332 @@ def simulate(
     Example:
         >>> print(simulate(workers=0, load_s=0.3, step_s=0.1, seconds=10))
         25 batches in 10 s with 0 workers: the step worked 25% of the time and waited 75%
+        >>> print(simulate(workers=1, streams=8, read_s=0.4, step_s=0.1, seconds=10))
+        93 batches in 10 s with 1 workers: the step worked 95% of the time and waited 5%
     """
     require_count("workers", workers, minimum=0)
-    require_count("prefetch", prefetch)
     require_count("seed", seed, minimum=0)
+    counts = {"prefetch": prefetch, "batch_size": batch_size, "streams": streams}
+    for name, number in counts.items():
+        require_count(name, number)
     amounts = {
         "load_s": load_s,
         "step_s": step_s,
         "load_cv": load_cv,
         "step_cv": step_cv,
-        "seconds": seconds,
+        "work_s": work_s,
+        "handoff_s": handoff_s,
     }
-    for name, amount in amounts.items():
+    for name, amount in {**amounts, "seconds": seconds}.items():
         require_number(name, amount, minimum=0, below=math.inf)
-    slowest_s = max(load_s / max(1, workers), step_s)
-    if not 0 < seconds <= slowest_s * _MAX_BATCHES:
+    require_number("cores", cores, above=0)
+    reads = tuple(np.atleast_1d(read_s).tolist())
+    for read in reads or (None,):
+        require_number("read_s", read, minimum=0, below=math.inf)
+    settings: dict[str, Any] = {**counts, **amounts, "cores": cores, "in_order": in_order}
+    read_ahead = READ_AHEAD if workers else streams
+    loop = Loop(workers, read_s=reads, read_ahead=read_ahead, **settings)
+    if not 0 < seconds <= loop.limit_s * _MAX_BATCHES:
         raise ColabUtilsError(
-            f"Cannot simulate {seconds} s with a batch every {slowest_s} s: that is no batch, or "
-            f"more than {_MAX_BATCHES:,}. Give seconds more than 0, load_s or step_s more than 0, "
-            "or fewer seconds."
+            f"Cannot simulate {seconds} s with a batch every {loop.limit_s} s: that is no batch, "
+            f"or more than {_MAX_BATCHES:,}. Give seconds more than 0, load_s or step_s more than "
+            "0, or fewer seconds."
         )
-
-    # A lane loads one batch after another. Without workers, the training process is the only lane.
-    lanes = max(1, workers)
-    ahead = max(1, workers * prefetch)
-    load_times = _draw_times(load_s, load_cv, seed, stream=0)
-    step_times = _draw_times(step_s, step_cv, seed, stream=1)
-
-    loads: list[Span] = []
-    steps: list[Span] = []
-    while True:
-        batch = len(steps)
-        asked_s = 0.0
-        if batch >= ahead:
-            earlier = steps[batch - ahead]
-            asked_s = earlier.start_s if workers else earlier.end_s
-        if asked_s > seconds - _ROUNDING_S:
-            break
-
-        load_start_s = asked_s
-        if batch >= lanes:
-            load_start_s = max(asked_s, loads[batch - lanes].end_s)
-        load = Span(batch, load_start_s, load_start_s + next(load_times))
-        loads.append(load)
-
-        step_start_s = load.end_s
-        if steps:
-            step_start_s = max(load.end_s, steps[-1].end_s)
-        steps.append(Span(batch, step_start_s, step_start_s + next(step_times)))
-
-    step_trace = _make_trace(steps, seconds)
+    run = _Run(loop, seed)
+    run.play(seconds)
+    steps = _make_trace(run.steps, seconds)
     return Simulation(
         workers=workers,
         seconds=float(seconds),
-        batches=sum(step.end_s <= seconds + _ROUNDING_S for step in steps),
-        utilisation=float((step_trace.end_s - step_trace.start_s).sum() / seconds),
-        loads=tuple(_make_trace(loads[lane::lanes], seconds) for lane in range(lanes)),
-        steps=step_trace,
+        batches=sum(step.end_s <= seconds + _ROUNDING_S for step in run.steps),
+        utilisation=float((steps.end_s - steps.start_s).sum() / seconds),
+        loads=tuple(_make_trace(lane, seconds) for lane in run.loads),
+        steps=steps,
         prefetch=prefetch,
     )
 
 
-def _draw_times(mean_s: float, cv: float, seed: int, *, stream: int) -> Iterator[float]:
+def forecast_rate(loop: Loop, *, batches: int = 120, seed: int = 0) -> float:
+    """Return the images per second of a loop, once it has got going.
+
+    Example:
+        >>> round(forecast_rate(Loop(workers=2, step_s=0.1, load_s=0.4)), 3)
+        5.0
+    """
+    run = _Run(loop, seed)
+    run.play(math.inf, batches)
+    ends_s = [step.end_s for step in run.steps[:batches]]
+    first = batches // 5
+    return loop.batch_size * (batches - 1 - first) / max(ends_s[-1] - ends_s[first], 1e-9)
+
+
+@dataclass(slots=True)
+class _Span:
+    """When one batch was loaded, or trained on."""
+
+    batch: int
+    start_s: float
+    end_s: float = math.inf
+
+
+def _make_trace(spans: list[_Span], seconds: float) -> Trace:
+    """Return the spans that began within the simulated time. None ends later than that time."""
+    rows = [
+        (span.batch, span.start_s, span.end_s)
+        for span in spans
+        if span.start_s < seconds - _ROUNDING_S
+    ]
+    batch, start_s, end_s = np.array(rows, np.float64).reshape(-1, 3).T
+    return Trace(batch.astype(np.int64), start_s, np.minimum(end_s, seconds))
+
+
+# A process yields what it waits for: an activity, or a queue. It is sent what the queue gives.
+_Process = Generator[Any, Any, None]
+
+
+@dataclass(slots=True, eq=False)
+class _Activity:
+    """A wait, or work, that takes so many seconds if it has its share of a core."""
+
+    seconds: float
+    share: float = 0.0
+    end_s: float = 0.0
+    speed: float = 1.0
+    process: Any = None
+
+
+class _Queue:
+    """Items that processes take, the first come first."""
+
+    def __init__(self) -> None:
+        self.items: deque[Any] = deque()
+        self.takers: deque[_Process] = deque()
+
+
+class _Clock:
+    """Simulated time, and the cores that processes share in it."""
+
+    def __init__(self, cores: float) -> None:
+        self.now_s = 0.0
+        self._cores = cores
+        self._active: list[_Activity] = []
+        self._ready: deque[tuple[_Process, Any]] = deque()
+
+    def start(self, process: _Process, item: Any = None) -> None:
+        """Let a process begin or go on."""
+        self._ready.append((process, item))
+
+    def put(self, queue: _Queue, item: Any) -> None:
+        """Put an item into a queue, or give it to the process that waits for it."""
+        if queue.takers:
+            self.start(queue.takers.popleft(), item)
+        else:
+            queue.items.append(item)
+
+    def advance(self, until_s: float) -> bool:
+        """Let all processes go on that can, then go to the next event. Return whether there is one
+        until then.
+        """
+        while self._ready:
+            self._resume(*self._ready.popleft())
+        self.now_s = min(activity.end_s for activity in self._active)
+        done = [activity for activity in self._active if activity.end_s == self.now_s]
+        for activity in done:
+            self._active.remove(activity)
+            self.start(activity.process)
+        self._share_cores()
+        return self.now_s <= until_s + _ROUNDING_S
+
+    def _resume(self, process: _Process, item: Any) -> None:
+        """Run a process until it waits again."""
+        wanted = process.send(item)
+        if isinstance(wanted, _Activity):
+            wanted.end_s = self.now_s + wanted.seconds
+            wanted.process = process
+            self._active.append(wanted)
+            self._share_cores()
+        elif wanted.items:
+            self.start(process, wanted.items.popleft())
+        else:
+            wanted.takers.append(process)
+
+    def _share_cores(self) -> None:
+        """Give work its share of the cores. If they are short, work that wants little gets it, and
+        all other work gets equal shares.
+        """
+        work = sorted((a for a in self._active if a.share), key=lambda a: a.share)
+        left = self._cores
+        for place, activity in enumerate(work):
+            given = min(activity.share, left / (len(work) - place))
+            left -= given
+            speed = given / activity.share
+            if speed != activity.speed:
+                rest_s = (activity.end_s - self.now_s) * activity.speed
+                activity.end_s = self.now_s + rest_s / speed
+                activity.speed = speed
+
+
+def _draw_times(mean_s: float, cv: float, seed: list[int]) -> Iterator[float]:
     """Yield lognormal times with this mean and coefficient of variation, for ever."""
     log_variance = math.log1p(cv * cv)
-    generator = np.random.default_rng([seed, stream])
+    generator = np.random.default_rng(seed)
     while True:
         yield mean_s * generator.lognormal(-log_variance / 2, math.sqrt(log_variance))
 
 
-def _make_trace(spans: list[Span], seconds: float) -> Trace:
-    """Return the spans that began within the simulated time. None ends later than that time."""
-    begun = [span for span in spans if span.start_s < seconds - _ROUNDING_S]
-    batch, start_s, end_s = np.array(begun, np.float64).reshape(-1, 3).T
-    return Trace(batch.astype(np.int64), start_s, np.minimum(end_s, seconds))
+def _draw_reads(read_s: Sequence[float], seed: list[int]) -> Iterator[float]:
+    """Yield these times for ever. Each comes once before any comes again."""
+    generator = np.random.default_rng(seed)
+    while True:
+        yield from generator.permutation(read_s).tolist()
+
+
+class _Draws(dict[int, float]):
+    """Random times by their number. They are drawn in the order of the numbers."""
+
+    def __init__(self, source: Iterator[float]) -> None:
+        self._source = source
+
+    def __missing__(self, number: int) -> float:
+        for later in range(len(self), number + 1):
+            self[later] = next(self._source)
+        return self[number]
+
+
+class _Run:
+    """The processes of one simulated loop, and what they did.
+
+    Attributes:
+        loads: The spans of the batches of each worker.
+        steps: The spans of the steps.
+    """
+
+    def __init__(self, loop: Loop, seed: int) -> None:
+        self._loop = loop
+        # Of the threads beside a step, only one holds Python's lock.
+        self._clock = _Clock(loop.cores if loop.workers else min(loop.cores, 1 / loop.lock))
+        lanes = range(max(1, loop.workers))
+        self.loads: list[list[_Span]] = [[] for _ in lanes]
+        self.steps: list[_Span] = []
+        self._load_s = _Draws(_draw_times(loop.load_s, loop.load_cv, [seed, 0]))
+        self._step_s = _draw_times(loop.step_s, loop.step_cv, [seed, 1])
+        self._read_s = _Draws(_draw_reads(loop.read_s, [seed, 2]))
+        # The time from which the link is free.
+        self._link_s = 0.0
+        # Batches that each worker is asked for. In any order, the next worker that is free begins.
+        anyone = _Queue()
+        self._asked = [_Queue() if loop.in_order else anyone for _ in lanes]
+        self._number = 0
+        # Images of each worker that its streams must read, and the images that are on their way.
+        self._unread = [_Queue() for _ in lanes]
+        self._planned = [0 for _ in lanes]
+        self._coming: dict[int, _Queue] = {}
+        # Batches that can be taken, and those that come after a batch that is not ready.
+        self._line = _Queue()
+        self._early: set[int] = set()
+        self._due = 0
+
+    def play(self, seconds: float, batches: float = math.inf) -> None:
+        """Run the loop for so many seconds, or until so many steps have ended."""
+        loop = self._loop
+        self._clock.start(self._train())
+        for lane in range(loop.workers):
+            self._clock.start(self._work(lane))
+        for lane in range(max(1, loop.workers) if loop.streams > 1 else 0):
+            self._plan(lane, loop.read_ahead)
+            for _ in range(loop.streams):
+                self._clock.start(self._stream(lane))
+        while self._clock.advance(seconds) and len(self.steps) <= batches:
+            pass
+
+    def _train(self) -> _Process:
+        """Take one batch after the other, and train on it."""
+        loop = self._loop
+        epoch_end = loop.epoch_batches
+        self._ask(loop.workers * loop.prefetch, epoch_end)
+        for number in count():
+            batch = number
+            if loop.workers:
+                batch = yield self._line
+                self._ask(1, epoch_end)
+            else:
+                yield from self._load(0, batch)
+            if loop.take_s:
+                yield _Activity(loop.take_s, 1.0)
+            span = _Span(batch, self._clock.now_s)
+            self.steps.append(span)
+            yield _Activity(next(self._step_s), loop.busy)
+            span.end_s = self._clock.now_s
+            if number + 1 == epoch_end:
+                yield _Activity(loop.start_s)
+                epoch_end += loop.epoch_batches
+                self._ask(loop.workers * loop.prefetch, epoch_end)
+
+    def _ask(self, number: int, epoch_end: float) -> None:
+        """Ask the workers for the next batches of the epoch, in turns."""
+        for _ in range(number):
+            if self._number < epoch_end:
+                self._clock.put(self._asked[self._number % self._loop.workers], self._number)
+                self._number += 1
+
+    def _work(self, lane: int) -> _Process:
+        """Load the batches that a worker is asked for, and hand them over in order."""
+        while True:
+            batch = yield self._asked[lane]
+            yield from self._load(lane, batch)
+            if not self._loop.in_order:
+                self._due = batch
+            self._early.add(batch)
+            while self._due in self._early:
+                self._early.remove(self._due)
+                self._clock.put(self._line, self._due)
+                self._due += 1
+
+    def _load(self, lane: int, batch: int) -> _Process:
+        """Wait for a batch, read and work on its images, and hand it over."""
+        loop = self._loop
+        spans = self.loads[lane]
+        first = (len(spans) * len(self.loads) + lane) * loop.batch_size
+        span = _Span(batch, self._clock.now_s)
+        spans.append(span)
+        if loop.load_s:
+            yield _Activity(self._load_s[batch])
+        if loop.streams > 1:
+            self._plan(lane, loop.batch_size)
+        for image in range(first, first + loop.batch_size):
+            if loop.streams > 1:
+                yield self._coming[image]
+                del self._coming[image]
+            else:
+                yield from self._read(image)
+            if loop.work_s and (loop.streams == 1 or loop.workers):
+                yield _Activity(loop.work_s, 1.0)
+        if loop.workers and loop.handoff_s:
+            yield _Activity(loop.handoff_s, 1.0)
+        span.end_s = self._clock.now_s
+
+    def _plan(self, lane: int, number: int) -> None:
+        """Let the streams of a worker read its next images."""
+        size = self._loop.batch_size
+        for place in range(self._planned[lane], self._planned[lane] + number):
+            image = (place // size * len(self.loads) + lane) * size + place % size
+            self._coming[image] = _Queue()
+            self._clock.put(self._unread[lane], image)
+        self._planned[lane] += number
+
+    def _stream(self, lane: int) -> _Process:
+        """Read one file after the other. The threads of a loop without workers work on them."""
+        while True:
+            image = yield self._unread[lane]
+            yield from self._read(image)
+            if self._loop.work_s and not self._loop.workers:
+                yield _Activity(self._loop.work_s, 1.0)
+            self._clock.put(self._coming[image], image)
+
+    def _read(self, image: int) -> _Process:
+        """Read a file. It comes when it is served, and when the link has brought it."""
+        now_s = self._clock.now_s
+        self._link_s = max(self._link_s, now_s) + 1 / self._loop.files_per_s
+        seconds = max(self._read_s[image], self._link_s - now_s)
+        if seconds:
+            yield _Activity(seconds)

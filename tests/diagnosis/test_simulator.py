@@ -1,15 +1,16 @@
-"""The simulated DataLoader: a published reference, the exact laws, and the real DataLoader beside
-it.
-"""
+"""The simulated loop: a published reference, the exact laws, and the real DataLoader beside it."""
 
+import dataclasses
 import itertools
+import math
+import random
 import time
 
 import numpy as np
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from colab_utils.diagnosis.simulator import simulate
+from colab_utils.diagnosis.simulator import Loop, forecast_rate, simulate
 from colab_utils.errors import ColabUtilsError
 
 # Python 3.12 warns that a process with threads forks, which torch's DataLoader does by design.
@@ -148,6 +149,13 @@ def test_a_load_longer_than_the_simulation_gives_no_batch():
         ({"seconds": 0}, "no batch, or more than 1,000,000"),
         # This would run for hours.
         ({"load_s": 1e-9, "step_s": 1e-9}, "fewer seconds"),
+        # There is no machine without a core, and no reading without a stream.
+        ({"cores": 0}, "cores"),
+        ({"streams": 0}, "streams"),
+        # One of the measured times is no time, or none was measured.
+        ({"read_s": [0.1, -0.1]}, "read_s"),
+        ({"read_s": []}, "read_s"),
+        ({"work_s": "much"}, "work_s"),
     ],
 )
 def test_impossible_settings_are_refused(settings, words):
@@ -247,3 +255,107 @@ def test_more_workers_never_lose_batches():
         for w in (1, 2, 4, 8)
     ]
     assert all(more > fewer for fewer, more in itertools.pairwise(runs))
+
+
+# Reads with a long tail, as those of a slow Drive.
+_READS = tuple(np.random.default_rng(0).lognormal(-0.8, 0.8, 160).tolist())
+_SLOW = Loop(workers=2, step_s=0.1, batch_size=4, read_s=_READS, work_s=0.004, cores=2)
+
+
+def _forecast(**changes):
+    return forecast_rate(dataclasses.replace(_SLOW, **changes), batches=400)
+
+
+def _draw_loop(chance):
+    """A loop that somebody could have."""
+    return Loop(
+        workers=chance.randrange(9),
+        step_s=10 ** chance.uniform(-2, 0),
+        load_s=chance.choice([0.0, 0.05]),
+        prefetch=chance.randrange(1, 5),
+        batch_size=chance.randrange(1, 9),
+        streams=chance.choice([1, 2, 16, 48]),
+        read_s=_READS,
+        files_per_s=chance.choice([math.inf, 20.0]),
+        work_s=chance.choice([0.0, 0.005, 0.08]),
+        handoff_s=chance.choice([0.0, 0.02]),
+        take_s=chance.choice([0.0, 0.01]),
+        cores=chance.choice([1.0, 2.0, 6.5]),
+        in_order=chance.random() < 0.5,
+        read_ahead=chance.choice([0, 16, 256]),
+        epoch_batches=chance.choice([math.inf, 10]),
+        start_s=chance.choice([0.0, 0.1]),
+    )
+
+
+def test_the_law_is_an_upper_limit():
+    chance = random.Random(0)
+    for _ in range(200):
+        loop = _draw_loop(chance)
+        # Images that were read before the first fifth ended come at once.
+        assert forecast_rate(loop) <= 1.25 * loop.batch_size / loop.limit_s, loop
+
+
+@pytest.mark.parametrize(
+    ("changes", "limit"),
+    [
+        # Each term of the law decides once: the mean of the reads, the cores, the link, the step.
+        ({"in_order": False}, 2 / (np.mean(_READS) + 0.004)),
+        ({"workers": 8, "read_s": (0.0,), "work_s": 0.08}, 2 / (0.08 + 0.09 / 4)),
+        ({"streams": 64, "files_per_s": 20}, 20),
+        ({"streams": 64}, 4 / 0.1),
+        # Without workers, all is done one after the other.
+        ({"workers": 0}, 4 / (4 * np.mean(_READS) + 4 * 0.004 + 0.1)),
+        # A batch is handed over by its worker, and received by the process that trains.
+        ({"read_s": (0.0,), "work_s": 0.0, "handoff_s": 0.4, "cores": 4}, 2 * 4 / 0.4),
+        ({"read_s": (0.0,), "work_s": 0.0, "take_s": 0.1}, 4 / 0.2),
+    ],
+)
+def test_the_largest_term_decides(changes, limit):
+    assert _forecast(**changes) == pytest.approx(limit, rel=0.05)
+
+
+def test_in_order_all_wait_for_the_slowest():
+    ordered = _forecast(workers=8)
+    assert ordered < 0.95 * _forecast(workers=8, in_order=False)
+    # Times that are equal make no difference.
+    equal = {"workers": 8, "read_s": (0.5,)}
+    assert _forecast(**equal) == pytest.approx(_forecast(**equal, in_order=False), rel=0.01)
+    # Reading far ahead of the step wins it back.
+    assert _forecast(streams=16) > 0.98 * _forecast(streams=16, in_order=False)
+
+
+def test_streams_that_read_only_their_own_batch_wait_for_its_slowest_file():
+    ahead = _forecast(streams=4)
+    within = _forecast(streams=4, read_ahead=0)
+    assert _forecast() < 0.7 * within < 0.7 * ahead
+
+
+def test_a_step_takes_longer_where_work_has_its_core():
+    loop = dataclasses.replace(_SLOW, workers=8, read_s=(0.0,), work_s=0.08)
+    run = simulate(workers=8, step_s=0.1, batch_size=4, work_s=0.08, cores=2)
+    lengths = run.steps.end_s - run.steps.start_s
+    assert np.median(lengths[5:-1]) > 0.18
+    # Work and the step together never get more than two cores.
+    assert forecast_rate(loop) * (0.08 + 0.1 * 0.9 / 4) <= 2.05
+
+
+def test_threads_that_hold_the_lock_share_one_core():
+    threads = {"workers": 0, "streams": 8, "read_ahead": 8, "read_s": (0.0,), "work_s": 0.02}
+    python = _forecast(**threads, lock=1.0)
+    assert python == pytest.approx(1 / (0.02 + 0.09 / 4), rel=0.05)
+    assert _forecast(**threads) > 1.3 * python
+
+
+def test_an_epoch_that_ends_uses_up_what_was_loaded_ahead():
+    endless = _forecast(workers=4)
+    short = _forecast(workers=4, epoch_batches=8)
+    assert short < 0.9 * endless
+    restarts = _forecast(workers=4, epoch_batches=8, start_s=1.0)
+    assert 32 / restarts == pytest.approx(32 / short + 1.0, rel=0.02)
+
+
+def test_measured_reads_come_once_before_any_comes_again():
+    run = simulate(workers=0, step_s=0.0, read_s=[0.1, 0.2, 0.4], seconds=7)
+    lengths = (run.loads[0].end_s - run.loads[0].start_s).round(9)[:27].reshape(-1, 3)
+    assert np.sort(lengths).tolist() == [[0.1, 0.2, 0.4]] * 9
