@@ -372,15 +372,14 @@ def verify(shards: Place) -> Any:
     return colab_utils.verify_shards(shards)
 
 
-def copy(shards: Place, to: Place, limit_gb: float | None = None) -> Any:
+def copy(shards: Place, to: Place) -> Any:
     """Copy shards from Drive to the local SSD.
 
     Args:
         shards (DIR): folder of shards, or its URL
         to (DIR): folder to copy to, or its URL
-        limit_gb (X): copy only the first shards that fit into X GB
     """
-    return colab_utils.copy_shards(shards, to, limit_gb=limit_gb)
+    return colab_utils.copy_shards(shards, to)
 
 
 def train(

@@ -10,8 +10,8 @@ import io
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from time import perf_counter, sleep
@@ -432,17 +432,33 @@ def write_file(path: Place, *parts: bytes | memoryview) -> None:
     if isinstance(path, UrlPath):
         path.write(*parts)
         return
+    with create_file(path) as file:
+        file.writelines(parts)
+        file.flush()
+        os.fsync(file.fileno())
+        # Otherwise Linux would read its copy in memory, which says nothing about the disk.
+        drop_cached(Path(file.name))
+        file.seek(0)
+        if hashlib.file_digest(file, xxhash.xxh3_64).hexdigest() != hash_bytes(*parts):
+            raise OSError(errno.EIO, "what was written reads back differently")
+
+
+@contextmanager
+def create_file(path: Place, retries: Retries | None = None) -> Iterator[Any]:
+    """Yield a file to write. It appears under its name after the block, unless an error ends it.
+
+    A file at a URL is held in memory until then. It is sent again by ``retries`` if the server
+    fails.
+    """
+    if isinstance(path, UrlPath):
+        content = io.BytesIO()
+        yield content
+        (retries or Retries()).run(partial(path.write, content.getvalue()))
+        return
     temporary = name_temporary(path)
     try:
-        with open(temporary, "wb") as file:
-            file.writelines(parts)
-            file.flush()
-            os.fsync(file.fileno())
-        # Otherwise Linux would read its copy in memory, which says nothing about the disk.
-        drop_cached(temporary)
-        with open(temporary, "rb", buffering=0) as file:
-            if hashlib.file_digest(file, xxhash.xxh3_64).hexdigest() != hash_bytes(*parts):
-                raise OSError(errno.EIO, "what was written reads back differently")
+        with open(temporary, "w+b") as file:
+            yield file
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -17,6 +17,7 @@ from colab_utils.errors import ColabUtilsError, UnavailableError
 from colab_utils.places import Place
 from colab_utils.processes import start_thread
 from colab_utils.streams import (
+    MOST_STREAMS,
     StreamTrial,
     StreamTuner,
     guess_streams,
@@ -92,6 +93,7 @@ class Reader:
         most_bytes: the most bytes that the reader holds in files that are being read or were not
             taken yet, by default 64 MB. A single file may be larger. Content that is not ``bytes``
             or ``bytearray`` does not count.
+        most_streams: the largest number that "auto" may choose.
 
     Attributes:
         tuner: the `StreamTuner` that chooses the number of streams; None if you gave the number.
@@ -114,10 +116,12 @@ class Reader:
         streams: int | str = "auto",
         retries: Retries | None = None,
         most_bytes: int = AHEAD_BYTES,
+        most_streams: int = MOST_STREAMS,
     ) -> None:
         self.tuner: StreamTuner | None = None
         if require_streams(streams) == "auto":
-            self.tuner = StreamTuner(guess_streams(place))
+            most_streams = min(MOST_STREAMS, most_streams)
+            self.tuner = StreamTuner(min(most_streams, guess_streams(place)), most_streams)
         else:
             self._streams = int(streams)
         self._read = read

@@ -61,6 +61,10 @@ class StreamTuner:
     middle between the current number and the refused one. The method is TCP's slow start
     (RFC 5681), with files per second in place of acknowledgements.
 
+    Args:
+        streams: First number of files to read at the same time.
+        most_streams: Largest number.
+
     Attributes:
         streams: Current number of files to read at the same time.
         trials: The last 100 measurements, oldest first.
@@ -73,8 +77,9 @@ class StreamTuner:
         (2, '10 files/s with 2 streams')
     """
 
-    def __init__(self, streams: int) -> None:
+    def __init__(self, streams: int, most_streams: int = MOST_STREAMS) -> None:
         self.streams = streams
+        self._most_streams = most_streams
         self.trials: list[StreamTrial] = []
         self._accepted = streams
         self._accepted_rate = 0.0
@@ -171,7 +176,7 @@ class StreamTuner:
             if wider < _GAIN * self.streams:
                 self._settle()
                 return
-        self.streams = min(MOST_STREAMS, max(self.streams + 1, wider))
+        self.streams = min(self._most_streams, max(self.streams + 1, wider))
         self._is_trial = self.streams > self._accepted
 
     def _settle(self) -> None:

@@ -244,10 +244,7 @@ BAD = [
             ("--step-ms", "fast"),
         )
     ],
-    *[
-        (["copy", "--shards", "{}/shards", "--to", "{}/to", "--limit-gb", value], "")
-        for value in (0, -1, "nan", "all", 1e-9)
-    ],
+    (["copy", "--shards", "{}/shards", "--to", "{}/to", "--limit-gb", 1], ""),
     *[
         (["train", "--shards", "{}/shards", "--run", "{}/run", *option], "")
         for option in (

@@ -5,8 +5,9 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import accumulate
 from math import hypot, inf
 from pathlib import Path
 from statistics import fmean
@@ -33,13 +34,15 @@ from colab_utils.diagnosis.timing import (
     time_batches,
 )
 from colab_utils.diagnosis.watch import WatchedLoader
+from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.emulated_step import EmulatedStep
 from colab_utils.loading.loader import Loader, make_loader
 from colab_utils.machine import count_cores
-from colab_utils.shards.copy import copy_shards
+from colab_utils.shards.copy import Copying
+from colab_utils.shards.index import write_index
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import read_at_full_speed
 from colab_utils.streams import is_remote
@@ -67,6 +70,8 @@ FIXES = {
 _Prepare = partial[dict[str, Any]]
 # The image sizes that training needs, in pixels: the defaults of `write_shards`.
 _SIDES = {"min_size": 800, "max_size": 1333}
+# Bytes of the shards that are copied for a trial.
+_SAMPLE_BYTES = 2e8
 # Resizing is a fix only if it leaves at most this share of the pixels.
 _SMALLER = 0.9
 # A trial goes on until the standard error of its rate is at most this share.
@@ -479,9 +484,10 @@ def _prepare_shards(now: Situation, folder: Path, id: str, *, is_slow: bool) -> 
         # Otherwise the disk would still be writing the shards during the trial.
         os.sync()
     elif is_slow:
-        first = dataset.index.shards[0]
-        copy_shards(
-            dataset.folder, shards, limit_gb=max(0.2, (first.bytes + first.arrays_bytes) / 1e9)
-        )
+        ends = accumulate(shard.bytes + shard.arrays_bytes for shard in dataset.index.shards)
+        count = max(1, sum(end <= _SAMPLE_BYTES for end in ends))
+        index = replace(dataset.index, shards=dataset.index.shards[:count], partial=True)
+        Copying(dataset.folder, shards, Retries(), overwrite=False).run([*index.files()])
+        write_index(shards, index)
     sample = ShardDataset(shards if shards.exists() else dataset.folder)
     return {"dataset": sample, "packs": id == "packed_masks"}

@@ -13,7 +13,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.files import has_size
 from colab_utils.places import Place
 from colab_utils.processes import start_thread
-from colab_utils.shards.copy import COPY_STREAMS, Copying, check_space, merge_index, read_target
+from colab_utils.shards.copy import COPY_STREAMS, Copying, check_space, read_target
 from colab_utils.shards.folder_state import inspect_folder
 from colab_utils.shards.index import INDEX_NAME, ShardIndex, write_index
 from colab_utils.shards.lock import lock_here, remove_leftovers
@@ -107,7 +107,7 @@ class Arrival:
         self._begun: set[int] = set()
         self._lock = threading.Lock()
         self._error: ColabUtilsError | None = None
-        self._previous = read_target(source, target, index)
+        read_target(source, target, index)
         check_space(target, [*index.files()], cached=is_on_drive(source))
         # A damaged file of an earlier copy is replaced, but not a file of the user.
         overwrite = _has_copies(target, index)
@@ -222,8 +222,7 @@ class Arrival:
             other.join(_STOP_S)
         if not self.is_complete:
             raise CancelledError
-        shards = self.index.shards
-        write_index(self.target, merge_index(self.index, self._previous, shards, self.target))
+        write_index(self.target, self.index)
 
     def _copy_rest(self) -> None:
         try:

@@ -108,7 +108,7 @@ def assert_same(source, target):
 def test_everything_arrives_and_the_report_says_so(source, tmp_path):
     report = copy_shards(source, tmp_path / "ssd" / "shards")
     assert_same(source, tmp_path / "ssd" / "shards")
-    assert (report.shards, report.skipped_shards, report.left_out_shards) == (4, 0, 0)
+    assert (report.shards, report.skipped_shards) == (4, 0)
     assert report.bytes == read_index(source).bytes
     assert report.seconds > 0
     assert str(report).startswith("4 shards in place: 16.0 kB copied in")
@@ -122,7 +122,7 @@ def test_real_shards_arrive(tiny_shards, tmp_path):
 
 
 def test_files_larger_than_a_piece_arrive(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "PIECE_BYTES", 700)
+    monkeypatch.setattr(module, "_PIECE_BYTES", 700)
     source = make_source(tmp_path / "drive")
     copy_shards(source, tmp_path / "ssd")
     assert_same(source, tmp_path / "ssd")
@@ -184,59 +184,6 @@ def test_a_slowed_folder_slows_every_stream(source, tmp_path, monkeypatch):
         slow_down(source, "slug")
 
 
-def test_a_limit_copies_the_first_shards_and_a_later_copy_completes_it(source, tmp_path):
-    target = tmp_path / "ssd"
-    # The limit holds two shards of about 4 kB.
-    report = copy_shards(source, target, limit_gb=8.5e-6)
-    assert (report.shards, report.left_out_shards) == (2, 2)
-    assert "2 left out" in str(report)
-    index = read_index(target)
-    assert index.partial
-    assert [shard.name for shard in index.shards] == ["shard-000000.tar", "shard-000001.tar"]
-    assert index.images == 4
-    assert len(names(target)) == 5
-    report = copy_shards(source, target)
-    assert (report.shards, report.skipped_shards) == (4, 2)
-    # The index is the same too, and no longer partial.
-    assert_same(source, target)
-
-
-def test_a_limit_takes_nothing_away(source, tmp_path):
-    target = tmp_path / "ssd"
-    copy_shards(source, target)
-    report = copy_shards(source, target, limit_gb=8.5e-6)
-    assert report.shards == 4
-    assert_same(source, target)
-    (target / "shard-000003.tar").unlink()
-    # The index no longer lists what is gone.
-    copy_shards(source, target, limit_gb=8.5e-6)
-    assert [shard.name[6:12] for shard in read_index(target).shards] == [
-        "000000",
-        "000001",
-        "000002",
-    ]
-    assert read_index(target).partial
-
-
-@pytest.mark.parametrize("name", ["shard-000003.tar", "shard-000003.arrays"])
-def test_a_damaged_shard_beyond_the_limit_is_not_listed(source, tmp_path, name):
-    """It is not copied again, and its size is right."""
-    target = tmp_path / "ssd"
-    copy_shards(source, target)
-    content = bytearray((target / name).read_bytes())
-    content[500] ^= 1
-    (target / name).write_bytes(content)
-    copy_shards(source, target, limit_gb=8.5e-6)
-    assert [shard.name[6:12] for shard in read_index(target).shards] == [
-        "000000",
-        "000001",
-        "000002",
-    ]
-    # A copy without a limit replaces the damaged shard.
-    copy_shards(source, target)
-    assert_same(source, target)
-
-
 @pytest.mark.parametrize(
     "edit",
     [
@@ -274,47 +221,20 @@ def test_a_copy_of_shards_with_other_categories_is_left_alone(source, tmp_path):
         copy_shards(source, tmp_path / "ssd")
 
 
-def test_a_copy_of_a_part_is_a_part_until_all_is_copied(source, tmp_path):
-    copy_shards(source, tmp_path / "part", limit_gb=8.5e-6)
-    copy_shards(tmp_path / "part", tmp_path / "ssd")
-    assert read_index(tmp_path / "ssd").partial
-    copy_shards(source, tmp_path / "ssd")
-    # Copying a part on top of the whole changes nothing.
-    copy_shards(tmp_path / "part", tmp_path / "ssd")
-    assert_same(source, tmp_path / "ssd")
-
-
-@pytest.mark.parametrize(
-    "limit_gb",
-    [
-        # The limit is less than one shard.
-        1e-9,
-        # The limit is nothing.
-        0,
-        # The limit is less than nothing.
-        -1,
-        # NaN compares false with everything.
-        float("nan"),
-    ],
-)
-def test_a_limit_below_one_shard_is_refused(source, tmp_path, limit_gb):
-    with pytest.raises(ColabUtilsError, match=r"the first shard takes 4e-06 GB"):
-        copy_shards(source, tmp_path / "ssd", limit_gb=limit_gb)
-    assert not (tmp_path / "ssd").exists()
-
-
 def test_too_little_disk_is_told_before_the_first_byte(source, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     # A copy of 16,006 bytes and 2 % more does not fit.
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 0, 16_100))
     with pytest.raises(
         ColabUtilsError,
-        match=r"16\.3 kB of free disk, and 16\.1 kB are free.*--limit-gb.*without --ssd",
+        match=r"16\.3 kB of free disk, and 16\.1 kB are free.*without --ssd",
     ):
         copy_shards(source, tmp_path / "ssd")
     assert not (tmp_path / "ssd").exists()
-    copy_shards(source, tmp_path / "ssd", limit_gb=8.5e-6)
     # What is there already needs no room.
+    (tmp_path / "ssd").mkdir()
+    for name in ("shard-000000.tar", "shard-000001.tar"):
+        shutil.copy(source / name, tmp_path / "ssd")
     copy_shards(source, tmp_path / "ssd")
 
 
@@ -459,12 +379,11 @@ def test_mistakes_are_named(source, tmp_path):
     assert not (tmp_path / "ssd").exists()
 
 
-@pytest.fixture(params=[50_000, 1_000_000], ids=["in parts", "whole files"])
-def running(tmp_path, request):
+@pytest.fixture
+def running(tmp_path):
     """A copy in another process, stopped by a signal once one file has arrived and another is under
     way.
     """
-    part_bytes = request.param
     source = make_source(tmp_path / "drive", tar_bytes=200_000)
 
     def stop(number):
@@ -472,8 +391,7 @@ def running(tmp_path, request):
             "import sys\n"
             "from colab_utils.shards import copy\n"
             "from colab_utils.slow_drive import DriveProfile, slow_down\n"
-            "copy.PIECE_BYTES = 2000\n"
-            f"copy.RANGE_BYTES = {part_bytes}\n"
+            "copy._PIECE_BYTES = 2000\n"
             "slow_down(sys.argv[1], DriveProfile('test', 0.001, 4e5, ''))\n"
             "copy.copy_shards(*sys.argv[1:], streams=2)"
         )
@@ -524,65 +442,49 @@ def test_the_profile_may_be_of_your_own(source, tmp_path):
     assert_same(source, tmp_path / "ssd")
 
 
-@pytest.fixture
-def small_parts(monkeypatch):
-    """Files of 3,000 bytes are copied in five parts."""
-    monkeypatch.setattr(module, "RANGE_BYTES", 700)
-    monkeypatch.setattr(module, "PIECE_BYTES", 300)
-
-
 @pytest.mark.parametrize("streams", [1, 16, "auto"])
-def test_the_parts_of_a_file_make_the_same_file(source, tmp_path, opened, small_parts, streams):
+def test_every_number_of_streams_makes_the_same_files(source, tmp_path, opened, streams):
     report = copy_shards(source, tmp_path / "ssd", streams=streams)
     assert_same(source, tmp_path / "ssd")
     assert report.bytes == read_index(source).bytes
-    # The first file has 3,000 bytes.
-    assert opened["shard-000000.tar"] == 5
+    assert set(opened.values()) == {1}
 
 
-def test_a_file_of_exactly_some_parts_is_copied(tmp_path, small_parts):
-    source = make_source(tmp_path / "drive", shards=1, tar_bytes=2100, arrays_bytes=700)
-    copy_shards(source, tmp_path / "ssd")
-    assert_same(source, tmp_path / "ssd")
-
-
-def test_parts_of_a_file_are_read_at_once(tmp_path, monkeypatch):
-    """Each read waits until the other parts are being read, too."""
-    monkeypatch.setattr(module, "RANGE_BYTES", 1000)
+def test_files_are_read_at_once(source, tmp_path, monkeypatch):
+    """The first read of each tar waits until the other tars are being read, too."""
     barrier = threading.Barrier(4)
 
     class WaitingFile(DriveFile):
         def readinto(self, buffer, offset):
-            if self.path.suffix == ".tar" and offset % 1000 == 0:
+            if self.path.suffix == ".tar" and not offset:
                 barrier.wait(20)
             return super().readinto(buffer, offset)
 
     monkeypatch.setattr(module, "open_pieces", open_as(WaitingFile))
-    source = make_source(tmp_path / "drive", shards=1, tar_bytes=3999)
-    copy_shards(source, tmp_path / "ssd", streams=4)
+    copy_shards(source, tmp_path / "ssd", streams=8)
     assert_same(source, tmp_path / "ssd")
 
 
-def test_a_part_that_was_wrong_once_is_repaired(source, tmp_path, monkeypatch, small_parts):
-    bad = [1400]
+def test_few_large_files_are_under_way_at_once(source, tmp_path, monkeypatch):
+    """Drive's cache keeps a second copy of each of them."""
+    monkeypatch.setattr(module, "_UNDER_WAY_BYTES", 20_000)
+    limits = []
 
-    class FlakyFile(DriveFile):
-        def readinto(self, buffer, offset):
-            count = super().readinto(buffer, offset)
-            if self.path.name == "shard-000001.tar" and offset in bad:
-                bad.remove(offset)
-                buffer[:count] = b"?" * count
-            return count
+    class NotedReader(module.Reader):
+        def __init__(self, read, **options):
+            limits.append(options["most_streams"])
+            super().__init__(read, **options)
 
-    monkeypatch.setattr(module, "open_pieces", open_as(FlakyFile))
+    monkeypatch.setattr(module, "Reader", NotedReader)
     copy_shards(source, tmp_path / "ssd")
-    assert bad == []
-    assert_same(source, tmp_path / "ssd")
+    copy_shards(make_source(tmp_path / "large", tar_bytes=9000), tmp_path / "other")
+    assert limits == [6, 4]
 
 
 @pytest.mark.parametrize("size", [0, 100, 1400, 3002, 4000])
-def test_a_damaged_source_that_is_copied_in_parts_is_named(source, tmp_path, size, small_parts):
-    """It is empty, ends within a part or between two, or is longer than what was written."""
+def test_a_source_of_another_size_is_named(source, tmp_path, monkeypatch, size):
+    """It is empty, ends within a piece or between two, or is longer than what was written."""
+    monkeypatch.setattr(module, "_PIECE_BYTES", 700)
     content = (source / "shard-000001.tar").read_bytes()
     (source / "shard-000001.tar").write_bytes((content + content)[:size])
     with pytest.raises(

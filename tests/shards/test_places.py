@@ -180,9 +180,10 @@ def test_verify_tries_again_and_never_calls_a_lost_server_a_damage(filled):
         verify_shards(URL)
 
 
-@pytest.mark.parametrize("part_bytes", [1000, 1_000_000])
-def test_shards_are_copied_from_a_url(filled, local, tmp_path, monkeypatch, part_bytes):
-    monkeypatch.setattr(copying, "RANGE_BYTES", part_bytes)
+@pytest.mark.parametrize("block_bytes", [1000, 1_000_000])
+def test_shards_are_copied_from_a_url(filled, local, tmp_path, monkeypatch, block_bytes):
+    monkeypatch.setattr(copying, "_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(copying, "_PIECE_BYTES", block_bytes)
     FaultyFileSystem.fault = fail_times(5, ConnectionResetError(), name="shard-")
     report = copy_shards(URL, tmp_path / "ssd")
     assert report.shards == len(read_index(local).shards)
@@ -225,7 +226,8 @@ def test_an_error_of_reading_is_never_one_of_space(filled, tmp_path, error, kind
 
 
 def test_a_server_without_parts_of_files_is_refused(filled, tmp_path, monkeypatch):
-    monkeypatch.setattr(copying, "RANGE_BYTES", 1000)
+    monkeypatch.setattr(copying, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(copying, "_BLOCK_BYTES", 1000)
     FaultyFileSystem.sends_whole_files = True
     with pytest.raises(RefusedError, match=r"sends no parts of files\. Copy the file"):
         copy_shards(URL, tmp_path / "ssd")

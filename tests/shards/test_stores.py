@@ -55,7 +55,7 @@ def write(photos, url, **options):
 
 
 def test_shards_are_written_verified_and_copied(store, url, photos, local, tmp_path, monkeypatch):
-    monkeypatch.setattr(copying, "RANGE_BYTES", 10_000)
+    monkeypatch.setattr(copying, "_BLOCK_BYTES", 10_000)
     report = write(photos, url, workers=2)
     assert report.images == 30
     again = write(photos, url, workers=2)
