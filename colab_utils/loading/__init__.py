@@ -20,34 +20,35 @@ The life of a sample, from COCO JSON to a batch on the device:
    and 4 meanwhile. A `FileCache` (`colab_utils.file_cache`) keeps the bytes for both.
 6. **Dataset** (`colab_utils.loading.dataset`): `ShardDataset` opens the arrays of all shards, and
    reads their files with `ShardFiles` (`colab_utils.loading.readers`). ``dataset[i]`` returns
-   ``(image, target)`` as in torchvision's references. Two faster methods serve batches: `describe`
-   returns the tables of some images without reading a file, and `read_into` writes an image's
-   pixels and mask bits into the caller's memory. `CocoFolder`
+   ``(image, target)`` as in torchvision's references (`colab_utils.loading.contract`). Two faster
+   methods serve batches: `describe` returns the tables of some images without reading a file, and
+   `read_into` writes an image's pixels and mask bits into the caller's memory. `CocoFolder`
    (`colab_utils.loading.coco_folder`) has the same contract for loose files: it does step 2 for
-   each sample, and skips steps 3 to 5. The base class of both is
-   `CocoSamples` (`colab_utils.loading.samples`).
+   each sample, and skips steps 3 to 5. The base class of both is `CocoSamples`
+   (`colab_utils.loading.samples`).
 7. **Order** (`colab_utils.loading.sampler`): `BatchSampler` lists the batches of an epoch. The
    order comes from seed and epoch, in the first epoch also from the order in which shards are
    copied; or from a user's sampler. Each of several processes (`colab_utils.loading.ranks`) takes
    its share of a batch.
 8. **Job** (`colab_utils.loading.prefetcher`): the `Prefetcher` keeps workers some batches ahead. It
-   sends the indices of a batch and the number of a shared buffer through a worker's pipe. A late
-   batch is loaded once more by a new process: see `BoundedPrefetcher`
+   sends the indices of a batch and the number of a shared buffer through a worker's pipe. If a
+   sample does not come in time, new workers load it once more: see `BoundedPrefetcher`
    (`colab_utils.loading.late`). New workers start for each pass over a user's own dataset, because
    what the last ones made of it is not known (`Fetcher.reads_as`).
 9. **Worker** (`colab_utils.loading.fetcher`): a `Fetcher` reads the images with `read_into`, and
-   `colab_utils.data.decoding` decodes each JPEG. A user's own dataset returns samples instead:
-   `seed_random` sets their random numbers, and `pack_target` (`colab_utils.loading.targets`)
-   checks them and packs their masks.
+   `colab_utils.data.decoding` decodes each JPEG. Other datasets return samples instead. A
+   `SamplePacker` (`colab_utils.loading.targets`) seeds their random numbers, checks them and packs
+   their masks. Only such datasets load this module, and `colab_utils.loading.dataset_checks`.
 10. **Batch** (`colab_utils.loading.batch`): `write_batch` writes pixels, bits and tables one after
-    another into the `SharedBuffer` (`colab_utils.loading.shared_memory`). Five integers
-    (`BatchShape`) go back through the pipe. `open_batch` views the same memory as a `PackedBatch`,
+    another into the `SharedBuffer` (`colab_utils.loading.shared_memory`). The dtypes and shapes of
+    the tables go back through the pipe. `open_batch` views the same memory as a `PackedBatch`,
     without a copy.
 11. **Device** (`colab_utils.loading.devices`): `send` brings the flat tensors to the device. With
     ``deliver="packed"``, this is the last step. With ``deliver="dense"``, float images and targets
     are made on the device, and `colab_utils.loading.masks` expands the bits into dense masks.
-    Without a GPU, the worker has already expanded the bits. The user's own transforms come last.
-    The buffer is used again when no tensor of the batch is left.
+    Without a GPU, the worker has already expanded the bits. The user's own transforms come last
+    (`colab_utils.loading.transforms`). The buffer is used again when no tensor of the batch is
+    left.
 
 `tune_workers` (`colab_utils.loading.tune`) finds the number of workers. `LoopClock`
 (`colab_utils.loading.clock`) measures how long the loop waits for each batch. What a worker was

@@ -3,21 +3,21 @@
 A worker writes the buffer. The loader makes float images and dense masks from it on the device.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import accumulate
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from colab_utils.loading.contract import PackedSample, PackedSamples, Target, blame_sample
 from colab_utils.loading.devices import send
 from colab_utils.loading.masks import MaskBits, draw_masks, expand_masks, split_masks
-from colab_utils.loading.targets import PackedSample, PackedSamples, Target, blame_sample
 
 # These tables of a batch have one row for each object.
 _PARTS = ("boxes", "labels", "areas", "iscrowd")
@@ -147,50 +147,39 @@ class PackedBatch:
         return [dict(zip(keys, row, strict=True)) for row in rows]
 
 
-class BatchShape(NamedTuple):
-    """The sizes that are needed to open a batch's buffer, sent from the worker to the loader."""
+Layout = dict[str, tuple[str, tuple[int, ...]]]
+"""The dtype and shape of each table of a batch, in the order in which they lie in its buffer. A
+worker sends it to the loader, which opens the buffer with it.
+"""
 
-    images: int
-    objects: int
-    pixel_bytes: int
-    mask_bytes: int
-    dense_bytes: int
 
-    # The result is kept, because each batch needs it more than once.
-    @lru_cache(maxsize=8)  # noqa: B019
-    def lay_out(self) -> tuple[dict[str, tuple[slice, str, tuple[int, ...]]], int]:
-        """Return the place, dtype and shape of each table, and the size of the buffer in bytes."""
-        b = self.images
-        t = self.objects
-        tables: dict[str, tuple[str, tuple[int, ...]]] = {
-            "pixels": ("u1", (self.pixel_bytes,)),
-            "bits": ("u1", (self.mask_bytes,)),
-            "sizes": ("i4", (b, 2)),
-            "image_ids": ("i8", (b,)),
-            "counts": ("i8", (b,)),
-            "boxes": ("f4", (t, 4)),
-            "labels": ("i8", (t,)),
-            "areas": ("f4", (t,)),
-            "iscrowd": ("i8", (t,)),
-            "crops": ("i4", (t, 4)),
-            "offsets": ("i8", (t + 1,)),
-            "dense": ("u1", (self.dense_bytes,)),
-        }
-        layout = {}
-        end = 0
-        for name, (kind, shape) in tables.items():
-            start = -(-end // _ALIGNMENT) * _ALIGNMENT
-            end = start + prod(shape) * np.dtype(kind).itemsize
-            layout[name] = slice(start, end), kind, shape
-        return layout, end
+def _place_tables(layout: Layout) -> Iterator[tuple[int, int]]:
+    """Yield the byte at which each table begins, and the byte after its end."""
+    end = 0
+    for kind, shape in layout.values():
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        end = start + prod(shape) * np.dtype(kind).itemsize
+        yield start, end
 
-    def open_tables(self, buffer: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
-        """Return the tables in a buffer, uint8 [bytes], as views of it."""
-        layout, _ = self.lay_out()
-        return {
-            name: buffer[place].view(kind).reshape(shape)
-            for name, (place, kind, shape) in layout.items()
-        }
+
+def measure_layout(layout: Layout) -> int:
+    """Return the bytes that a batch takes in its buffer.
+
+    Example:
+        >>> measure_layout({"pixels": ("u1", (3,)), "boxes": ("f4", (1, 4))})
+        80
+    """
+    return max(end for _, end in _place_tables(layout))
+
+
+def _open_tables(buffer: NDArray[np.uint8], layout: Layout) -> dict[str, NDArray[Any]]:
+    """Return the tables in a buffer, uint8 [bytes], as views of it."""
+    return {
+        name: buffer[start:end].view(kind).reshape(shape)
+        for (start, end), (name, (kind, shape)) in zip(
+            _place_tables(layout), layout.items(), strict=True
+        )
+    }
 
 
 def write_batch(
@@ -201,7 +190,7 @@ def write_batch(
     dense: bool = False,
     flips: NDArray[np.bool_] | None = None,
     begin: Callable[[int], object] = int,
-) -> tuple[BatchShape, NDArray[np.uint8]]:
+) -> tuple[Layout, NDArray[np.uint8]]:
     """Write a batch into memory. ``reserve`` returns memory for a number of bytes.
 
     ``source`` is a `PackedSamples`, or another object with its methods: a `ShardDataset`, for
@@ -219,26 +208,25 @@ def write_batch(
         mirrored = np.repeat(flips, counts)
         widths = np.repeat(tables["sizes"][:, 1], counts)[mirrored, None]
         tables["boxes"][mirrored, ::2] = widths - tables["boxes"][mirrored, 2::-2]
+    offsets = np.cumsum([0, *tables.pop("mask_bytes").tolist()], dtype=np.int64)
+    tables["offsets"] = offsets
     areas = tables["sizes"].prod(1, dtype=np.int64)
-    shape = BatchShape(
-        images=len(sizes),
-        objects=len(tables["labels"]),
-        pixel_bytes=3 * int(areas.sum()),
-        mask_bytes=int(tables["mask_bytes"].sum()),
-        dense_bytes=int(areas @ tables["counts"]) if dense else 0,
-    )
-    _, size = shape.lay_out()
-    memory = reserve(size)
-    views = shape.open_tables(memory)
-    views["offsets"][0] = 0
-    np.cumsum(tables.pop("mask_bytes"), out=views["offsets"][1:])
+    layout: Layout = {
+        "pixels": ("u1", (3 * int(areas.sum()),)),
+        "bits": ("u1", (int(offsets[-1]),)),
+    }
+    layout |= {name: (table.dtype.str, table.shape) for name, table in tables.items()}
+    if dense:
+        layout["dense"] = "u1", (int(areas @ tables["counts"]),)
+    memory = reserve(measure_layout(layout))
+    views = _open_tables(memory, layout)
     for name, table in tables.items():
         views[name][:] = table
     _write_images(source, indices, sizes, counts, views, flips, begin)
-    if shape.dense_bytes:
+    if dense:
         masks = MaskBits(*(torch.from_numpy(views[name]) for name in MaskBits._fields))
         draw_masks(masks, split_masks(torch.from_numpy(views["dense"]), sizes, counts), flips)
-    return shape, memory
+    return layout, memory
 
 
 def _write_images(
@@ -269,18 +257,16 @@ def _write_images(
         first_object = end_object
 
 
-def open_batch(buffer: Tensor, shape: BatchShape) -> PackedBatch:
+def open_batch(buffer: Tensor, layout: Layout) -> PackedBatch:
     """Open the batch in a buffer, uint8 [bytes]. Its tensors are views of the buffer."""
-    tables = shape.open_tables(buffer.numpy())
+    tables = _open_tables(buffer.numpy(), layout)
     parts = {name: torch.from_numpy(table) for name, table in tables.items()}
-    masks = MaskBits(*(parts.pop(name) for name in MaskBits._fields))
-    dense = parts.pop("dense")
-    return PackedBatch(masks=masks, dense=dense if shape.dense_bytes else None, **parts)
+    return PackedBatch(masks=MaskBits(*map(parts.pop, MaskBits._fields)), **parts)
 
 
 def collate_packed(samples: Sequence[PackedSample]) -> PackedBatch:
     """Put samples into one packed batch."""
-    shape, memory = write_batch(
+    layout, memory = write_batch(
         PackedSamples(samples), range(len(samples)), lambda size: np.empty(size, np.uint8)
     )
-    return open_batch(torch.from_numpy(memory), shape)
+    return open_batch(torch.from_numpy(memory), layout)

@@ -1,4 +1,4 @@
-"""A dataset of loose image files, with the contract of `ShardDataset`."""
+"""A COCO dataset that reads loose image files."""
 
 from collections.abc import Sequence
 from functools import cached_property, partial
@@ -22,8 +22,9 @@ from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.file_cache import FileCache
 from colab_utils.files import read_file
+from colab_utils.loading.contract import PackedSample, Target
 from colab_utils.loading.samples import CocoSamples
-from colab_utils.loading.targets import PackedSample, Target, pack_target
+from colab_utils.loading.targets import pack_target
 from colab_utils.os_errors import explain_os_error
 from colab_utils.places import Place, open_place
 from colab_utils.reader import Reader
@@ -76,6 +77,8 @@ class CocoFolder(CocoSamples):
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: There is no image folder at photos. ...
     """
+
+    is_slow = True
 
     def __init__(
         self,

@@ -1,10 +1,10 @@
-"""A dataset of a folder of shards. Its samples have the form that torchvision's detection models
-expect (torchvision's detection contract).
+"""A COCO dataset that reads a folder of shards.
 
-A sample is ``(image, target)``. The image is uint8 [3, H, W]. The target is a dict of boxes float32
-[N, 4] (x0, y0, x1, y1 in pixels), labels int64 [N] (from 1; 0 is the background), masks uint8
-[N, H, W], image_id int, area float32 [N] and iscrowd int64 [N]. Crowds, and objects whose box has
-no area, are left out, as in torchvision's ``references/detection``.
+A sample has the form that torchvision's detection models expect (torchvision's detection contract):
+``(image, target)``. The image is uint8 [3, H, W]. The target is a dict of boxes float32 [N, 4] (x0,
+y0, x1, y1 in pixels), labels int64 [N] (from 1; 0 is the background), masks uint8 [N, H, W],
+image_id int, area float32 [N] and iscrowd int64 [N]. Crowds, and objects whose box has no area, are
+left out, as in torchvision's ``references/detection``.
 """
 
 import json
@@ -23,9 +23,9 @@ from colab_utils.data.masks import PackedMasks, number_within, unpack_masks
 from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import hash_bytes
+from colab_utils.loading.contract import PackedSample, Target, Transforms
 from colab_utils.loading.readers import ShardFiles, load_shard
 from colab_utils.loading.samples import CocoSamples
-from colab_utils.loading.targets import PackedSample, Target, Transforms, apply_transforms
 from colab_utils.places import Place, open_place
 from colab_utils.reader import Reader
 from colab_utils.shards.arrays import ShardArrays
@@ -34,9 +34,9 @@ from colab_utils.shards.tables import join_shards, make_tables
 from colab_utils.streams import is_remote
 from colab_utils.units import format_count
 
-# The two parts of a sample in a shard.
-_IMAGE = "image"
-_MASKS = "masks"
+# The parts of a sample in a shard, in the order of their checksums.
+_IMAGE, _MASKS, _RECORD = range(3)
+_PARTS = ("bytes", "masks", "annotations")
 
 
 def _load_shards(folder: Place, index: ShardIndex, retries: Retries) -> Iterator[ShardArrays]:
@@ -107,6 +107,7 @@ class ShardDataset(CocoSamples):
         )
         if is_remote(folder):
             self.streams = "auto"
+            self.is_slow = True
 
     def _open(
         self,
@@ -144,8 +145,6 @@ class ShardDataset(CocoSamples):
         self.image_ids = tables["image_ids"]
         self.sizes = tables["sizes"]
         self.shard_of = tables["shard_of"]
-        self._image_spans = tables["image_spans"]
-        self._record_spans = tables["record_spans"]
         self._set_counts(tables["counts"])
         self.left_out = index.annotations - self.objects
 
@@ -165,7 +164,15 @@ class ShardDataset(CocoSamples):
         )
         if self.transforms is None:
             return image, target
+        from colab_utils.loading.transforms import apply_transforms
+
         return apply_transforms(self.transforms, image, target)
+
+    @property
+    def writes_itself(self) -> bool:
+        """Return whether nothing changes the samples on their way into a batch."""
+        is_plain = type(self).__getitem__ is ShardDataset.__getitem__
+        return is_plain and self.transforms is None
 
     def get_height_and_width(self, index: int) -> tuple[int, int]:
         """Return height and width in pixels, without reading the image.
@@ -214,55 +221,11 @@ class ShardDataset(CocoSamples):
         self._read_pixels(index, pixels)
 
     def _read_bits(self, index: int, bits: NDArray[np.uint8]) -> None:
-        if not bits.size:
-            return
-        held = self._bits[self.shard_of[index]]
-        if not isinstance(held, int):
-            start = int(self._tables["bit_starts"][index])
-            np.copyto(bits, held[start : start + bits.size])
-        elif self._is_ahead(index, _MASKS):
+        if bits.size:
             np.copyto(bits, np.frombuffer(self._take(index, _MASKS), np.uint8))
-        else:
-            self._read_arrays(index, bits)
-        self._compare(index, 1, bits)
-
-    def _read_arrays(self, index: int, buffer: Any) -> None:
-        """Fill a buffer with the mask bits of an image from the arrays file of its shard."""
-        shard = int(self.shard_of[index])
-        start = int(self._tables["bit_starts"][index])
-        self._files.read_into(shard, self.index.shards[shard].arrays_name, start, buffer)
-
-    def _make_reader(self, streams: int | str) -> Reader:
-        return Reader(
-            self._read_part, place=self.folder, streams=streams, retries=self._files.retries
-        )
-
-    def _list_parts(self, index: int) -> list[tuple[int, str]]:
-        parts = [(index, _IMAGE)]
-        # Masks that were made again from a damaged file are in memory.
-        if self.counts[index] and isinstance(self._bits[self.shard_of[index]], int):
-            parts.insert(0, (index, _MASKS))
-        return parts
-
-    def _read_part(self, part: tuple[int, str]) -> bytearray:
-        index, kind = part
-        if kind == _IMAGE:
-            return self._read_bytes(index, self._image_spans)
-        first = int(self._tables["first"][index])
-        mask_bytes = self._tables["mask_bytes"][first : first + self.counts[index]]
-        data = bytearray(mask_bytes.sum())
-        self._read_arrays(index, data)
-        return data
-
-    def _is_ahead(self, index: int, kind: str) -> bool:
-        return self.streams != 1 and self._open_reader().is_ahead((index, kind))
-
-    def _take(self, index: int, kind: str) -> bytearray:
-        data: bytearray = self._open_reader().take((index, kind))
-        return data
 
     def _read_pixels(self, index: int, pixels: NDArray[np.uint8]) -> None:
-        data = self.read(index)
+        data = self._take(index, _IMAGE)
         try:
             decoded = decode_pixels(data)
         except ColabUtilsError as error:
@@ -275,33 +238,54 @@ class ShardDataset(CocoSamples):
 
     def read(self, index: int) -> bytearray:
         """Return the image's bytes as stored in the shard."""
-        index = self._check(index)
-        if self._is_ahead(index, _IMAGE):
-            data = self._take(index, _IMAGE)
-        else:
-            data = self._read_bytes(index, self._image_spans)
-        self._compare(index, 0, data)
+        data: bytearray = self._take(self._check(index), _IMAGE)
         return data
 
-    def _read_bytes(self, index: int, spans: NDArray[np.int64]) -> bytearray:
-        start, length = spans[index].tolist()
-        data = bytearray(length)
-        self._read_tar(index, start, data)
-        return data
-
-    def _read_tar(self, index: int, start: int, buffer: Any) -> None:
-        shard = int(self.shard_of[index])
-        self._files.read_into(shard, self.index.shards[shard].name, start, buffer)
-
-    def _compare(self, index: int, part: int, *data: Any) -> None:
-        """Raise an error if bytes do not match their checksum.
+    def _take(self, index: int, part: int) -> Any:
+        """Return the bytes of a part of an image, which were read ahead or are read now.
 
         An image with a flipped bit may decode without an error, so decoding does not find all
         damage.
+
+        Raises:
+            ColabUtilsError: The bytes do not match their checksum.
         """
-        if int(hash_bytes(*data), 16) != int(self._tables["checks"][index, part]):
-            name = ("bytes", "masks", "annotations")[part]
-            raise self._explain_damage(index, f"its {name} do not match their checksum")
+        data = self._open_reader().take((index, part))
+        if int(hash_bytes(data), 16) != int(self._tables["checks"][index, part]):
+            problem = f"its {_PARTS[part]} do not match their checksum"
+            raise self._explain_damage(index, problem)
+        return data
+
+    def _make_reader(self, streams: int | str) -> Reader:
+        return Reader(
+            self._read_part, place=self.folder, streams=streams, retries=self._files.retries
+        )
+
+    def _list_parts(self, index: int) -> list[tuple[int, int]]:
+        parts = [(index, _IMAGE)]
+        return [(index, _MASKS), *parts] if self.counts[index] else parts
+
+    def _read_part(self, key: tuple[int, int]) -> Any:
+        index, part = key
+        shard = int(self.shard_of[index])
+        info = self.index.shards[shard]
+        start, length = self._find_span(index, part)
+        if part == _MASKS and not isinstance(self._bits[shard], int):
+            return self._bits[shard][start : start + length]
+        data = bytearray(length)
+        name = info.arrays_name if part == _MASKS else info.name
+        self._files.read_into(shard, name, start, data)
+        return data
+
+    def _find_span(self, index: int, part: int) -> tuple[int, int]:
+        """Return where a part of an image begins in its file, and its length in bytes."""
+        if part != _MASKS:
+            spans = self._tables["image_spans" if part == _IMAGE else "record_spans"]
+            start, length = spans[index].tolist()
+            return start, length
+        first = int(self._tables["first"][index])
+        lengths = self._tables["mask_bytes"][first : first + self.counts[index]]
+        return int(self._tables["bit_starts"][index]), int(lengths.sum())
 
     def find_path(self, index: int) -> Place:
         """Return the path of the shard that holds the image."""
@@ -313,9 +297,7 @@ class ShardDataset(CocoSamples):
         Masks are compressed RLE with text counts.
         """
         index = self._check(index)
-        data = self._read_bytes(index, self._record_spans)
-        self._compare(index, 2, data)
-        record: dict[str, Any] = json.loads(data)
+        record: dict[str, Any] = json.loads(self._take(index, _RECORD))
         return record
 
     def list_annotations(self, index: int) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import ConcatDataset, Subset
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.loading.samples import is_own
 
 # A file may be an attribute of an attribute, as in a zipfile.ZipFile.
 _DEPTH = 3
@@ -65,13 +66,3 @@ def _list_open_files(value: Any, name: str, depth: int) -> Iterator[str]:
     elif depth and hasattr(value, "__dict__") and not is_own(value):
         for key, part in vars(value).items():
             yield from _list_open_files(part, f"{name}.{key}", depth - 1)
-
-
-def is_own(value: Any) -> bool:
-    """Return whether the class of an object is one of this package.
-
-    Example:
-        >>> is_own(ConcatDataset([[1]]))
-        False
-    """
-    return type(value).__module__.partition(".")[0] == __name__.partition(".")[0]

@@ -22,13 +22,12 @@ from colab_utils.data.defects import count_allowed
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import hash_bytes
 from colab_utils.loading.batch import PackedBatch
-from colab_utils.loading.dataset_checks import warn_of_open_file
+from colab_utils.loading.contract import Target, Transforms
 from colab_utils.loading.devices import find_device
 from colab_utils.loading.fetcher import Fetcher
 from colab_utils.loading.prefetcher import PREFETCH, Loaded, Prefetcher
 from colab_utils.loading.ranks import Ranks, find_ranks
 from colab_utils.loading.sampler import BatchSampler, LoaderState
-from colab_utils.loading.targets import Target, Transforms, apply_transforms, check_transformed
 from colab_utils.loading.workers import WorkerJob
 from colab_utils.machine import count_cores, require_linux
 from colab_utils.require import require_choice, require_count, require_max_bad, require_number
@@ -129,8 +128,8 @@ def make_loader(
     pass, and nothing that a worker changed in the dataset stays. The start of two workers takes 70
     to 110 ms on two cores, and that of a ``DataLoader``'s takes 80 to 130 ms. Only the workers of a
     ``ShardDataset`` or ``CocoFolder`` without transforms, or of a ``Subset`` of one, stay for the
-    next pass. Call ``loader.close()`` after you change an attribute of such a dataset other than
-    its transforms.
+    next pass, if the pass ran to its end. Call ``loader.close()`` after you change an attribute of
+    such a dataset other than its transforms.
 
     Args:
         dataset: A ``ShardDataset``, a ``Subset`` of one, or any map-style dataset with
@@ -176,12 +175,12 @@ def make_loader(
         max_bad: Number of images that may fail to load, in all epochs together (``int``), or their
             share of the dataset, from 0 to 1 (``float``). Each is left out, with a warning when it
             first fails. If more images fail, an error is raised. Default: 0.
-        max_wait_s: Seconds to wait for a sample. If a worker begins no other sample for so long, a
-            new process loads the same batch, and ``late`` lists the sample. The worker goes on: the
-            first of the two delivers the batch. If neither begins another sample for three times as
-            long, the sample is left out if ``max_bad`` allows it, else it raises an error. A shard
-            that is still being copied or written is waited for without this limit. The limit needs
-            workers. Default: None, which waits without a limit.
+        max_wait_s: Seconds to wait for a sample. If a worker begins no other sample for so long,
+            new workers load what has not been delivered, and ``late`` lists the sample. If it is
+            late there, too, it is left out if ``max_bad`` allows it, else it raises an error. So a
+            sample stops the loop for at most two times as long. A shard that is still being copied
+            or written is waited for without this limit. The limit needs workers. Default: None,
+            which waits without a limit.
 
     Raises:
         ColabUtilsError: The dataset is empty or has no length, an argument is out of range, or the
@@ -245,7 +244,7 @@ def make_loader(
             "leave sampler out."
         )
     # Trials read images. Of loose files that become shards, they would read some too early.
-    is_complete = is_complete and not fetcher.is_passing
+    is_complete = is_complete and not fetcher.source.is_passing
     if workers == "auto" and is_complete and len(fetcher) >= _TUNED_BATCHES * batch_size:
         from colab_utils.loading.tune import tune_workers
 
@@ -263,7 +262,7 @@ def make_loader(
         image_dtype=image_dtype,
         seed=seed,
         transforms=transforms,
-        max_bad=max(count_allowed(len(fetcher), max_bad), fetcher.max_bad),
+        max_bad=max(count_allowed(len(fetcher), max_bad), fetcher.source.max_bad),
         max_wait_s=max_wait_s,
     )
     loader.rates = rates
@@ -337,7 +336,9 @@ class Loader:
 
     def __post_init__(self) -> None:
         self.dataset = self._fetcher.dataset
-        if self.workers:
+        if self.workers and not self._fetcher.is_own:
+            from colab_utils.loading.dataset_checks import warn_of_open_file
+
             warn_of_open_file(self.dataset)
         self.batch_size = self._order.batch_size
         self.rates: dict[int, float] = {}
@@ -449,46 +450,46 @@ class Loader:
         self._delivered = 0
 
     def _run(self) -> Iterator[Loaded]:
-        """Yield the results of the workers, and end the workers after an error."""
-        if self.max_wait_s is not None and self.list_jobs():
-            # The last pass was interrupted, and its workers may hang.
-            self.close()
-        if self.workers and not self._fetcher.reads_as(self._forked):
-            self.close()
-        if self._prefetcher is None:
-            self._forked = copy(self._fetcher)
-            self._prefetcher = self._start_prefetcher()
-            self._finalizer = weakref.finalize(self, self._prefetcher.close)
+        """Yield the results of the workers, and end the workers of a pass that is interrupted."""
+        prefetcher = self._open_prefetcher()
         try:
             seed = (self.seed, self.epoch, self._ranks.rank)
-            yield from self._prefetcher.run(
+            yield from prefetcher.run(
                 self._plan(),
                 seed=seed,
                 skips_bad=self.max_bad > 0,
                 following=self._list_following(),
             )
-        except GeneratorExit:
-            # The pass is interrupted. Workers stay for the next pass. Without workers, this process
-            # has read files ahead, which would leave other loaders of the dataset no room.
-            if not self.workers:
+        except BaseException:
+            prefetcher.close()
+            # Another pass may have begun meanwhile, with workers of its own.
+            if self._prefetcher is prefetcher:
                 self.close()
             raise
-        except BaseException:
-            self.close()
-            raise
 
-    def _start_prefetcher(self) -> Prefetcher:
+    def _open_prefetcher(self) -> Prefetcher:
+        """Return the workers of the last pass, or new ones."""
+        prefetcher = self._prefetcher
+        is_same = not self.workers or self._fetcher.reads_as(self._forked)
+        if prefetcher is not None and is_same and not prefetcher.is_running:
+            return prefetcher
+        self.close()
+        self._forked = copy(self._fetcher)
         if self.max_wait_s is None:
-            return Prefetcher(self._fetcher, self.workers, self.prefetch)
-        from colab_utils.loading.late import BoundedPrefetcher
+            prefetcher = Prefetcher(self._fetcher, self.workers, self.prefetch)
+        else:
+            from colab_utils.loading.late import BoundedPrefetcher
 
-        return BoundedPrefetcher(
-            self._fetcher,
-            self.workers,
-            self.prefetch,
-            max_wait_s=self.max_wait_s,
-            late=self.late,
-        )
+            prefetcher = BoundedPrefetcher(
+                self._fetcher,
+                self.workers,
+                self.prefetch,
+                max_wait_s=self.max_wait_s,
+                late=self.late,
+            )
+        self._prefetcher = prefetcher
+        self._finalizer = weakref.finalize(self, prefetcher.close)
+        return prefetcher
 
     def _plan(self) -> Iterator[tuple[int, list[int]] | None]:
         """Yield the number and indices of each batch of the epoch that is not delivered yet.
@@ -501,7 +502,7 @@ class Loader:
         arrival = self._fetcher.arrival
         shard_of = self._fetcher.shard_of
         is_new = not (first or order.windows) and len(order.left) == order.size
-        if is_new and self._fetcher.windows:
+        if is_new and self._fetcher.source.windows:
             order.windows = self._choose_windows()
         for number, indices in islice(enumerate(order), first, None):
             if arrival is not None and shard_of is not None:
@@ -532,9 +533,8 @@ class Loader:
         begins_early = order.seed is not None and order.sampler is None and not self._has_passed
         fetcher = self._fetcher
         if begins_early:
-            windows = [*fetcher.windows]
-        tables = (fetcher.shard_of.tobytes(), fetcher.sizes.tobytes())
-        shards = hash_bytes(*tables, repr(windows).encode())
+            windows = [*fetcher.source.windows]
+        shards = hash_bytes(fetcher.shard_of, fetcher.sizes, repr(windows).encode())
         own = {**self._take_state().describe_order(), "checksum of the shards": shards}
         orders = self._ranks.gather(own)
         if any(other != own for other in orders):
@@ -616,8 +616,17 @@ class Loader:
         if self.transforms is None:
             return batch.to_images(self.device, self.image_dtype), targets
         images = batch.to_images(self.device, torch.uint8)
+        self._transform(self.transforms, images, targets)
+        return images, targets
+
+    def _transform(
+        self, transforms: Transforms, images: list[Tensor], targets: list[Target]
+    ) -> None:
+        """Transform the samples of a batch in place, and check the first batches."""
+        from colab_utils.loading.transforms import apply_transforms, check_transformed
+
         for place, target in enumerate(targets):
-            image, targets[place] = apply_transforms(self.transforms, images[place], target)
+            image, targets[place] = apply_transforms(transforms, images[place], target)
             if self.image_dtype == torch.float32 and image.dtype == torch.uint8:
                 image = image.float().div_(255)
             images[place] = image
@@ -626,8 +635,7 @@ class Loader:
             warning = check_transformed(images, targets)
             if warning:
                 self._unchecked = 0
-                warnings.warn(warning, ColabUtilsWarning, stacklevel=4)
-        return images, targets
+                warnings.warn(warning, ColabUtilsWarning, stacklevel=5)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the order after the batches delivered so far.
@@ -663,7 +671,9 @@ class Loader:
                 or number of images. With a sampler, another batch size is an error, too.
         """
         order = self._order
-        saved = LoaderState.parse(state, shards=self._fetcher.shards)
+        shard_of = self._fetcher.source.shard_of
+        shards = 0 if shard_of is None else int(shard_of[-1]) + 1
+        saved = LoaderState.parse(state, shards=shards)
         is_resized = saved.batch_size != self.batch_size and order.sampler is None
         self._require_same_order(saved, any_batch_size=is_resized)
         order.resume(saved)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from time import perf_counter, sleep
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch.utils.data._utils import worker as torch_worker
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.batch import PackedBatch, open_batch
+from colab_utils.loading.batch import PackedBatch, measure_layout, open_batch
 from colab_utils.loading.fetcher import Fetcher, Result
 from colab_utils.loading.shared_memory import SharedBufferPool
 from colab_utils.loading.workers import WorkerDiedError, WorkerJob, describe_exit, explain_death
@@ -45,13 +45,6 @@ _DEATH_S = 5.0
 _ARRIVAL_S = 0.02
 
 
-class ReadAhead(NamedTuple):
-    """A message that tells a worker which samples it will be asked for later."""
-
-    indices: list[int] | None
-    """Indices of the samples; None cancels all earlier messages."""
-
-
 class Load(NamedTuple):
     """A message that asks a worker for a batch."""
 
@@ -65,8 +58,15 @@ class Load(NamedTuple):
     """Seed of all random numbers of the batch."""
     skips_bad: bool
     """Whether bad samples are left out."""
-    is_noted: bool = False
-    """Whether the worker reads one sample after the other, and notes which one it reads."""
+    alone: bool
+    """Whether the samples are read one after the other, also by a dataset that reads batches."""
+
+
+class Request(NamedTuple):
+    """A batch that was requested, and the number of its buffer."""
+
+    job: WorkerJob
+    buffer: int
 
 
 class Loaded(NamedTuple):
@@ -80,14 +80,6 @@ class Loaded(NamedTuple):
     """Index and reason of each sample that was left out."""
 
 
-class Request(NamedTuple):
-    """A batch that was requested, and the pool of its buffer."""
-
-    job: WorkerJob
-    load: Load
-    pool: SharedBufferPool
-
-
 class Worker:
     """A worker process and its pipe.
 
@@ -98,15 +90,13 @@ class Worker:
         workers: Number of workers.
 
     Attributes:
-        at_work: int64 [1]: index of the sample that the worker reads, if its request has
-            ``is_noted``; else -1.
+        at_work: int64 [1]: index of the sample that the worker reads; -1 if it is not known.
 
     Raises:
         ColabUtilsError: The system starts no more processes.
     """
 
     def __init__(self, fetcher: Fetcher, pool: SharedBufferPool, place: int, workers: int) -> None:
-        self.pool = pool
         self.at_work = np.frombuffer(mmap.mmap(-1, 8), np.int64)
         self.at_work[0] = -1
         context = multiprocessing.get_context("fork")
@@ -120,9 +110,11 @@ class Worker:
             with worker_end:
                 self.process.start()
 
-    def send(self, message: ReadAhead | Load) -> None:
-        """Send a message. If the worker is dead, no error is raised here. The loader notices the
-        death after the last results of the worker.
+    def send(self, message: Load | list[int] | None) -> None:
+        """Ask for a batch; or name samples whose files to read ahead, or None to drop them all.
+
+        If the worker is dead, no error is raised here. The loader notices the death after the last
+        results of the worker.
         """
         with suppress(OSError):
             self.connection.send(message)
@@ -164,8 +156,8 @@ def _serve(
     with suppress(EOFError, OSError):
         while True:
             message = connection.recv()
-            if isinstance(message, ReadAhead):
-                _read_ahead(fetcher, message)
+            if not isinstance(message, Load):
+                fetcher.read_ahead(message)
                 continue
             at_work[0] = -1
             result = fetcher.load(
@@ -173,16 +165,10 @@ def _serve(
                 pool.buffers[message.buffer].reserve,
                 message.seed,
                 skips_bad=message.skips_bad,
-                note=partial(at_work.__setitem__, 0) if message.is_noted else None,
+                note=partial(at_work.__setitem__, 0),
+                alone=message.alone,
             )
             connection.send((message.number, result._replace(error=_make_portable(result.error))))
-
-
-def _read_ahead(fetcher: Fetcher, message: ReadAhead) -> None:
-    if message.indices is None:
-        fetcher.drop_ahead()
-    else:
-        fetcher.read_ahead(message.indices)
 
 
 def _make_portable(error: Exception | None) -> Exception | None:
@@ -216,25 +202,19 @@ class Prefetcher:
         self._worker_count = workers
         self._ahead = max(1, workers * prefetch)
         self._told_images = max(1, workers) * _TOLD_IMAGES if fetcher.reads_ahead else 0
-        self._is_noted = False
         # Batches that are not requested yet: number, indices, and the worker that reads ahead.
         self._planned: deque[tuple[int, list[int], int | None]] = deque()
         # Batches of the next pass whose files the workers read already.
         self._early: dict[int, list[int]] = {}
         self.streams: dict[int | None, StreamTrial] = {}
+        self.is_running = False
+        self._seed: tuple[int, ...] = ()
+        self._skips_bad = False
         # Requests, and the results that have arrived. The keys are the numbers of the batches.
         self._sent: dict[int, Request] = {}
         self._done: dict[int, Result] = {}
         self._workers: list[Worker] = []
-        # Workers that may still send results. The keys are their connections.
-        self._listening: dict[Any, Worker] = {}
-        try:
-            self._pool = self._make_pool()
-            for place in range(workers):
-                self._workers.append(self._start_worker(place))
-        except BaseException:
-            self.close()
-            raise
+        self._start()
 
     def run(
         self,
@@ -249,13 +229,15 @@ class Prefetcher:
         ``batches`` yields the number and indices of each batch, or None if the next batch cannot be
         requested yet. `Loaded.batch` is None if a batch has no indices, or if all its samples are
         bad. ``following`` yields the batches of the next pass: while this pass ends, the files of
-        the first ones are read.
+        the first ones are read. If the pass is interrupted, close the prefetcher.
 
         Raises:
             WorkerDiedError: A worker died.
             Exception: A sample raised this error, and ``skips_bad`` is False.
         """
-        self._drop_pass()
+        self._seed = seed
+        self._skips_bad = skips_bad
+        self.is_running = True
         todo = iter(batches)
         later = iter(following)
         is_over = False
@@ -264,13 +246,13 @@ class Prefetcher:
             if is_over:
                 self._read_early(later)
             while self._planned and len(self._sent) < self._ahead:
-                number, indices, worker = self._planned.popleft()
-                self._send(number, indices, (*seed, number), skips_bad, worker)
+                self._send(*self._planned.popleft())
             if self._sent:
                 first = next(iter(self._sent))
-                self._wait_for(first)
-                yield self._finish(first)
+                if self._wait_for(first):
+                    yield self._finish(first)
             elif is_over:
+                self.is_running = False
                 return
             else:
                 sleep(_ARRIVAL_S)
@@ -282,45 +264,28 @@ class Prefetcher:
 
     def close(self) -> None:
         """End the workers. Batches that they are loading are lost."""
-        end_workers(list(self._listening.values()))
-        self._listening = {}
+        end_workers(self._workers)
         self._workers = []
-        if not self._worker_count:
+        if self._told_images and not self._worker_count:
             # What this process has read ahead would leave the next loader of the dataset no room.
-            self._tell(0, ReadAhead(None))
+            self._fetcher.read_ahead(None)
 
-    def _make_pool(self) -> SharedBufferPool:
-        with quiet_fork():
-            return SharedBufferPool(self._ahead, LENT_BUFFERS)
+    def _start(self) -> None:
+        """Make the buffers, and start the workers."""
+        try:
+            with quiet_fork():
+                self._pool = SharedBufferPool(self._ahead, LENT_BUFFERS)
+            for place in range(self._worker_count):
+                self._workers.append(Worker(self._fetcher, self._pool, place, self._worker_count))
+        except BaseException:
+            self.close()
+            raise
 
-    def _start_worker(self, place: int) -> Worker:
-        worker = Worker(self._fetcher, self._pool, place, self._worker_count)
-        self._listening[worker.connection] = worker
-        return worker
-
-    def _wait_for(self, number: int) -> None:
-        """Wait until a batch is loaded."""
+    def _wait_for(self, number: int) -> bool:
+        """Wait until a batch is loaded. Return False if it was requested anew in place of that."""
         while number not in self._done:
             self._receive()
-
-    def _drop_pass(self) -> None:
-        """Receive the last results of an interrupted pass, and free their buffers."""
-        if self._planned:
-            self._planned.clear()
-            self._early.clear()
-            for worker in range(max(1, len(self._workers))):
-                self._tell(worker, ReadAhead(None))
-        # If a worker dies now, its error must not name a batch: a batch of the new pass may have
-        # the same number.
-        for number, request in self._sent.items():
-            job = request.job._replace(number=None, indices=())
-            self._sent[number] = request._replace(job=job)
-        while self._sent.keys() - self._done.keys():
-            self._receive()
-        for request in self._sent.values():
-            request.pool.give_back(request.load.buffer)
-        self._sent = {}
-        self._done = {}
+        return True
 
     def _plan(self, todo: Iterator[tuple[int, list[int]] | None]) -> bool:
         """Plan the next batches, and tell the workers which files to read ahead.
@@ -336,16 +301,19 @@ class Prefetcher:
                 return True
             if item is None:
                 return False
-            number, indices = item
-            worker = None
-            if self._told_images:
-                worker = number % max(1, len(self._workers))
-                if self._early.pop(number, None) != indices:
-                    self._forget_early()
-                    self._tell(worker, ReadAhead(indices))
-            self._planned.append((number, indices, worker))
-            images += len(indices)
+            self._add(*item)
+            images += len(item[1])
         return False
+
+    def _add(self, number: int, indices: list[int]) -> None:
+        """Plan a batch, and tell a worker to read its files ahead."""
+        worker = None
+        if self._told_images:
+            worker = number % max(1, self._worker_count)
+            if self._early.pop(number, None) != indices:
+                self._forget_early()
+                self._tell(worker, indices)
+        self._planned.append((number, indices, worker))
 
     def _read_early(self, batches: Iterator[list[int]]) -> None:
         """Tell the workers which files the next pass begins with."""
@@ -357,7 +325,7 @@ class Prefetcher:
             if indices is None:
                 return
             number = len(self._early)
-            self._tell(number % len(self._workers), ReadAhead(indices))
+            self._tell(number % self._worker_count, indices)
             self._early[number] = indices
             images += len(indices)
 
@@ -365,84 +333,71 @@ class Prefetcher:
         """Give up the files of another pass than the one that has begun."""
         if self._early:
             self._early.clear()
-            for worker in range(len(self._workers)):
-                self._tell(worker, ReadAhead(None))
+            for worker in range(self._worker_count):
+                self._tell(worker, None)
 
-    def _tell(self, worker: int, message: ReadAhead) -> None:
-        if not self._told_images:
-            return
+    def _tell(self, worker: int, indices: list[int] | None) -> None:
         if self._workers:
-            self._workers[worker].send(message)
+            self._workers[worker].send(indices)
         else:
-            _read_ahead(self._fetcher, message)
+            self._fetcher.read_ahead(indices)
 
-    def _send(
-        self,
-        number: int,
-        indices: list[int],
-        seed: tuple[int, ...],
-        skips_bad: bool,
-        worker: int | None,
-    ) -> None:
+    def _send(self, number: int, indices: list[int], worker: int | None) -> None:
         """Request a batch from a worker, or load it in this process if there are no workers.
 
         If ``worker`` is None, the worker with the fewest requests gets the batch.
         """
-        load = Load(number, indices, 0, seed, skips_bad, self._is_noted)
+        buffer = self._pool.take()
+        seed = (*self._seed, number)
         if not self._workers:
-            load = load._replace(buffer=self._pool.take())
             job = WorkerJob(None, os.getpid(), number, tuple(indices))
-            self._sent[number] = Request(job, load, self._pool)
-            reserve = self._pool.buffers[load.buffer].reserve
-            self._done[number] = self._fetcher.load(indices, reserve, seed, skips_bad=skips_bad)
+            self._sent[number] = Request(job, buffer)
+            self._done[number] = self._fetcher.load(
+                indices, self._pool.buffers[buffer].reserve, seed, skips_bad=self._skips_bad
+            )
             return
-        jobs = Counter(job.worker for job in self.list_jobs())
         if worker is None:
-            worker = min(range(len(self._workers)), key=jobs.__getitem__)
-        self._sent[number] = self._ask(self._workers[worker], load, worker)
+            jobs = Counter(job.worker for job in self.list_jobs())
+            worker = min(range(self._worker_count), key=jobs.__getitem__)
+        alone = self._is_read_alone(indices)
+        self._workers[worker].send(Load(number, indices, buffer, seed, self._skips_bad, alone))
+        job = WorkerJob(worker, self._workers[worker].process.pid or 0, number, tuple(indices))
+        self._sent[number] = Request(job, buffer)
 
-    def _ask(self, worker: Worker, load: Load, place: int) -> Request:
-        load = load._replace(buffer=worker.pool.take())
-        worker.send(load)
-        job = WorkerJob(place, worker.process.pid or 0, load.number, tuple(load.indices))
-        return Request(job, load, worker.pool)
+    def _is_read_alone(self, indices: list[int]) -> bool:
+        return False
 
-    def _receive(self, timeout_s: float | None = None) -> Worker | None:
-        """Receive the next result of a worker, and return the worker.
-
-        Return None if no result comes within the timeout.
-        """
-        for connection in wait(self._listening, timeout_s)[:1]:
-            worker = self._listening[connection]
+    def _receive(self, timeout_s: float | None = None) -> None:
+        """Receive the next result of a worker, if one comes within the timeout."""
+        workers = {worker.connection: worker for worker in self._workers}
+        for connection in wait(workers, timeout_s)[:1]:
+            worker = workers[connection]  # type: ignore[index]
             try:
                 number, result = worker.connection.recv()
             except (EOFError, OSError):
                 raise self._explain_end(worker) from None
             self._done[number] = result
-            return worker
-        return None
 
     def _explain_end(self, worker: Worker) -> WorkerDiedError:
         process = worker.process
         process.join(5)
         ending = describe_exit(process.exitcode or 0)
         died = WorkerDiedError(explain_death(ending, self._oom_kills))
-        place = self._workers.index(worker) if worker in self._workers else None
         jobs = [job for job in self.list_jobs() if job.pid == process.pid]
-        died.job = jobs[0] if jobs else WorkerJob(place, process.pid or 0)
+        idle = WorkerJob(self._workers.index(worker), process.pid or 0)
+        died.job = next(iter(jobs), idle)
         died.ending = ending
         return died
 
     def _finish(self, number: int) -> Loaded:
         request = self._sent.pop(number)
         result = self._done.pop(number)
-        buffer = request.load.buffer
         if result.streams is not None:
             self.streams[request.job.worker] = result.streams
-        if result.shape is None:
-            request.pool.give_back(buffer)
+        if result.layout is None:
+            self._pool.give_back(request.buffer)
             if result.error is not None:
                 raise result.error
             return Loaded(number, None, result.bad)
-        content = request.pool.hold(buffer, result.shape.lay_out()[1])
-        return Loaded(number, open_batch(content, result.shape), result.bad)
+        content = self._pool.hold(request.buffer, measure_layout(result.layout))
+        return Loaded(number, open_batch(content, result.layout), result.bad)

@@ -1,19 +1,20 @@
 """The order of an epoch: the images of each batch, and the position of a loader in the order."""
 
 import math
-from collections.abc import Generator, Iterator
-from contextlib import suppress
+import random
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import KW_ONLY, dataclass
 from itertools import chain, islice
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.fetcher import read_indices, seed_random
 
 # To save memory, only this many images of an epoch are put into batches at a time.
 _PIECE_IMAGES = 1 << 14
@@ -221,3 +222,58 @@ class BatchSampler(Sampler[list[int]]):
                     filling[is_wide] = []
                     yield batch
         return filling[0] + filling[1]
+
+
+def read_indices(values: Any, images: int, owner: str) -> NDArray[np.int64]:
+    """Return the indices that a sampler or a ``Subset`` gives, each from 0 on.
+
+    Args:
+        values: The indices as the owner gives them, at least one.
+        images: Number of images of the dataset.
+        owner: Who gives the indices, for messages.
+
+    Raises:
+        ColabUtilsError: The values are no indices of the dataset, such as a mask of bools.
+
+    Example:
+        >>> read_indices([2, -1], 5, "The sampler").tolist()
+        [2, 4]
+    """
+    try:
+        indices = np.asarray(values)
+    # Lists of different lengths make no array, and tensors on a GPU make none either.
+    except (TypeError, ValueError):
+        indices = np.array(None)
+    problem = ""
+    if indices.dtype.kind not in "iu" or indices.ndim != 1:
+        problem = f"an array of {indices.dtype} in the shape {list(indices.shape)}"
+    elif indices.min() < -images or indices.max() >= images:
+        problem = f"numbers from {indices.min()} to {indices.max()}"
+    if problem:
+        raise ColabUtilsError(
+            f"{owner} does not give indices of the {images:,} images, but {problem}. Give one "
+            "whole number for each image, from 0 on. Of a mask of True and False, give "
+            "np.flatnonzero(mask)."
+        )
+    return indices.astype(np.int64) % images
+
+
+@contextmanager
+def seed_random(seed: Sequence[int]) -> Iterator[None]:
+    """Seed the random numbers of Python, numpy and torch, and restore their states at the end.
+
+    The numbers do not depend on which worker loads the samples.
+    """
+    entropy = np.random.SeedSequence(seed).generate_state(3, np.uint64).tolist()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    torch_state = torch.get_rng_state()
+    random.seed(entropy[0])
+    np.random.seed(entropy[1] % 2**32)
+    torch.default_generator.manual_seed(entropy[2])
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)

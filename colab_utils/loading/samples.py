@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from colab_utils.data.decoding import decode_pixels
-from colab_utils.loading.targets import Target
+from colab_utils.loading.contract import Target
 from colab_utils.reader import Reader
 from colab_utils.streams import StreamTrial
 
@@ -32,6 +32,16 @@ def has_moved_names(names: dict[int, str], others: dict[int, str]) -> bool:
     """
     labels = {name: label for label, name in others.items()}
     return any(labels.get(name, label) != label for label, name in names.items())
+
+
+def is_own(value: Any) -> bool:
+    """Return whether the class of an object is one of this package.
+
+    Example:
+        >>> is_own([1])
+        False
+    """
+    return type(value).__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
 class CocoSamples(Dataset[tuple[Tensor, Target]]):
@@ -64,6 +74,8 @@ class CocoSamples(Dataset[tuple[Tensor, Target]]):
     """
     is_passing = False
     """Whether a later pass may find a nearer form of the dataset (see `find_nearest`)."""
+    is_slow = False
+    """Whether files come slowly, so that reading them ahead wins time."""
     _reader: Reader | None = None
     _reader_process = 0
 
@@ -174,6 +186,15 @@ class CocoSamples(Dataset[tuple[Tensor, Target]]):
     def find_nearest(self) -> "CocoSamples":
         """Return the nearest form of this dataset that exists now, with the same samples."""
         return self
+
+    @property
+    def writes_itself(self) -> bool:
+        """Return whether the dataset writes its images into a batch without making samples.
+
+        Such a dataset has the methods ``describe`` and ``read_into`` of `PackedSamples`, and
+        nothing changes its samples.
+        """
+        return False
 
     def _map_labels(self, category_ids: Any) -> NDArray[np.int64]:
         labels, ids = np.array(list(self.category_ids.items()), np.int64).reshape(-1, 2).T

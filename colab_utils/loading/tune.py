@@ -7,6 +7,7 @@ from time import perf_counter, thread_time
 
 import numpy as np
 
+from colab_utils.loading.batch import measure_layout
 from colab_utils.loading.emulated_step import EmulatedStep
 from colab_utils.loading.fetcher import Fetcher
 from colab_utils.loading.prefetcher import PREFETCH, Loaded, Prefetcher
@@ -69,16 +70,15 @@ def _measure_batch(fetcher: Fetcher, indices: list[int]) -> tuple[float, bool]:
     if fetcher.sizes is not None:
         indices = np.argsort(fetcher.sizes.prod(1, dtype=np.int64))[-len(indices) :].tolist()
     began_s = perf_counter() - thread_time()
-    shape = fetcher.load(indices, lambda size: np.empty(size, np.uint8), (0,), skips_bad=True).shape
+    result = fetcher.load(indices, lambda size: np.empty(size, np.uint8), (0,), skips_bad=True)
     waited_s = perf_counter() - thread_time() - began_s
-    if shape is None:
+    if result.layout is None:
         return 1.0, True
-    _, batch_bytes = shape.lay_out()
     if fetcher.reads_ahead:
         # The files of this batch were read at the same time. One after the other, N files would
         # take about N times as long.
         waited_s *= len(indices)
-    return batch_bytes * _SPARE, waited_s > _SLOW_S
+    return measure_layout(result.layout) * _SPARE, waited_s > _SLOW_S
 
 
 def _measure_rate(fetcher: Fetcher, batches: list[list[int]], workers: int) -> float:

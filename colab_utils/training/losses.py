@@ -19,9 +19,9 @@ from torchvision.ops import box_iou
 from colab_utils.data.sizes import Size
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import PackedBatch
+from colab_utils.loading.contract import check_objects
 from colab_utils.loading.mask_targets import sample_masks
 from colab_utils.loading.masks import flip_boxes
-from colab_utils.loading.targets import check_objects
 from colab_utils.training.torch_defaults import use_cpu
 
 _COMPARED_OBJECTS = 16

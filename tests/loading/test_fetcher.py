@@ -23,9 +23,6 @@ from torch.utils.data import (
 )
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading import targets
-from colab_utils.loading.coco_folder import CocoFolder
-from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 
 
@@ -65,12 +62,11 @@ MASK = [False, True, True, False, False, True]
 NO_INDICES = [
     # Each of these is a mask, and True and False would be taken for 1 and 0.
     MASK,
-    np.array(MASK),
-    torch.tensor(MASK),
     [*torch.tensor(MASK)],
     # This is what np.argwhere gives.
     np.array([[1], [2], [5]]),
-    np.array([1.0, 2.0, 5.0]),
+    # These lists have no one length.
+    [[0, 1], [2]],
     [0.5, 1.5],
     [1, 6],
     [-7, 1],
@@ -117,15 +113,6 @@ def test_an_empty_subset_is_told():
             load(dataset)
 
 
-def test_a_mask_as_indices_shows_its_cure(tiny_shards):
-    dataset = ShardDataset(tiny_shards)
-    mask = dataset.has_objects
-    with pytest.raises(ColabUtilsError, match="flatnonzero"):
-        load(Subset(dataset, mask))
-    ids = list_ids(load(Subset(dataset, np.flatnonzero(mask)), shuffle=False))
-    assert ids == dataset.image_ids[mask].tolist()
-
-
 class Endless(Sampler):
     """A sampler without a length."""
 
@@ -140,11 +127,9 @@ class Endless(Sampler):
     "sampler",
     [
         Endless(),
-        iter([1, 2]),
         WeightedRandomSampler,
-        7,
     ],
-    ids=["no length", "iterator", "class", "number"],
+    ids=["no length", "class"],
 )
 def test_what_is_no_sampler_is_refused(sampler):
     with pytest.raises(ColabUtilsError, match=r"A sampler needs a length, and this .* has none"):
@@ -188,7 +173,7 @@ class Guess(Sampler):
         self.epochs.append(epoch)
 
 
-@pytest.mark.parametrize("length", [1, 3, 6, 60])
+@pytest.mark.parametrize("length", [1, 60])
 def test_epochs_are_counted_by_the_indices_that_a_sampler_gives(length):
     sampler = Guess(length)
     loader = load(Numbers(), sampler=sampler, batch_size=2)
@@ -203,16 +188,15 @@ def test_epochs_are_counted_by_the_indices_that_a_sampler_gives(length):
     assert sampler.epochs == [0, 1, 2]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_torchs_samplers_and_datasets_go_in(workers):
+def test_torchs_samplers_and_datasets_go_in():
     weighted = WeightedRandomSampler([0, 1, 0, 1, 0, 0], 12)
-    ids = list_ids(load(Numbers(), sampler=weighted, workers=workers))
+    ids = list_ids(load(Numbers(), sampler=weighted))
     assert len(ids) == 12
     assert set(ids) == {1, 3}
     both = ConcatDataset([Numbers(), Numbers()])
-    assert list_shades(load(both, workers=workers)) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert list_shades(load(both)) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
     parts = random_split(Numbers(), [4, 2])
-    shades = [list_shades(load(part, workers=workers)) for part in parts]
+    shades = [list_shades(load(part)) for part in parts]
     assert [len(part) for part in shades] == [4, 2]
     assert sorted(shades[0] + shades[1]) == [*range(6)]
 
@@ -238,7 +222,6 @@ class Foreign(Numbers):
     dataset = None
 
 
-@pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -252,12 +235,12 @@ class Foreign(Numbers):
     ],
     ids=str,
 )
-def test_attributes_with_our_names_do_not_mislead_the_loader(sizes, workers):
+def test_attributes_with_our_names_do_not_mislead_the_loader(sizes):
     dataset = Foreign()
     dataset.sizes = sizes
     expected = list_ids(load(Numbers()))
-    assert list_ids(load(dataset, workers=workers)) == expected
-    assert len(list_ids(load(Subset(dataset, range(6)), workers=workers))) == 6
+    assert list_ids(load(dataset, workers=1)) == expected
+    assert len(list_ids(load(Subset(dataset, range(6))))) == 6
 
 
 def test_the_sizes_of_somebodys_dataset_group_its_images():
@@ -277,20 +260,18 @@ class Table(Numbers):
         return self.answer([self[index] for index in indices])
 
 
-@pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(
     ("answer", "count"),
     [
         (lambda samples: samples[1:], 0),
         (lambda samples: samples[:1], 1),
         (lambda samples: samples + samples, 2),
-        (lambda samples: [], 0),
         (lambda samples: None, 0),
     ],
-    ids=["fewer", "only the first", "more", "none", "None"],
+    ids=["fewer", "only the first", "more", "None"],
 )
-def test_another_number_of_samples_than_asked_for_is_told(answer, count, workers):
-    loader = load(Table(answer), workers=workers, shuffle=False)
+def test_another_number_of_samples_than_asked_for_is_told(answer, count):
+    loader = load(Table(answer), shuffle=False)
     message = rf"__getitems__ of your dataset returned {count} samples for the indices \[0"
     with pytest.raises(ColabUtilsError, match=message):
         list(loader)
@@ -332,41 +313,23 @@ def test_a_dataset_is_told_its_worker():
     assert get_worker_info() is None
 
 
-class Closing(Numbers):
-    """A dataset that raises the error of a generator that is closed."""
-
-    def __getitem__(self, index):
-        if index == 4:
-            raise GeneratorExit
-        return super().__getitem__(index)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_closed_generator_in_a_dataset_is_an_error_and_no_end_of_the_pass(workers):
-    loader = load(Closing(), workers=workers, shuffle=False)
-    for _ in range(2):
-        with pytest.raises(ColabUtilsError, match="Sample 4: your dataset raised GeneratorExit"):
-            list(loader)
-    loader.close()
-    loader = load(Closing(), workers=workers, max_bad=1)
-    with pytest.warns(ColabUtilsWarning, match="GeneratorExit"):
-        assert sorted(list_ids(loader)) == [0, 1, 2, 3, 5]
-
-
 def test_a_sample_of_another_kind_is_named():
     loader = load([Numbers()[0], None], shuffle=False)
     with pytest.raises(ColabUtilsError, match=r"from your dataset for sample 1, found NoneType"):
         list(loader)
 
 
-def test_images_of_our_own_folders_are_not_looked_at_twice(tiny_dataset, monkeypatch):
-    marked = []
-    monkeypatch.setattr(targets, "_take_mark", marked.append)
-    folder = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
-    list(load(folder))
-    assert marked == []
-    list(load(Numbers()))
-    assert len(marked) == 12
+class Reused(Numbers):
+    """A dataset that writes each image into the same memory."""
+
+    image = torch.zeros(3, 8, 8, dtype=torch.uint8)
+
+    def __getitem__(self, index):
+        return self.image.fill_(index), super().__getitem__(index)[1]
+
+
+def test_a_dataset_may_write_its_images_into_the_same_memory():
+    assert list_shades(load(Reused())) == [*range(6)]
 
 
 class OwnError(Exception):
@@ -390,11 +353,11 @@ class Failing(Numbers):
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(
     "error",
-    [IndexError(), KeyError("boxes"), OwnError(7, "no")],
+    [IndexError(), OwnError(7, "no")],
     ids=repr,
 )
 def test_every_error_names_its_sample(error, workers):
-    with pytest.raises((IndexError, KeyError, OwnError, RuntimeError)) as caught:
+    with pytest.raises((IndexError, OwnError, RuntimeError)) as caught:
         list_ids(load(Failing(error), workers=workers, shuffle=False))
     assert "Sample 4 raised this error." in "".join(caught.value.__notes__)
 

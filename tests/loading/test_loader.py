@@ -88,25 +88,9 @@ class Numbers(torch.utils.data.Dataset):
         height = 8 + index % 5
         width = 6 + index % 3
         objects = index % 3
-        masks = (
-            torch.arange(objects * height * width).reshape(
-                objects,
-                height,
-                width,
-            )
-            % (index + 2)
-            == 0
-        ).byte()
-        image = (
-            torch.arange(3 * height * width)
-            .reshape(
-                3,
-                height,
-                width,
-            )
-            .add(index)
-            .to(torch.uint8)
-        )
+        numbers = torch.arange(objects * height * width).reshape(objects, height, width)
+        masks = (numbers % (index + 2) == 0).byte()
+        image = (torch.arange(3 * height * width).reshape(3, height, width) + index).byte()
         boxes = torch.tensor([[0.5, 1.25, 4.0, 6.0]] * objects).reshape(-1, 4)
         # Each mask has a pixel in its box.
         masks[:, 2, 1] = 1
@@ -138,7 +122,7 @@ def assert_equal_batches(dataset, place, images, targets):
             assert torch.equal(target[key], expected[key]), key
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["shards", "folder", "own"])
 def test_both_deliveries_equal_the_samples(tiny_shards, tiny_dataset, make, kind, workers):
     dataset = {
@@ -179,20 +163,16 @@ def test_real_images_arrive_as_they_are(coco_mini_val, tmp_path, make):
 @pytest.mark.parametrize(
     ("size", "batch_size", "lengths"),
     [
-        # The dataset has one image.
         (1, 1, [1]),
-        (1, 4, [1]),
         # The batch is larger than the dataset.
         (3, 100, [3]),
-        # Nothing is left over.
-        (6, 3, [3, 3]),
         (7, 3, [3, 3, 1]),
     ],
 )
 @pytest.mark.parametrize("workers", [0, 2])
 def test_every_sample_comes_once_an_epoch(make, size, batch_size, lengths, workers):
     loader = make(Numbers(size), batch_size=batch_size, workers=workers, deliver="packed")
-    for epoch in range(3):
+    for epoch in range(2):
         assert loader.epoch == epoch
         batches = list_ids(loader)
         assert [len(batch) for batch in batches] == lengths
@@ -201,25 +181,24 @@ def test_every_sample_comes_once_an_epoch(make, size, batch_size, lengths, worke
 
 def test_the_order_is_the_seeds_whatever_the_workers(make):
     orders = []
-    for workers in (0, 1, 2, 3):
+    for workers in (0, 1, 3):
         loader = make(Numbers(23), batch_size=4, workers=workers, deliver="packed", seed=7)
         orders.append([list_ids(loader), list_ids(loader)])
-    assert orders[0] == orders[1] == orders[2] == orders[3]
+    assert orders[0] == orders[1] == orders[2]
     # Each epoch has an order of its own.
     assert orders[0][0] != orders[0][1]
     assert (
         list_ids(make(Numbers(23), batch_size=4, workers=0, deliver="packed", seed=8))
         != orders[0][0]
     )
-    for workers in (0, 2):
-        loader = make(Numbers(23), batch_size=4, workers=workers, deliver="packed", shuffle=False)
-        for _ in range(2):
-            assert flatten(list_ids(loader)) == list(range(23))
+    loader = make(Numbers(23), batch_size=4, workers=2, deliver="packed", shuffle=False)
+    for _ in range(2):
+        assert flatten(list_ids(loader)) == list(range(23))
 
 
 @pytest.mark.parametrize(
     ("workers", "resumed_workers"),
-    [(0, 0), (2, 2), (2, 1), (0, 2)],
+    [(0, 2), (2, 0)],
 )
 def test_a_state_continues_after_the_same_batch(tiny_shards, make, workers, resumed_workers):
     dataset = ShardDataset(tiny_shards)
@@ -233,7 +212,7 @@ def test_a_state_continues_after_the_same_batch(tiny_shards, make, workers, resu
             states.append(loader.state_dict())
     assert len(batches) == 6
     assert all(type(value) is int or value == [] for state in states for value in state.values())
-    for done in (0, 1, 2, 3, 5):
+    for done in (0, 2, 3, 5):
         resumed = make(dataset, workers=resumed_workers, **options)
         resumed.load_state_dict(json.loads(json.dumps(states[done])))
         assert resumed.state_dict() == states[done]
@@ -262,25 +241,15 @@ def test_a_state_of_another_order_is_refused(make):
     "change",
     [
         {"epoch": -1},
-        {"epoch": "x"},
         {"batch": 1.5},
         {"batch": None},
-        {"epoch": None},
-        {"earlier": 5},
         {"earlier": [5]},
-        {"earlier": [[2]]},
         {"earlier": [[0, 1]]},
-        {"earlier": [[2, "x"]]},
         {"earlier": [[2, 3, 3]]},
-        {"earlier": [[2, 3, 1, 1]]},
         {"earlier": [[2, -1]]},
-        {"batch_size": 0},
         {"batch_size": "x"},
-        {"batch_size": None},
-        {"joined": [["x"]]},
         {"joined": [[10**400]]},
         {"joined": [[1, 0, 1]]},
-        {"joined": 5},
     ],
     ids=str,
 )
@@ -290,7 +259,7 @@ def test_a_state_that_was_changed_is_refused(tiny_shards, make, change):
         loader.load_state_dict({**loader.state_dict(), **change})
 
 
-@pytest.mark.parametrize("state", [None, [], 3, "state", {}])
+@pytest.mark.parametrize("state", [None, "state", {}])
 def test_what_is_no_state_is_refused(tiny_shards, make, state):
     loader = make(ShardDataset(tiny_shards), batch_size=2, workers=0)
     with pytest.raises(ColabUtilsError, match=r"not one that Loader\.state_dict returned"):
@@ -309,8 +278,8 @@ def test_a_state_without_batches_left_goes_on_with_the_next_epoch(make, change):
 
 
 # After six batches of two, all 11 images of the first epoch were seen.
-@pytest.mark.parametrize("done", [0, 1, 3, 4, 6])
-@pytest.mark.parametrize("sizes", [(3,), (1, 4), (4, 4, 2)])
+@pytest.mark.parametrize("done", [0, 3, 6])
+@pytest.mark.parametrize("sizes", [(1, 4), (4, 4, 2)])
 def test_another_batch_size_goes_on_with_what_the_epoch_has_left(make, done, sizes):
     loader = make(Numbers(11), batch_size=2, workers=0, deliver="packed")
     state = None
@@ -369,7 +338,7 @@ def test_a_pass_broken_off_is_followed_by_the_next_epoch(make, workers):
     assert loader.epoch == 4
 
 
-@pytest.mark.parametrize("seen", range(1, 8))
+@pytest.mark.parametrize("seen", [1, 7])
 def test_two_passes_at_once_are_refused(make, seen):
     loader = make(Numbers(20), batch_size=3, workers=2, prefetch=1)
     first = iter(loader)
@@ -442,38 +411,22 @@ def test_a_pass_that_is_abandoned_frees_the_loader_for_other_threads(make, leave
     assert len(list(loader)) == 7
 
 
-def test_two_loaders_in_two_threads_and_one_within_another_do_not_meet(make):
-    options = {"batch_size": 3, "workers": 1, "deliver": "packed"}
-    loaders = [make(Numbers(20), **options) for _ in range(3)]
-    with ThreadPoolExecutor(2) as threads:
-        orders = [*threads.map(list_ids, loaders[:2])]
-    assert orders[0] == orders[1]
-    for batch, ids in zip(loaders[2], orders[0], strict=True):
-        assert batch.image_ids.tolist() == ids
-        assert len(list_ids(loaders[0])) == 7
-
-
 @pytest.mark.parametrize(
     "options",
     [
         {"batch_size": 0},
-        {"batch_size": -1},
         {"batch_size": 2.0},
-        {"batch_size": "auto"},
         {"batch_size": True},
         {"workers": -1},
         {"workers": "many"},
-        {"workers": 1.5},
         {"prefetch": 0},
         {"seed": -1},
         {"deliver": "sparse"},
         {"image_dtype": torch.float16},
         {"device": "gpu"},
         {"device": "cuda:99" if torch.cuda.is_available() else "cuda"},
-        # Devices that torch knows, and a loader does not.
+        # Torch knows this device, and a loader does not.
         {"device": "meta"},
-        {"device": "mps"},
-        {"device": torch.device("xla")},
     ],
 )
 def test_arguments_out_of_range_are_refused(options):
@@ -509,11 +462,10 @@ class OnDevice(Numbers):
         return image, {**target, self.key: target[self.key].to(self.device)}
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("key", ["image", "boxes", "labels", "masks"])
-def test_samples_on_another_device_are_refused_in_words(make, key, workers):
-    loader = make(OnDevice(key), batch_size=2, workers=workers)
-    message = rf"has its {key} on the device 'meta', and samples must be on the CPU.*Leave out"
+@pytest.mark.parametrize("key", ["image", "labels", "masks"])
+def test_samples_on_another_device_are_refused_in_words(make, key):
+    loader = make(OnDevice(key), batch_size=2, workers=0)
+    message = rf"mage \d (as|has {key}) .*\(torch.strided, meta\).*Leave out \.cuda"
     with pytest.raises(ColabUtilsError, match=message):
         list(loader)
 
@@ -553,35 +505,14 @@ def test_a_damaged_sample_ends_the_pass_in_one_line(make, workers):
         list(make(Numbers(8, act_with_lost_drive), batch_size=2, workers=workers))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_broken_image_in_a_shard_is_named(tiny_shards, tmp_path, make, workers):
-    shards = Path(shutil.copytree(tiny_shards, tmp_path / "shards"))
-    name = spoil_image(shards, 3)
-    loader = make(ShardDataset(shards), batch_size=4, workers=workers)
-    with pytest.raises(ColabUtilsError, match=name) as error:
-        list(loader)
-    assert "\n" not in str(error.value)
-    assert "Traceback" not in str(error.value)
-
-
 def spoil_image(shards, index):
     dataset = ShardDataset(shards)
     path = shards / dataset.index.shards[dataset.shard_of[index]].name
-    start, length = dataset._image_spans[index].tolist()
+    start, length = dataset._tables["image_spans"][index].tolist()
     content = bytearray(path.read_bytes())
     content[start : start + length] = bytes(length)
     path.write_bytes(content)
     return path.name
-
-
-def act_with_own_bug(index):
-    raise KeyError("own bug")
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_bug_in_somebodys_dataset_keeps_its_traceback(make, workers):
-    with pytest.raises(KeyError, match="own bug"):
-        list(make(Numbers(4, act_with_own_bug), batch_size=2, workers=workers))
 
 
 def act_with_death(index):
@@ -700,10 +631,12 @@ def test_workers_persist_and_end_with_close(tiny_shards):
     list(loader)
     workers = {p.pid for p in find_workers()} - before
     assert len(workers) >= 2
-    # This pass is broken off.
-    next(iter(loader))
     list(loader)
     assert {p.pid for p in find_workers()} - before == workers
+    # A pass that is broken off ends them.
+    next(iter(loader))
+    assert not {p.pid for p in find_workers()} & workers
+    list(loader)
     loader.close()
     loader.close()
     assert not {p.pid for p in find_workers()} & workers
@@ -758,26 +691,21 @@ def switch_transforms(dataset, epoch):
     dataset.transforms = add_ten if epoch == 1 else None
 
 
-HOLDERS = [
-    lambda dataset: dataset,
-    lambda dataset: Subset(dataset, range(6)),
-    lambda dataset: ConcatDataset([Subset(dataset, [0, 1]), dataset]),
-]
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("hold", HOLDERS)
 @pytest.mark.parametrize(
-    ("change", "shades"),
+    ("hold", "change", "shades"),
     [
-        (Shades.set_epoch, [0, 1, 2]),
-        (lambda dataset, epoch: dataset.shades.append(epoch), [0, 1, 3]),
-        (switch_transforms, [0, 10, 0]),
+        (lambda dataset: dataset, Shades.set_epoch, [0, 1, 2]),
+        (
+            lambda dataset: Subset(dataset, range(6)),
+            lambda dataset, epoch: dataset.shades.append(epoch),
+            [0, 1, 3],
+        ),
+        (lambda dataset: ConcatDataset([dataset]), switch_transforms, [0, 10, 0]),
     ],
 )
-def test_each_pass_finds_the_dataset_as_it_is(make, workers, hold, change, shades):
+def test_each_pass_finds_the_dataset_as_it_is(make, hold, change, shades):
     dataset = Shades(8)
-    loader = make(hold(dataset), batch_size=3, workers=workers, deliver="packed")
+    loader = make(hold(dataset), batch_size=3, workers=2, deliver="packed")
     for epoch, shade in enumerate(shades):
         change(dataset, epoch)
         assert loader.epoch == epoch
@@ -785,48 +713,22 @@ def test_each_pass_finds_the_dataset_as_it_is(make, workers, hold, change, shade
 
 
 class Kept(Numbers):
-    """A dataset that keeps what it returns, so that whoever changes it in place changes all."""
+    """A dataset that changes what it keeps."""
 
-    def __init__(self, size, change):
+    def __init__(self, size):
         super().__init__(size)
-        self.change = change
-        self.counts = [0] * size
-        self.pixels = torch.zeros(size, dtype=torch.uint8)
-        self.shades = np.zeros(size, np.uint8)
-        self.targets = [{"shade": 0} for _ in range(size)]
+        self.counts = torch.zeros(size, dtype=torch.uint8)
 
     def __getitem__(self, index):
         image, target = super().__getitem__(index)
-        return torch.full_like(image, self.change(self, index)), target
+        self.counts[index] += 1
+        return torch.full_like(image, int(self.counts[index])), target
 
 
-def count_list(dataset, index):
-    dataset.counts[index] += 1
-    return dataset.counts[index]
-
-
-def shift_tensor(dataset, index):
-    dataset.pixels[index] += 1
-    return int(dataset.pixels[index])
-
-
-def shift_array(dataset, index):
-    dataset.shades[index] += 1
-    return int(dataset.shades[index])
-
-
-def change_dict(dataset, index):
-    dataset.targets[index]["shade"] += 1
-    return dataset.targets[index]["shade"]
-
-
-@pytest.mark.parametrize("hold", [*HOLDERS[:2], lambda dataset: ConcatDataset([dataset])])
-@pytest.mark.parametrize("change", [count_list, shift_tensor, shift_array, change_dict])
-def test_what_a_worker_changed_in_place_ends_with_the_pass(make, hold, change):
-    loader = make(hold(Kept(8, change)), batch_size=2, workers=2, deliver="packed")
-    passes = [list_shades(loader) for _ in range(3)]
-    assert passes[0] == passes[1] == passes[2]
-    assert 1 in passes[0]
+@pytest.mark.parametrize("hold", [lambda dataset: dataset, lambda dataset: Subset(dataset, [1])])
+def test_what_a_worker_changed_in_place_ends_with_the_pass(make, hold):
+    loader = make(hold(Kept(8)), batch_size=2, workers=2, deliver="packed")
+    assert [list_shades(loader) for _ in range(2)] == [{1}, {1}]
 
 
 class Counted:
@@ -914,10 +816,9 @@ def test_a_dataset_that_grows_or_shrinks_is_read_whole(make, workers):
     assert sorted(flatten(list_ids(loader))) == [1, 2, 7]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_change_after_a_pass_was_broken_off_is_seen(make, workers):
+def test_a_change_after_a_pass_was_broken_off_is_seen(make):
     dataset = Shades(12)
-    loader = make(dataset, batch_size=2, workers=workers, deliver="packed")
+    loader = make(dataset, batch_size=2, workers=2, deliver="packed")
     first = iter(loader)
     next(first)
     dataset.set_epoch(5)
@@ -967,17 +868,13 @@ class Table(torch.utils.data.Dataset):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("deliver", ["dense", "packed"])
 @pytest.mark.parametrize("is_subset", [False, True])
-def test_samples_are_read_at_once_where_the_dataset_can(make, workers, deliver, is_subset):
+def test_samples_are_read_at_once_where_the_dataset_can(make, workers, is_subset):
     dataset = Subset(Table(11), [*range(11)]) if is_subset else Table(11)
-    options = {"batch_size": 4, "workers": workers, "deliver": deliver}
+    options = {"batch_size": 4, "workers": workers}
     loaders = [make(each, **options) for each in (dataset, Numbers(11))]
     seen = 0
     for batch, expected in zip(*loaders, strict=True):
-        if deliver == "packed":
-            batch = batch.to_images("cpu"), batch.to_targets("cpu")
-            expected = expected.to_images("cpu"), expected.to_targets("cpu")
         for image, target, same, same_target in zip(*batch, *expected, strict=True):
             seen += 1
             assert torch.equal(image, same)
@@ -987,7 +884,7 @@ def test_samples_are_read_at_once_where_the_dataset_can(make, workers, deliver, 
 
 
 # A share of 0.1 is one of eleven.
-@pytest.mark.parametrize(("workers", "max_bad"), [(0, 1), (2, 1), (0, 0.1)])
+@pytest.mark.parametrize(("workers", "max_bad"), [(2, 1), (0, 0.1)])
 def test_a_bad_row_of_a_table_is_left_out_alone(make, workers, max_bad):
     options = {"batch_size": 4, "workers": workers, "deliver": "packed"}
     with pytest.raises(OSError, match=r"rows \[5\]"):
@@ -1015,16 +912,13 @@ def test_a_subset_of_somebodys_own_gives_its_own_samples(make):
     assert list_shades(loader) == {200}
 
 
-@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("keys", [("boxes", "labels", "masks"), "all"])
-@pytest.mark.parametrize("deliver", ["dense", "packed"])
-def test_torchvisions_wrapped_datasets_go_in(tiny_dataset, make, workers, keys, deliver):
+def test_torchvisions_wrapped_datasets_go_in(tiny_dataset, make, keys):
     data = CocoDetection(tiny_dataset.images, tiny_dataset.annotations, transforms=v2.ToImage())
     wrapped = wrap_dataset_for_transforms_v2(data, target_keys=keys)
-    loader = make(wrapped, batch_size=5, workers=workers, deliver=deliver, shuffle=False)
     targets = []
-    for batch in loader:
-        targets += batch.to_targets("cpu") if deliver == "packed" else batch[1]
+    for _, parts in make(wrapped, batch_size=5, workers=2, shuffle=False):
+        targets += parts
     assert len(targets) == len(wrapped)
     for target, (_, expected) in zip(targets, wrapped, strict=True):
         if "boxes" in expected:
@@ -1038,23 +932,6 @@ def test_torchvisions_wrapped_datasets_go_in(tiny_dataset, make, workers, keys, 
             )
         else:
             assert len(target["boxes"]) == 0
-
-
-class Turned(Numbers):
-    """Samples of which one has its box turned round."""
-
-    def __getitem__(self, index):
-        image, target = super().__getitem__(index)
-        if index == 5:
-            target["boxes"] = target["boxes"].flip(1)
-        return image, target
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("deliver", ["dense", "packed"])
-def test_values_that_cannot_be_trained_on_are_refused(make, workers, deliver):
-    with pytest.raises(ColabUtilsError, match=r"Image 5 has the box .*no area"):
-        list(make(Turned(8), batch_size=2, workers=workers, deliver=deliver))
 
 
 def flatten_boxes(image, target):
@@ -1125,21 +1002,6 @@ def test_ctrl_c_leaves_a_loader_that_works_and_an_exit_without_noise(tiny_shards
     assert out == "interrupted\n12 2\n"
 
 
-@pytest.mark.parametrize(
-    "sampler",
-    [
-        [[0, 1], [2]],
-        [0, 1, 23],
-        [0.0, 1.0],
-    ],
-    ids=["batches", "beyond the dataset", "not whole"],
-)
-def test_a_sampler_of_something_else_than_indices_is_refused(make, sampler):
-    loader = make(Numbers(23), batch_size=2, workers=0, sampler=sampler)
-    with pytest.raises(ColabUtilsError, match="The sampler does not give indices of the 23 images"):
-        list(loader)
-
-
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(Numbers(3))
@@ -1208,9 +1070,9 @@ def test_only_datasets_of_the_package_without_transforms_are_its_own(tiny_shards
         Numbers(3),
     ]
     for dataset in own:
-        assert Fetcher(dataset)._is_own
+        assert Fetcher(dataset).is_own
     for dataset in others:
-        assert not Fetcher(dataset)._is_own
+        assert not Fetcher(dataset).is_own
 
 
 @pytest.mark.parametrize("place", ["dataset", "transforms of the dataset", "device"])
@@ -1270,26 +1132,6 @@ def test_images_that_are_not_scaled_or_have_no_numbers_are_told(transforms, tiny
         list(make(dataset, batch_size=2, workers=0, transforms=transforms))
 
 
-class OneBuffer(Numbers):
-    """Write each image into the same memory."""
-
-    def __getitem__(self, index):
-        _, target = super().__getitem__(index)
-        masks = torch.ones(len(target["masks"]), 64, 64, dtype=torch.uint8)
-        self.pixels.fill_(index)
-        return self.pixels, target | {"masks": masks}
-
-    pixels = torch.zeros(3, 64, 64, dtype=torch.uint8)
-
-
-@pytest.mark.filterwarnings("ignore:Image .* has the box")
-def test_an_image_that_the_next_one_overwrites_is_told(make):
-    assert len(list(make(OneBuffer(6), batch_size=1, workers=0))) == 6
-    for workers in (0, 1):
-        with pytest.raises(ColabUtilsError, match="return a copy of each image"):
-            list(make(OneBuffer(6), batch_size=2, workers=workers))
-
-
 def test_transforms_that_return_one_buffer_are_told(tiny_shards, make):
     pixels = torch.zeros(1000, 1000, 3, dtype=torch.uint8)
 
@@ -1308,13 +1150,8 @@ def test_transforms_that_return_one_buffer_are_told(tiny_shards, make):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("batch_size", 4),
         ("dataset", [1]),
-        ("sampler", [1]),
-        ("drop_last", True),
         ("shuffle", False),
-        ("seed", 1),
-        ("workers", 2),
         ("transforms", None),
         ("collate_fn", list),
     ],

@@ -36,14 +36,7 @@ def pack_rles(images):
     counts.
     """
     packed = [pack_masks(rles) for _, rles in images]
-    ends = np.cumsum(
-        np.concatenate(
-            [
-                [0],
-                *(np.diff(part.offsets) for part in packed),
-            ]
-        )
-    )
+    ends = np.cumsum(np.concatenate([[0], *(np.diff(part.offsets) for part in packed)]))
     bits = torch.from_numpy(np.concatenate([part.bits for part in packed]))
     crops = torch.from_numpy(np.concatenate([part.crops for part in packed]))
     counts = torch.tensor([len(rles) for _, rles in images])
@@ -272,55 +265,29 @@ def sample(masks, objects, boxes, sizes, counts, *, flips=None, to_sizes=None, s
     return targets
 
 
-def make_boxes(kind, count, *, height, width, seed=0):
-    rng = np.random.default_rng(seed)
-    # Each box is spanned by two points (x, y).
-    corners = np.sort(rng.random((count, 2, 2)), axis=1)
-    corners = {
-        "inside": corners,
-        "partly outside": corners * 3 - 1,
-        "far outside": corners + 5,
-        "tiny": corners[:, :1] + corners * 0.01,
-        "huge": corners * 12 - 6,
-        "empty": corners[:, [0, 0]],
-        "turned round": corners[:, ::-1],
-        "whole pixels": (corners * [width, height]).round() / [width, height],
-        "the image": np.broadcast_to([[0, 0], [1, 1]], corners.shape),
-    }[kind]
+def make_boxes(count, *, height, width):
+    """Boxes that lie partly outside the image."""
+    corners = np.sort(np.random.default_rng(0).random((count, 2, 2)), axis=1) * 3 - 1
     return torch.from_numpy((corners * [width, height]).reshape(-1, 4).astype(np.float32))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 # With the first size, each mask is expanded alone; with the second, three are at a time.
 @pytest.mark.parametrize("chunk", [2000, 36_000, 64_000_000])
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "inside",
-        "partly outside",
-        "far outside",
-        "tiny",
-        "huge",
-        "empty",
-        "turned round",
-        "whole pixels",
-        "the image",
-    ],
-)
-def test_targets_are_those_of_torchvision(device, kind, chunk, monkeypatch):
+def test_targets_are_those_of_torchvision(device, chunk, monkeypatch):
     monkeypatch.setattr(mask_targets, "CHUNK_BYTES", {"cpu": chunk, "cuda": chunk})
     images = [make_blobs(0, objects=9), make_blobs(1, objects=0), make_blobs(2, objects=8)]
     flips = [False, True, True]
     masks, sizes, counts = pack(images)
     objects = torch.randint(0, 17, (60,), generator=torch.Generator().manual_seed(0))
-    boxes = make_boxes(kind, 60, height=37, width=53)
+    boxes = make_boxes(60, height=37, width=53)
     targets = sample(
         move(masks, device), objects.to(device), boxes.to(device), sizes, counts, flips=flips
     )
     assert targets.dtype == torch.float32
     assert targets.device.type == device
     expected = project(images, objects, boxes, flips)
-    assert bool(expected.any()) == (kind != "far outside")
+    assert expected.any()
     torch.testing.assert_close(targets.cpu(), expected, atol=1e-6, rtol=0)
 
 
@@ -364,7 +331,7 @@ def test_targets_of_a_thousand_objects_in_half_precision_training(device):
     images = [make_blobs(0, objects=1000, height=90, width=110)]
     masks, sizes, counts = pack(images)
     objects = torch.arange(1000)
-    boxes = make_boxes("inside", 1000, height=90, width=110)
+    boxes = make_boxes(1000, height=90, width=110)
     boxes.requires_grad_()
     with torch.autocast(device, dtype=torch.bfloat16):
         targets = sample(
@@ -399,17 +366,17 @@ def read_peak_kb():
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 
 rng = np.random.default_rng(0)
-corners = rng.integers(0, 2900, (300, 2))
+corners = rng.integers(0, 1400, (100, 2))
 crops = np.concatenate([corners, corners + 60], 1).astype(np.int32)
-crops[0] = 0, 0, 4000, 3000
+crops[0] = 0, 0, 2000, 1500
 sides = crops[:, 2:] - crops[:, :2]
 ends = np.concatenate([[0], np.cumsum(-(-sides.prod(1) // 8))])
 bits = torch.full((int(ends[-1]),), 255, dtype=torch.uint8)
 masks = MaskBits(bits, torch.from_numpy(crops), torch.from_numpy(ends))
-objects = torch.from_numpy(np.concatenate([np.zeros(6, np.int64), np.arange(300)]))
+objects = torch.from_numpy(np.concatenate([np.zeros(6, np.int64), np.arange(100)]))
 boxes = torch.from_numpy(crops).float()[objects]
 torch.set_num_threads(1)
-size = 3000, 4000
+size = 1500, 2000
 sizes = {"stored_size": size, "to_size": size, "is_flipped": False, "size": 28}
 sample_masks(masks, objects[-1:], boxes[-1:], **sizes)
 before = read_peak_kb()
@@ -421,14 +388,14 @@ print(read_peak_kb() - before)
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_memory_does_not_grow_with_the_number_of_objects():
-    """Dense, the masks would be 3.6 GB, and four times that as floats. To sample the largest box,
-    ``roi_align`` takes 387 MB on a CPU, and torchvision's own targets take that, too.
+    """Dense, the masks would be 300 MB, and four times that as floats. To sample the largest box,
+    ``roi_align`` takes 97 MB on a CPU, and torchvision's own targets take that, too.
     """
     run = subprocess.run(
         [sys.executable, "-c", MEMORY], capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr
-    assert int(run.stdout) < 600_000
+    assert int(run.stdout) < 160_000
 
 
 def test_flipped_boxes_are_those_of_the_flipped_masks():
@@ -441,21 +408,3 @@ def test_flipped_boxes_are_those_of_the_flipped_masks():
     real = masks.crops[:, 2] > 0
     assert torch.equal(flipped[real], again.crops[real].float())
     assert torch.equal(flip_boxes(flipped, widths), masks.crops.float())
-
-
-def test_the_last_pixel_of_a_window_is_found_as_float32_rounds_it():
-    """3 * 10 / 6 is 5 in float32, and less in float64."""
-    image = np.ones((1, 1, 10), np.uint8)
-    masks, sizes, counts = pack([image])
-    boxes = torch.tensor([[1.5, 0.0, 0.0, 0.0]])
-    objects = torch.tensor([0])
-    targets = sample(
-        masks,
-        objects,
-        boxes,
-        sizes,
-        counts,
-        to_sizes=[(1, 6)],
-        size=5,
-    )
-    assert targets.tolist() == [[[1.0] * 5] * 5]
