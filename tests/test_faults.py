@@ -365,7 +365,6 @@ def test_files_that_end_too_early_for_a_while(direct_world, command, name):
     direct_world.mount.fail(cut_opens=3, cut_name=name)
     result = run_complete(direct_world, command)
     assert result.get("skipped", []) == []
-    assert not list(direct_world.backing.rglob("*.torn-*"))
 
 
 @every

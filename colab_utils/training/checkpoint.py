@@ -4,16 +4,16 @@ A checkpoint ends with a seal, which holds a checksum of all bytes before it. Wh
 new checkpoints wait on this machine. They are written in a thread while training goes on.
 """
 
-import errno
 import io
 import os
 import stat
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, get_args
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from colab_utils.drive import DriveLostError, Retries, explain_write, find_mount, guard_drive
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableError
 from colab_utils.files import hash_bytes, list_names, parse_file, read_whole, write_file
 from colab_utils.machine import COLAB_ROOT
 from colab_utils.places import Place, PlaceLike, RefusedError, open_place
@@ -41,8 +41,6 @@ _OTHERS_KEPT = {"newest": 1, "best": 0}
 _SEAL = b"colab_utils 2 "
 _MOST_BYTES = 1e10
 _TORN = "is torn (cut short or damaged), or another program or version wrote it"
-# Error numbers of a full disk, a used-up quota, and a disk that became read-only.
-_TAKES_NO_MORE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 # Seconds from one checkpoint until the next is due. The first number is for the middle of an epoch,
 # the second for its end.
 _PAUSES_S = (60.0, 10.0)
@@ -52,30 +50,16 @@ class TornError(ColabUtilsError):
     """A checkpoint is not as it was written. It gave the same wrong bytes twice."""
 
 
-class NotTakenError(DriveLostError):
-    """The disk of a run is full, or its server refuses. Checkpoints wait on this machine, as for a
-    lost Drive, and nothing is tried again.
-    """
-
-    may_pass = False
-
-
-def _name_trouble(error: Any) -> str:
-    """Return why a checkpoint was not taken."""
-    if isinstance(error, NotTakenError):
-        return str(error)
-    return getattr(error, "reason", "") or "Drive does not answer"
-
-
 class CheckpointFolder:
     """The checkpoints of one training run: the newest two, ``run/checkpoint-00000120.pt`` and so
     on, and the best one.
 
     Only tensors and plain types are stored, and loading runs no code (``weights_only=True``).
 
-    While Drive or a server does not answer, or is full, checkpoints wait on this machine's disk, in
-    ``waiting``. The next checkpoint that reaches ``run`` replaces them. A process that writes
-    checkpoints must hold the folder: see `hold_folder`.
+    While ``run`` takes no checkpoint, because Drive or a server does not answer or a disk is full,
+    checkpoints wait on this machine's disk, in ``waiting``. The next checkpoint that reaches
+    ``run`` replaces them. A process that writes checkpoints must hold the folder: see
+    `hold_folder`.
 
     Args:
         run: The folder, on any disk, or a URL that fsspec knows, such as ``s3://bucket/run``.
@@ -104,12 +88,12 @@ class CheckpointFolder:
         return next(reversed(_list_files(self.waiting, "newest")), None)
 
     def read_to_resume(self) -> State | None:
-        """Read the newest checkpoint as `read` does, and rename torn files.
+        """Read the newest checkpoint as `read` does.
 
         A warning is given if the run has begun before and no checkpoint shows, because Drive's list
         of a folder may be out of date.
         """
-        state = self.read(repair=True)
+        state = self.read()
         if state is None and Retries().run(self._has_begun):
             text = (
                 f"The run in {self.run} has begun before, and no checkpoint shows: it starts again "
@@ -138,7 +122,8 @@ class CheckpointFolder:
                 write_file(self.run / _BEGUN, b"This run has begun.\n")
             places: tuple[Place, ...] = (self.run, self.waiting) if anew else ()
             for folder in places:
-                target: Any = _find_free_name(folder, "previous-")
+                names = (folder / f"previous-{number}" for number in count(1))
+                target: Any = next(name for name in names if not name.exists())
                 for path in [*_list_files(folder, "newest"), *_list_files(folder, "best")]:
                     target.mkdir(exist_ok=True)
                     path.replace(target / path.name)
@@ -146,8 +131,8 @@ class CheckpointFolder:
     def save(self, state: State, *, step: int, which: Which = "newest") -> Place:
         """Write one checkpoint, then remove those that it replaces, and return its path.
 
-        If Drive does not answer, the checkpoint waits on this machine, and a warning says so.
-        `send_waiting` sends it later, unless a newer checkpoint has reached Drive by then.
+        If the run's folder does not take it, the checkpoint waits on this machine, and a warning
+        says so. `send_waiting` sends it later, unless a newer checkpoint has arrived by then.
 
         Args:
             state: What is saved.
@@ -156,19 +141,23 @@ class CheckpointFolder:
                 this one.
 
         Raises:
-            ColabUtilsError: This machine's disk is full, or the folder cannot be written. Older
-                checkpoints stay as they are.
+            ColabUtilsError: This machine's disk does not take the checkpoint either. Older ones
+                stay as they are.
         """
         path: Place = self.run / f"{_PREFIXES[which]}-{step:08d}.pt"
         parts = pack_state({**state, "step": step})
         try:
             self._write(path, which, *parts)
-        except DriveLostError as error:
+        except (OSError, UnavailableError) as error:
             waiting = self.waiting / path.name
             try:
                 self._write(waiting, which, *parts)
-            except NotTakenError as full:
-                raise self._refuse_write(path, full.__cause__) from full
+            except OSError as full:
+                raise ColabUtilsError(
+                    f"The checkpoint {path} cannot be written: {full.strerror or full}. The newest "
+                    f"complete one is {self.newest}. Free disk space or choose another run folder, "
+                    "then start again: training resumes."
+                ) from error
             text = (
                 f"{_name_trouble(error)}: checkpoint {path.name} waits in {waiting.parent}. "
                 "Another try is made later, and at the end of the run"
@@ -182,9 +171,9 @@ class CheckpointFolder:
         again for 81 seconds.
 
         Raises:
-            DriveLostError: Drive did not take a checkpoint. The message says where it lies, and
-                what to do.
-            ColabUtilsError: The folder cannot be written, or a waiting file is damaged.
+            DriveLostError: The folder did not take a checkpoint. The message says where it lies,
+                and what to do.
+            ColabUtilsError: A waiting file is damaged.
         """
         for which in get_args(Which):
             # Only the newest one is sent. The older ones are removed when it has arrived.
@@ -192,7 +181,7 @@ class CheckpointFolder:
                 content = _read_sealed(path)
                 try:
                     Retries().run(partial(self._write, self.run / path.name, which, content))
-                except DriveLostError as error:
+                except (OSError, UnavailableError) as error:
                     mount = find_mount(self.run) or COLAB_ROOT / "drive"
                     raise DriveLostError(
                         f"{_name_trouble(error)}: checkpoint {path.name} is not in {self.run}. It "
@@ -202,23 +191,21 @@ class CheckpointFolder:
                         "checkpoint. Or copy that folder to another place."
                     ) from error
 
-    def read(self, which: Which = "newest", *, repair: bool = False) -> State | None:
-        """Read the newest or the best complete checkpoint to the CPU.
+    def read(self, which: Which = "newest") -> State | None:
+        """Read the newest or the best complete checkpoint to the CPU. No file is changed.
 
         A file is torn if it is cut short or fails its checksum, and a second read gives the same
         bytes. A torn file is skipped with a warning.
 
         Args:
             which: ``"newest"`` or ``"best"``.
-            repair: Rename torn files, so that their names end in ``.torn-1`` and so on. By default
-                no file is changed, because another process may be training in the folder.
 
         Returns:
             The state, with the ``path`` of its file; None if there is no checkpoint.
 
         Raises:
             ColabUtilsError: The disk does not answer; the file cannot be loaded; or all checkpoints
-                of the run are torn. In these cases no file is changed.
+                of the run are torn.
         """
         torn: list[Place] = []
         for path in reversed(Retries().run(lambda: self._list(which))):
@@ -228,8 +215,7 @@ class CheckpointFolder:
                 torn.append(path)
                 continue
             state = _load_content(path, content)
-            for other in torn:
-                _set_aside(other, repair=repair)
+            _warn_of_torn(torn)
             if path.parent == self.waiting:
                 # A user who deleted the run does not expect that a checkpoint still waits here.
                 text = (
@@ -245,8 +231,7 @@ class CheckpointFolder:
                 "resume='never' to move them to a folder of their own and to begin anew, choose "
                 "another run folder, or update colab_utils."
             )
-        for path in torn:
-            _set_aside(path, repair=repair)
+        _warn_of_torn(torn)
         return None
 
     def _list(self, which: Which = "newest") -> list[Place]:
@@ -256,26 +241,12 @@ class CheckpointFolder:
         return sorted(paths, key=lambda path: path.name)
 
     def _write(self, path: Place, which: Which, *parts: bytes | memoryview) -> None:
-        try:
-            with guard_drive(path):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_file(path, *parts)
-        except OSError as error:
-            if error.errno not in _TAKES_NO_MORE:
-                raise self._refuse_write(path, error) from error
-            raise NotTakenError(error.strerror) from error
-        except RefusedError as error:
-            raise NotTakenError(_name_trouble(error)) from error
+        with guard_drive(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, *parts)
         # If an old file cannot be removed, it does no harm.
         with suppress(OSError, ColabUtilsError):
             self._remove_others(path, which)
-
-    def _refuse_write(self, path: Place, error: Any) -> ColabUtilsError:
-        return ColabUtilsError(
-            f"The checkpoint {path} cannot be written: {error.strerror or error}. The newest "
-            f"complete one is {self.newest}. Free disk space or choose another run folder, then "
-            "start again: training resumes."
-        )
 
     def _remove_others(self, path: Place, which: Which) -> None:
         """Remove the checkpoints that the new one at ``path`` replaces."""
@@ -502,26 +473,19 @@ def _find_own_folder() -> Path:
     return folder
 
 
-def _set_aside(path: Place, *, repair: bool) -> None:
-    """Warn of a torn checkpoint. With ``repair``, rename it, too."""
-    text = f"{path} {_TORN}: it is skipped, and an older one is used if there is one"
-    if repair:
-        # The folder may be read-only.
-        with suppress(OSError, ColabUtilsError):
-            aside: Any = _find_free_name(path.parent, f"{path.name}.torn-")
-            path.replace(aside)
-            text += f". The torn file was renamed to {aside.name}"
-    warnings.warn(text, ColabUtilsWarning, stacklevel=4)
+def _name_trouble(error: Any) -> str:
+    """Return why a checkpoint was not taken."""
+    reasons = (getattr(error, name, "") for name in ("strerror", "reason"))
+    return next(filter(None, reasons), "Drive does not answer")
+
+
+def _warn_of_torn(paths: Sequence[Place]) -> None:
+    for path in paths:
+        text = f"{path} {_TORN}: it is skipped, and an older one is used if there is one"
+        warnings.warn(text, ColabUtilsWarning, stacklevel=3)
 
 
 def _list_files(folder: Place, which: Which) -> list[Place]:
     """Return the checkpoints in a folder, sorted by step."""
     names = list_names(folder, f"{_PREFIXES[which]}-{8 * '[0-9]'}.pt")
     return [folder / name for name in names]
-
-
-def _find_free_name(folder: Place, prefix: str) -> Place:
-    number = 1
-    while (folder / f"{prefix}{number}").exists():
-        number += 1
-    return folder / f"{prefix}{number}"

@@ -21,7 +21,8 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.samples import has_moved_names
 from colab_utils.processes import ThreadPool
 from colab_utils.progress import show_progress
-from colab_utils.training.detection import describe_detections, detect
+from colab_utils.training.detection import detect
+from colab_utils.training.model import allow_detections
 from colab_utils.training.precision import keep_boxes_exact
 
 # Images that threads read and decode while the model finds objects.
@@ -72,8 +73,8 @@ def evaluate(
     """Measure a model's average precision by ``COCOeval``, with at most 100 detections of each
     class in an image.
 
-    If an image has more than 100 objects, as many detections count, and a warning says so. A Mask
-    R-CNN then also finds as many objects in an image during the evaluation.
+    If an image has more than 100 objects, as many detections count, and a warning says so. From
+    then on, a Mask R-CNN also finds as many objects in an image.
 
     Crowds count as in ``COCOeval``: detections in them are ignored. On a GPU the model runs in half
     precision. It gets one image at a time.
@@ -107,12 +108,12 @@ def evaluate(
         warnings.warn(full, ColabUtilsWarning, stacklevel=2)
     ids = dataset.category_ids
     results: list[dict[str, Any]] = []
-    with _set_up(model.to(device), detections):
+    if isinstance(model, MaskRCNN):
+        allow_detections(model, detections)
+    with _set_up(model.to(device)):
         images = show_progress("evaluating", _load_ahead(dataset), total=len(dataset), unit="image")
         for image, number in zip(images, dataset.image_ids.tolist(), strict=True):
-            (objects,) = detect(model, [image], device=device)
-            size = tuple(image.shape[1:])
-            results += describe_detections(objects, image_id=number, size=size, category_ids=ids)
+            results += detect(model, image, image_id=number, category_ids=ids, device=device)
     return _score(truth, results, detections)
 
 
@@ -145,22 +146,14 @@ def _check_classes(model: Any, dataset: Any) -> None:
 
 
 @contextmanager
-def _set_up(model: Any, detections: int = USUAL_DETECTIONS) -> Iterator[None]:
-    """Set a model to evaluation mode with exact boxes, and let it find so many objects in an image
-    if that is more than usual. Afterwards, restore every module's mode, and the limit.
-    """
-    is_raised = isinstance(model, MaskRCNN) and detections > USUAL_DETECTIONS
-    limit = model.roi_heads.detections_per_img if is_raised else 0
-    if is_raised:
-        model.roi_heads.detections_per_img = max(limit, detections)
+def _set_up(model: nn.Module) -> Iterator[None]:
+    """Set a model to evaluation mode with exact boxes. Afterwards, restore every module's mode."""
     modes = [(module, module.training) for module in model.modules()]
     hooks = keep_boxes_exact(model)
     model.eval()
     try:
         yield
     finally:
-        if is_raised:
-            model.roi_heads.detections_per_img = limit
         for hook in hooks:
             hook.remove()
         for module, mode in modes:

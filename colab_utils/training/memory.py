@@ -6,13 +6,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
+from colab_utils.data.sizes import Size, fit_size
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import PackedBatch, collate_packed, open_batch, write_batch
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.training.model import LIGHT_MODEL
-from colab_utils.training.sizes import find_size
 from colab_utils.training.step import MOST_PARTS, TrainingStep
 from colab_utils.units import format_bytes
 
@@ -157,3 +158,19 @@ def _find_heaviest(sizes: NDArray[np.integer], counts: NDArray[np.integer]) -> N
     is_wide = sizes[:, 1] >= sizes[:, 0]
     order = np.lexsort((areas, counts, is_wide == is_wide[largest]))[::-1]
     return np.array([largest, *order[order != largest]], np.int64)
+
+
+def find_size(transform: GeneralizedRCNNTransform, height: int, width: int) -> Size:
+    """Return the height and width that a model's transform resizes an image to in evaluation.
+
+    In training it is the same if the transform has one ``min_size``, as those of
+    `build_mask_rcnn` have.
+
+    Source: ``GeneralizedRCNNTransform.resize`` of torchvision.
+
+    Example:
+        >>> find_size(GeneralizedRCNNTransform(800, 1333, [0], [1]), 480, 640)
+        (800, 1066)
+    """
+    min_size = transform.min_size[-1]
+    return fit_size(height, width, min_size=min_size, max_size=transform.max_size)

@@ -29,7 +29,7 @@ from colab_utils.places import PlaceLike
 from colab_utils.progress import is_watched
 from colab_utils.require import require_choice
 from colab_utils.training.checkpoint import CheckpointFolder, State, explain_state, load_weights
-from colab_utils.training.norms import Norms, freeze_norms
+from colab_utils.training.norms import freeze_norms
 from colab_utils.training.small_models import assemble_light, assemble_tiny
 from colab_utils.training.torch_defaults import use_cpu
 
@@ -63,7 +63,6 @@ def build_mask_rcnn(
     weights: PlaceLike | None = "coco",
     min_size: int = 800,
     max_size: int = 1333,
-    norms: Norms = "frozen",
     class_names: Mapping[int, str] | None = None,
 ) -> MaskRCNN:
     """Build a Mask R-CNN with the right number of classes, in training mode.
@@ -77,15 +76,13 @@ def build_mask_rcnn(
         weights: ``"coco"`` downloads COCO weights and freezes the layers that torchvision freezes.
             No COCO weights are published for the two small models: the light one gets ImageNet
             weights for its backbone, and the tiny one gets random weights. If the download fails,
-            you are warned, and the weights are random. Pass the folder of a run to start from its
+            you are warned, and the weights are random. The statistics of pretrained batch norms are
+            frozen, as in Detectron2: those of a batch of a few images would be no better, and
+            frozen norms save time, see `fold_norms`. Pass the folder of a run to start from its
             best checkpoint, or from its newest if there is no best one. ``None`` makes random
             weights and trains every layer.
         min_size: Shorter side in pixels that the model resizes each image to.
         max_size: Limit of the longer side in pixels.
-        norms: ``"frozen"`` keeps the statistics of pretrained batch norms, as Detectron2 does. The
-            statistics of a batch of a few images would be no better. Frozen norms also save time,
-            see `fold_norms`. ``"trained"`` trains the norms, as torchvision does with
-            maskrcnn_resnet50_fpn_v2. Norms with random weights are always trained.
         class_names: The name of each label, as ``ShardDataset.class_names``. A class that the
             weights know by the same name keeps its weights. The last layers of other classes start
             from random weights. Without ``class_names``, the last layers keep their weights if the
@@ -108,7 +105,7 @@ def build_mask_rcnn(
         raise ColabUtilsError(
             f"num_classes is {num_classes}, but it counts the background, too. Pass at least 2."
         )
-    sizes: dict[str, Any] = {"min_size": min_size, "max_size": max_size, "norms": norms}
+    sizes: dict[str, Any] = {"min_size": min_size, "max_size": max_size}
     state = _fetch_pretrained(name) if weights == "coco" and name in _WEIGHTS else None
     known: Mapping[int, str] = {}
     if weights not in (None, "coco"):
@@ -138,13 +135,11 @@ def assemble_mask_rcnn(
     starts_from: str,
     min_size: int,
     max_size: int,
-    norms: Norms = "frozen",
 ) -> MaskRCNN:
     """Build the layers of a model with random weights, to load a checkpoint into.
 
     With ``starts_from="random"`` all layers are trained. With ``"imagenet"`` or ``"coco"`` the
-    first layers are frozen. The norms are then frozen, too, unless ``norms`` is ``"trained"``. For
-    the other arguments see ``build_mask_rcnn``.
+    first layers and all norms are frozen. For the other arguments see ``build_mask_rcnn``.
 
     Raises:
         ColabUtilsError: Unknown name.
@@ -159,7 +154,7 @@ def assemble_mask_rcnn(
     model = BUILDERS[name](
         num_classes, pretrained=starts_from != "random", min_size=min_size, max_size=max_size
     )
-    if starts_from != "random" and norms == "frozen":
+    if starts_from != "random":
         freeze_norms(model)
     model.starts_from = starts_from
     return model

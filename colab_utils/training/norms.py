@@ -6,14 +6,11 @@ them.
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchvision.ops import FrozenBatchNorm2d
-
-Norms = Literal["frozen", "trained"]
-"""What training does with the batch norms of pretrained weights."""
 
 
 def freeze_norms(model: nn.Module) -> None:

@@ -9,12 +9,6 @@ from colab_utils.training.prepare import PreparedStep
 from colab_utils.training.settings import TrainSettings
 from colab_utils.units import format_count
 
-# A GPU with less memory than this, such as a T4, also computes slowly. There, smaller images help
-# most.
-_SMALL_GPU_BYTES = 20e9
-# The plan then proposes this shorter side, in pixels.
-_SMALL_SIZE = 640
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan(TrainSettings):
@@ -61,23 +55,12 @@ class TrainingPlan(TrainSettings):
         classes = format_count(self.num_classes - 1, "class", "classes")
         resumed = f", resumed after step {self.first_step}" if self.first_step else " of a new run"
         memory = f"\nmemory: {self.memory}" if self.memory else ""
-        memory += self._name_first_knob()
         return (
             f"{self.model} from {self.starts_from} weights on {self.device} "
             f"in {self.precision}{together}: {classes}, "
             f"{format_count(self.images, 'image')}{skipped}, batches of {self.batch_size}, "
             f"shorter side {self.min_size} px, augmentation {self.augment}, "
             f"learning rate {self.learning_rate:g}, {self.steps} steps{resumed}{memory}"
-        )
-
-    def _name_first_knob(self) -> str:
-        """Return advice that makes a step on a small GPU faster; empty if there is none."""
-        is_small = self.memory is not None and self.memory.total_bytes < _SMALL_GPU_BYTES
-        if not is_small or self.min_size <= _SMALL_SIZE:
-            return ""
-        return (
-            f"\nfaster: on a GPU this small, try min_size={_SMALL_SIZE} first. A step is then "
-            "about 1.4 times as fast as with 800 (computed by a roofline model, not measured)."
         )
 
 

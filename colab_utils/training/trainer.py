@@ -337,7 +337,7 @@ class Trainer:
         self._position = self.loader.state_dict()
         if self.validation is None or not self.ranks.is_first:
             return
-        best = self.folder.read("best", repair=True)
+        best = self.folder.read("best")
         with explain_state(best):
             if best and best["validation"] == self.validation.fingerprint:
                 self.best = AveragePrecision(**best["ap"])

@@ -21,7 +21,7 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.write import write_shards
 from colab_utils.training import detection
 from colab_utils.training import evaluate as evaluate_module
-from colab_utils.training.detection import describe_detections, detect
+from colab_utils.training.detection import detect
 from colab_utils.training.evaluate import evaluate
 from colab_utils.training.model import build_mask_rcnn, load_trained_model
 from colab_utils.training.train import train
@@ -227,19 +227,11 @@ def test_a_detection_after_the_hundredth_counts_only_in_fuller_images(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:1 image has more than 100 objects")
 @pytest.mark.parametrize(("count", "limit"), [(90, 100), (120, 120)])
-def test_a_model_finds_as_many_during_the_evaluation_alone(tmp_path, monkeypatch, count, limit):
+def test_a_model_finds_as_many_objects_as_an_image_has(tmp_path, count, limit):
     folder = draw_squares(tmp_path, count)
     model = build(folder)
-    limits = []
-
-    def spy(model, images, **options):
-        limits.append(model.roi_heads.detections_per_img)
-        return detect(model, images, **options)
-
-    monkeypatch.setattr(evaluate_module, "detect", spy)
     assert evaluate(model, folder).images == 2
-    assert {*limits} == {limit}
-    assert model.roi_heads.detections_per_img == 100
+    assert model.roi_heads.detections_per_img == limit
 
 
 @pytest.mark.filterwarnings("ignore:1 image has more than 100 objects")
@@ -331,7 +323,7 @@ def test_an_error_of_an_evaluation_is_not_lost_and_the_model_stays_as_it_was(dat
     def fail(detections, **given):
         raise ZeroDivisionError("while masks are drawn")
 
-    monkeypatch.setattr(evaluate_module, "describe_detections", fail)
+    monkeypatch.setattr(evaluate_module, "detect", fail)
     model = build(dataset)
     with pytest.raises(ZeroDivisionError, match="while masks are drawn"):
         evaluate(model, dataset)
@@ -343,7 +335,7 @@ def test_a_run_goes_on_without_an_evaluation_that_fails(tiny_shards, monkeypatch
     def fail(detections, **given):
         raise MemoryError
 
-    monkeypatch.setattr(evaluate_module, "describe_detections", fail)
+    monkeypatch.setattr(evaluate_module, "detect", fail)
     with pytest.warns(ColabUtilsWarning) as warned:
         report = train(
             tiny_shards,
@@ -366,10 +358,10 @@ def test_boxes_stay_exact_in_half_precision(dataset, monkeypatch):
     """
     monkeypatch.setattr(detection, "choose_precision", lambda device: torch.bfloat16)
     model = build(dataset)
+    ids = {label: label for label in range(dataset.num_classes)}
     with evaluate_module._set_up(model):
-        (prediction,) = detect(model, [dataset.decode(dataset.read(0))])
-    assert prediction["boxes"].dtype == prediction["masks"].dtype == np.float32
-    boxes = torch.from_numpy(prediction["boxes"])
+        results = detect(model, dataset.load_image(0), image_id=1, category_ids=ids)
+    boxes = torch.tensor([result["bbox"] for result in results])
     assert (boxes != boxes.bfloat16().float()).float().mean() > 0.5
     # The model is left as it was.
     assert not model.rpn.head._forward_hooks
@@ -381,26 +373,27 @@ def encode_dense(masks: torch.Tensor) -> list[dict]:
 
 def test_detections_are_those_of_torchvision(dataset):
     model = build(dataset).eval()
-    images = [dataset.decode(dataset.read(i)) for i in (0, 1)]
-    with torch.no_grad():
-        expected = model([image.float() / 255 for image in images])
-    prediction = detect(model, images)
-    for image, stock, ours in zip(images, expected, prediction, strict=True):
+    for i in (0, 1):
+        image = dataset.load_image(i)
+        with torch.no_grad():
+            (stock,) = model([image.float() / 255])
         assert len(stock["labels"].unique()) > 1
         # The model knows a class that the dataset does not have.
         left_out = int(stock["labels"][-1])
         known = stock["labels"] != left_out
         ids = {label: 10 * label for label in range(dataset.num_classes) if label != left_out}
-        results = describe_detections(ours, image_id=7, size=image.shape[1:], category_ids=ids)
+        results = detect(model, image, image_id=7, category_ids=ids)
         rles = encode_dense(stock["masks"][known, 0])
         labels = stock["labels"][known].tolist()
         scores = stock["scores"][known].tolist()
-        corners = stock["boxes"][known, :2].tolist()
-        for result, label, score, corner, rle in zip(
-            results, labels, scores, corners, rles, strict=True
+        boxes = stock["boxes"][known].tolist()
+        for result, label, score, (x0, y0, x1, y1), rle in zip(
+            results, labels, scores, boxes, rles, strict=True
         ):
-            assert result["image_id"] == 7
-            assert result["category_id"] == 10 * label
-            assert result["score"] == score
-            assert result["bbox"][:2] == corner
-            assert result["segmentation"] == rle
+            assert result == {
+                "image_id": 7,
+                "category_id": 10 * label,
+                "score": score,
+                "bbox": [x0, y0, x1 - x0, y1 - y0],
+                "segmentation": rle,
+            }

@@ -103,15 +103,6 @@ def test_coco_weights_are_loaded_and_heads_replaced(name, build, num_classes, mo
     )
 
 
-def test_norms_are_trained_where_that_is_wanted(monkeypatch):
-    patch_download(
-        monkeypatch, maskrcnn_resnet50_fpn_v2(weights=None, weights_backbone=None).state_dict()
-    )
-    model = build_mask_rcnn("maskrcnn_resnet50_fpn_v2", num_classes=91, norms="trained")
-    assert fold_norms(model) == 0
-    assert sum(isinstance(module, nn.BatchNorm2d) for module in model.modules()) == 69
-
-
 def test_light_model_takes_imagenet_weights(monkeypatch):
     source = mobilenet_v3_large(weights=None)
     patch_download(monkeypatch, source.state_dict())
@@ -300,7 +291,6 @@ def run(monkeypatch):
         "starts_from": "random",
         "min_size": 64,
         "max_size": 96,
-        "norms": "frozen",
         "most_objects": 5,
     }
     ids = {label: 10 * label for label in NAMES}

@@ -15,7 +15,7 @@ from colab_utils.loading.batch import collate_packed
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.shards.write import write_shards
-from colab_utils.training.detection import describe_detections, detect
+from colab_utils.training.detection import detect
 from colab_utils.training.evaluate import evaluate
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.model import LIGHT_MODEL, assemble_mask_rcnn, load_trained_model
@@ -193,18 +193,17 @@ def test_evaluation_waits_no_more_for_many_objects(shards, gpu):
     model = make_model(shards).eval()
     model.roi_heads.score_thresh = 0.0
     image = dataset[0][0]
-    facts = {"image_id": 1, "size": image.shape[1:], "category_ids": dataset.category_ids}
-    expected = describe_detections(detect(model, [image], device="cpu")[0], **facts)
+    facts = {"image_id": 1, "category_ids": dataset.category_ids}
+    expected = detect(model, image, device="cpu", **facts)
     model.to("cuda")
     gpu.waits.clear()
-    (prediction,) = detect(model, [image], device="cuda")
+    results = detect(model, image, device="cuda", **facts)
     waits = sum(gpu.waits.values())
-    assert len(prediction["scores"]) > 20
+    assert len(results) > 20
     gpu.waits.clear()
     with torch.no_grad():
         model([image.to("cuda").float() / 255])
-    assert sum(gpu.waits.values()) > waits + 4 * len(prediction["scores"])
-    results = describe_detections(prediction, **facts)
+    assert sum(gpu.waits.values()) > waits + 4 * len(results)
     assert [result["segmentation"] for result in results] == [
         result["segmentation"] for result in expected
     ]

@@ -50,7 +50,7 @@ def list_names(folder):
 
 def test_what_was_saved_at_a_url_is_loaded_and_two_stay(bucket):
     folder = CheckpointFolder(URL)
-    assert folder.read(repair=True) is None
+    assert folder.read() is None
     folder.prepare(anew=False)
     for step in (10, 20, 30):
         folder.save(make_state(step), step=step)
@@ -77,7 +77,7 @@ def test_what_the_server_does_not_take_waits_here_and_is_sent_later(bucket, erro
     FaultyFileSystem.fault = None
     # Another session of this machine sends what waits.
     with pytest.warns(ColabUtilsWarning, match="waits in"):
-        assert CheckpointFolder(URL).read(repair=True)["losses"] == [20]
+        assert CheckpointFolder(URL).read()["losses"] == [20]
     CheckpointFolder(URL).send_waiting()
     assert list_names(bucket) == ["checkpoint-00000010.pt", "checkpoint-00000020.pt"]
     assert list_names(folder.waiting) == []
@@ -92,18 +92,6 @@ def test_the_next_one_that_the_server_takes_replaces_those_that_wait(bucket):
     folder.save(make_state(20), step=20)
     assert list_names(bucket) == ["checkpoint-00000020.pt"]
     assert list_names(folder.waiting) == []
-
-
-def test_a_torn_checkpoint_at_a_url_is_set_aside(bucket):
-    folder = CheckpointFolder(URL)
-    folder.prepare(anew=False)
-    folder.save(make_state(10), step=10)
-    folder.save(make_state(20), step=20)
-    newest = bucket / "checkpoint-00000020.pt"
-    newest.write_bytes(newest.read_bytes()[:-9])
-    with pytest.warns(ColabUtilsWarning, match=r"is torn .* renamed to"):
-        assert folder.read(repair=True)["losses"] == [10]
-    assert list_names(bucket) == ["checkpoint-00000010.pt", "checkpoint-00000020.pt.torn-1"]
 
 
 def test_anew_moves_older_checkpoints_and_never_deletes(bucket):
@@ -123,7 +111,7 @@ def test_a_server_that_fails_is_no_run_without_checkpoints():
     folder.save(make_state(), step=1)
     FaultyFileSystem.fault = fail_from(0, GONE, call="ls")
     with pytest.raises(DriveLostError, match="gone"):
-        CheckpointFolder(URL).read(repair=True)
+        CheckpointFolder(URL).read()
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from colab_utils.training.memory import MemoryPlan
 from colab_utils.training.plan import TrainingPlan
 
@@ -42,30 +40,8 @@ def make_plan(*, min_size, total_bytes, limit_bytes=None):
     )
 
 
-@pytest.mark.parametrize(
-    ("min_size", "total_bytes", "is_named"),
-    [
-        # A T4 trains at the default size.
-        (800, T4_BYTES, True),
-        # The size was lowered already.
-        (640, T4_BYTES, False),
-        # The size is smaller still.
-        (480, T4_BYTES, False),
-        # The memory is enough for the default size.
-        (800, L4_BYTES, False),
-        # There is no GPU.
-        (800, None, False),
-    ],
-)
-def test_a_small_gpu_is_told_of_smaller_images(min_size, total_bytes, is_named):
-    text = str(make_plan(min_size=min_size, total_bytes=total_bytes))
-    assert ("try min_size=640 first" in text) == is_named
-    assert ("roofline model, not measured" in text) == is_named
-
-
 def test_a_large_gpu_that_others_fill_is_not_called_small():
     text = str(make_plan(min_size=800, total_bytes=150_000_000_000, limit_bytes=12_900_000_000))
-    assert "try min_size" not in text
     assert "takes 9.0 MB of 12.9 GB. The GPU has 150.0 GB: nvidia-smi lists the processes" in text
 
 
