@@ -163,12 +163,9 @@ BATCHES = {
     "boxes beyond the image": [(60, 80, BEYOND), USUAL[1]],
 }
 MODELS = {
-    "v1, norms folded": (V1_MODEL, "folded"),
     "v1, norms trained": (V1_MODEL, "trained"),
     "v2, norms folded": (GPU_MODEL, "folded"),
-    "v2, norms trained": (GPU_MODEL, "trained"),
     "MobileNet, norms folded": (LIGHT_MODEL, "folded"),
-    "MobileNet, norms trained": (LIGHT_MODEL, "trained"),
     "three levels, norms trained": (SMALLEST_MODEL, "trained"),
 }
 
@@ -267,14 +264,13 @@ def test_random_sizes_are_those_of_torchvision():
     compare(model, make_batch(BATCHES["eight sizes"]))
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_dense_and_packed_batches_add_the_same_gradients(parts):
+def test_dense_and_packed_batches_add_the_same_gradients():
     """Of one process of two, whose batches have six images together."""
     packed, flips, images, targets = make_batch(BATCHES["eight sizes"][:4])
     rows = []
     for given in ((packed, None, flips), (images, targets, None)):
         step = TrainingStep(copy.deepcopy(build(TINY_MODEL, "folded")), "cpu")
-        step.parts = parts
+        step.parts = 2
         torch.manual_seed(1)
         loss = step.add_gradients(given[0], given[1], flips=given[2], total=6)
         rows.append((loss.item(), join_gradients(step.model)))
@@ -284,6 +280,5 @@ def test_dense_and_packed_batches_add_the_same_gradients(parts):
     assert difference <= GRADIENT_ROUNDING * torch.linalg.norm(dense_gradients)
 
 
-@pytest.mark.parametrize("name", [TINY_MODEL, LIGHT_MODEL])
-def test_half_precision_trains_as_by_torchvision(name):
-    compare(build(name, "folded"), make_batch(USUAL), precision=torch.bfloat16)
+def test_half_precision_trains_as_by_torchvision():
+    compare(build(LIGHT_MODEL, "folded"), make_batch(USUAL), precision=torch.bfloat16)

@@ -6,15 +6,13 @@ import pytest
 import torch
 from torch.nn.parallel import DataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchvision.models.detection import fasterrcnn_mobilenet_v3_large_320_fpn, roi_heads
+from torchvision.models.detection import fasterrcnn_mobilenet_v3_large_320_fpn
 from torchvision.ops import box_iou
 
-from colab_utils.data.coco import read_coco
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import collate_packed
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.targets import pack_target
-from colab_utils.training import losses as losses_module
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.model import build_mask_rcnn
 from colab_utils.training.step import TrainingStep
@@ -28,7 +26,6 @@ DEVICES = [
     ),
 ]
 NOT_A_NUMBER = float("nan")
-INFINITE = float("inf")
 FLIPS = [True, False, False, True]
 
 
@@ -99,10 +96,7 @@ def build(samples, **sizes):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"min_size": (160,)},
         {"min_size": (320,), "max_size": 400},
-        # One of these sizes is drawn at random.
-        {"min_size": (128, 160, 192)},
         # The size is given as width and height.
         {"fixed_size": (192, 128)},
         # The references of torchvision set this for multi-scale augmentation.
@@ -125,42 +119,6 @@ def test_losses_are_those_of_torchvision(real_samples, settings, device):
         # A GPU adds up in another order each time.
         tolerance = 1e-6 if device == "cpu" else 0.01
         assert losses[name].item() == pytest.approx(loss.item(), rel=tolerance), name
-
-
-def test_gradients_point_the_same_way(real_samples):
-    packed, images, targets = make_batch(real_samples, FLIPS)
-    model = build(real_samples)
-    gradients = []
-    for losses in compute_both(model, packed, images, targets):
-        model.zero_grad()
-        sum(losses.values()).backward()
-        gradients.append(
-            torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-        )
-    expected, actual = gradients
-    assert torch.linalg.norm(actual - expected) < 1e-5 * torch.linalg.norm(expected)
-
-
-def test_mask_targets_are_close_to_torchvisions(real_samples, monkeypatch):
-    packed, images, targets = make_batch(real_samples, FLIPS)
-    model = build(real_samples)
-    seen = []
-    project = roi_heads.project_masks_on_boxes
-    sample = losses_module.sample_masks
-    monkeypatch.setattr(
-        roi_heads,
-        "project_masks_on_boxes",
-        lambda *given: seen.append(project(*given).detach()) or seen[-1],
-    )
-    monkeypatch.setattr(
-        losses_module,
-        "sample_masks",
-        lambda *given, **more: seen.append(sample(*given, **more)) or seen[-1],
-    )
-    compute_both(model, packed, images, targets)
-    count = len(seen) // 2
-    # The losses of this batch were computed first.
-    assert torch.equal(torch.cat(seen[:count]), torch.cat(seen[count:]))
 
 
 def test_memory_for_masks_follows_the_boxes():
@@ -186,26 +144,6 @@ def test_memory_for_masks_follows_the_boxes():
     assert losses["loss_mask"] > 0
     # A chunk of the sampler takes at most 64 MB.
     assert watched.bytes < 70_000_000
-
-
-def test_a_batch_in_parts_has_the_mean_of_their_gradients(real_samples):
-    packed, _, _ = make_batch(real_samples, FLIPS)
-    gradients = []
-    for parts in (1, 2):
-        model = build(real_samples)
-        step = TrainingStep(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
-        # The statistics of these norms would be those of half a batch.
-        for module in model.modules():
-            module.train(not isinstance(module, torch.nn.BatchNorm2d))
-        step.parts = parts
-        torch.manual_seed(1)
-        step(packed, flips=FLIPS)
-        gradients.append(
-            torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-        )
-    full, halves = gradients
-    # Other proposals are sampled, so the gradients are not equal.
-    assert torch.nn.functional.cosine_similarity(full, halves, dim=0) > 0.9
 
 
 def test_a_batch_whose_proposals_hold_no_object_has_a_mask_loss_of_zero(real_samples):
@@ -239,20 +177,12 @@ def test_what_is_no_mask_rcnn_in_training_is_refused_in_words(tiny_dataset):
             compute_losses(refused_model, batch)
 
 
-def test_coco_mini_has_what_the_tests_stand_on(coco_mini):
-    assert len({tuple(size) for size in read_coco(coco_mini.annotations).sizes.tolist()}) > 1
-
-
 @pytest.mark.parametrize(
     "box",
     [
         [20.0, 10.0, 20.0, 30.0],
-        [20.0, 30.0, 40.0, 30.0],
-        [40.0, 10.0, 20.0, 30.0],
         [20.0, NOT_A_NUMBER, 40.0, 30.0],
-        [20.0, 10.0, INFINITE, 30.0],
-        [-INFINITE, 10.0, 20.0, 30.0],
-        [INFINITE, 10.0, INFINITE, 30.0],
+        [20.0, 10.0, float("inf"), 30.0],
     ],
     ids=str,
 )
@@ -280,22 +210,20 @@ def test_a_label_beyond_a_predictors_classes_is_named(real_samples, part):
         TrainingStep(model, "cpu")(packed)
 
 
-@pytest.mark.parametrize("label", [0, -4])
-def test_a_label_of_the_background_is_named(real_samples, label):
+def test_a_label_of_the_background_is_named(real_samples):
     packed, _, _ = make_batch(real_samples, FLIPS)
-    packed.labels[0] = label
-    message = f"Image {packed.image_ids[0]} has the label {label}, .*0 is the background"
+    packed.labels[0] = 0
+    message = f"Image {packed.image_ids[0]} has the label 0, .*0 is the background"
     with pytest.raises(ColabUtilsError, match=message):
         compute_losses(build(real_samples), packed)
 
 
-@pytest.mark.parametrize("layer", ["rpn.head.bbox_pred", "rpn.head.cls_logits", "backbone"])
-def test_weights_that_are_no_numbers_give_losses_that_are_none(real_samples, layer):
+def test_weights_that_are_no_numbers_give_losses_that_are_none(real_samples):
     """Training then stops with the step and the images, and no index is out of bounds."""
     packed, _, _ = make_batch(real_samples, FLIPS)
     model = build(real_samples)
     with torch.no_grad():
-        next(model.get_submodule(layer).parameters()).fill_(NOT_A_NUMBER)
+        model.rpn.head.bbox_pred.weight.fill_(NOT_A_NUMBER)
     losses = compute_losses(model, packed)
     assert not torch.stack([*losses.values()]).sum().isfinite()
 

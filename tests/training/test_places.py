@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from colab_utils.__main__ import main
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.training.checkpoint import CheckpointFolder
 from colab_utils.training.model import load_trained_model
 from colab_utils.training.train import train
-from tests.faulty_server import FaultyFileSystem, fail_from, fail_times
+from tests.faulty_server import FaultyFileSystem, fail_from
 from tests.tiny_model import TINY_MODEL
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -83,17 +82,6 @@ def test_what_the_server_does_not_take_waits_here_and_is_sent_later(bucket, erro
     assert list_names(folder.waiting) == []
 
 
-def test_the_next_one_that_the_server_takes_replaces_those_that_wait(bucket):
-    folder = CheckpointFolder(URL)
-    folder.prepare(anew=False)
-    FaultyFileSystem.fault = fail_times(1, GONE, call="write")
-    with pytest.warns(ColabUtilsWarning, match="waits in"):
-        folder.save(make_state(10), step=10)
-    folder.save(make_state(20), step=20)
-    assert list_names(bucket) == ["checkpoint-00000020.pt"]
-    assert list_names(folder.waiting) == []
-
-
 def test_anew_moves_older_checkpoints_and_never_deletes(bucket):
     for value in (1, 2):
         folder = CheckpointFolder(URL)
@@ -152,9 +140,3 @@ def test_a_run_at_a_url_that_cannot_be_written_is_told_before_the_first_step(few
     FaultyFileSystem.fault = fail_from(0, EXPIRED, call="write")
     with pytest.raises(ColabUtilsError, match=r"token has expired.*credentials"):
         train(few_shards, URL, steps=2, **TINY)
-
-
-def test_the_command_trains_at_urls(few_shards, bucket, capsys):
-    sizes = ["--model", TINY_MODEL, "--min-size", "64", "--max-size", "96", "--batch-size", "2"]
-    assert main(["train", "--shards", few_shards, "--run", URL, "--steps", "1", *sizes]) == 0
-    assert list_names(bucket) == ["checkpoint-00000001.pt"]

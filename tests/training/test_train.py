@@ -33,12 +33,11 @@ from colab_utils.training import evaluate as evaluate_module
 from colab_utils.training import step as step_module
 from colab_utils.training import train as loop
 from colab_utils.training.checkpoint import CheckpointFolder, CheckpointWriter
-from colab_utils.training.data import DataSource, find_images
+from colab_utils.training.data import DataSource
 from colab_utils.training.evaluate import AveragePrecision
 from colab_utils.training.model import load_trained_model
 from colab_utils.training.plan import TrainingPlan
 from colab_utils.training.report import LogLine, TrainReport
-from colab_utils.training.settings import TrainSettings, choose_settings, read_stored
 from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import train
 from tests.drive_mount import mount_or_skip
@@ -141,7 +140,7 @@ def press_ctrl_c():
     raise KeyboardInterrupt
 
 
-def test_report_holds_every_step(undisturbed, tiny_shards):
+def test_the_report_holds_every_step(undisturbed, tiny_shards):
     images = int(ShardDataset(tiny_shards).has_objects.sum())
     assert undisturbed.steps == 5
     assert [point.step for point in undisturbed.losses] == list(range(1, 6))
@@ -160,23 +159,19 @@ def test_report_holds_every_step(undisturbed, tiny_shards):
     assert Path(undisturbed.checkpoint).name == "checkpoint-00000005.pt"
     assert json.loads(json.dumps(dataclasses.asdict(undisturbed)))["losses"][0]["step"] == 1
     assert str(undisturbed).startswith("5 steps, loss ")
+    assert "tiny from random weights on cpu in float32: 6 classes" in str(undisturbed.plan)
+    content = torch.load(undisturbed.checkpoint, weights_only=True)
+    dataset = ShardDataset(tiny_shards, contiguous_labels=True)
+    assert content["class_names"] == dataset.class_names
+    assert content["category_ids"] == dataset.category_ids
 
 
-def test_learns_and_measures(tiny_shards, tmp_path, capsys):
-    report = train(
-        tiny_shards, tmp_path, steps=30, val_shards=tiny_shards, learning_rate=0.02, **TINY
-    )
-    losses = [point.loss for point in report.losses]
-    assert sum(losses[-5:]) < sum(losses[:5]) * 2 / 3
+def test_an_epoch_is_the_default_and_is_measured(tiny_shards, tmp_path, capsys):
+    report = train(tiny_shards, tmp_path, val_shards=tiny_shards, **{**TINY, "batch_size": 4})
+    assert report.steps == -(-report.plan.images // 4) == 2
     assert 0 <= report.ap.bbox <= 1
     assert report.ap.images == 6
-    assert "tiny from random weights on cpu in float32: 6 classes" in str(report.plan)
     assert capsys.readouterr().out == ""
-
-
-def test_log_line_reads_as_promised():
-    line = LogLine(40, 200, 1.9123, 0.005, 5.31, 0.024)
-    assert str(line) == "step 40/200  loss 1.912  lr 0.00500  5.3 images/s  wait 2%"
 
 
 @pytest.mark.usefixtures("every_step")
@@ -281,32 +276,9 @@ def test_a_second_train_is_refused_and_harms_nothing(undisturbed, tiny_shards, t
 
 
 def test_a_refused_run_leaves_no_folder(other_shards, tmp_path):
-    with pytest.raises(ColabUtilsError, match="None of the 3 images"):
+    with pytest.raises(ColabUtilsError, match=r"None of the 3 images in .* has objects"):
         train(other_shards["no objects"], tmp_path / "run", **TINY)
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("name", ["a" * 300, "a\0b", "\ud800"])
-def test_a_run_whose_name_no_disk_takes_is_told(tiny_shards, tmp_path, name):
-    with pytest.raises(ColabUtilsError, match=r"Writing into .* failed"):
-        train(tiny_shards, tmp_path / name, steps=1, **TINY)
-
-
-@pytest.mark.usefixtures("every_step")
-def test_interrupt_during_a_log_line_saves(tiny_shards, tmp_path):
-    def interrupt(line: object) -> None:
-        if isinstance(line, LogLine) and line.step == 2:
-            signal.raise_signal(signal.SIGINT)
-
-    with pytest.raises(KeyboardInterrupt):
-        train(
-            tiny_shards,
-            tmp_path,
-            steps=5,
-            log=interrupt,
-            **TINY,
-        )
-    assert list_names(tmp_path) == ["checkpoint-00000002.pt"]
 
 
 def test_log_lines_cover_every_step_once(logged):
@@ -334,78 +306,31 @@ def test_interrupt_finishes_the_step_and_saves(undisturbed, tiny_shards, tmp_pat
     assert train(tiny_shards, tmp_path, steps=5, **TINY).losses == undisturbed.losses
 
 
-def test_trouble_while_waiting_saves_what_was_done(undisturbed, tiny_shards, tmp_path, monkeypatch):
-    # The second Ctrl-C comes at the second image of the third batch.
-    interrupt_call(monkeypatch, ShardDataset, "read_into", 6, press_ctrl_c)
-    with pytest.raises(KeyboardInterrupt):
-        train(tiny_shards, tmp_path, steps=5, **TINY)
-    monkeypatch.undo()
-    assert list_names(tmp_path) == ["checkpoint-00000002.pt"]
-    assert train(tiny_shards, tmp_path, steps=5, **TINY).losses == undisturbed.losses
-
-
-@pytest.mark.usefixtures("every_step")
-@pytest.mark.parametrize("where", ["log", "evaluation"])
-def test_trouble_beside_the_steps_saves_what_was_done(tiny_shards, tmp_path, monkeypatch, where):
-    error = DriveLostError if where == "log" else ZeroDivisionError
-
-    def fail(*given, **more):
-        raise error("gone")
-
-    def note(line):
-        if where == "log" and getattr(line, "step", 0) == 4:
-            fail()
-
-    precision = AveragePrecision(0.3, 0.2, 0.5, 0.4, 6)
-    monkeypatch.setattr(
-        trainer, "evaluate", fail if where == "evaluation" else lambda *given, **more: precision
-    )
-    with pytest.raises(error):
-        train(
-            tiny_shards,
-            tmp_path,
-            epochs=2,
-            val_shards=tiny_shards,
-            log=note,
-            **TINY,
-        )
-    monkeypatch.undo()
-    step = 4 if where == "log" else 3
-    assert list_names(tmp_path)[-1] == f"checkpoint-0000000{step}.pt"
-    assert train(tiny_shards, tmp_path, epochs=2, **TINY).plan.first_step == step
+def fail_inside():
+    raise ColabUtilsError("a batch does not fit")
 
 
 @pytest.mark.parametrize(
-    ("options", "sizes"),
+    ("owner", "name", "number", "action", "error", "step"),
     [
-        # This is the size for a laptop.
-        ({}, (192, 320)),
-        # The other side follows in the usual shape.
-        ({"min_size": 96}, (96, 160)),
-        # The longer side is taken as named.
-        ({"max_size": 200}, (192, 200)),
-        ({"min_size": 9000}, (9000, 10_000)),
+        # The second Ctrl-C comes at the second image of the third batch.
+        (ShardDataset, "read_into", 6, press_ctrl_c, KeyboardInterrupt, 2),
+        (TrainingStep, "add_gradients", 3, fail_inside, ColabUtilsError, 2),
+        # A line of the log fails.
+        (trainer, "average_losses", 2, fail_inside, ColabUtilsError, 3),
     ],
 )
-def test_light_model_on_a_cpu_is_small(tiny_shards, tmp_path, options, sizes):
-    plans = []
-
-    def stop(plan: TrainingPlan) -> None:
-        plans.append(plan)
-        raise Killed
-
-    with pytest.raises(Killed):
-        train(
-            tiny_shards,
-            tmp_path,
-            weights=None,
-            device="cpu",
-            workers=0,
-            log=stop,
-            **options,
-        )
-    assert (plans[0].min_size, plans[0].max_size) == sizes
-    assert (plans[0].batch_size, plans[0].learning_rate) == (2, 0.001)
+def test_whatever_ends_a_run_saves_what_was_done(
+    undisturbed, tiny_shards, tmp_path, monkeypatch, owner, name, number, action, error, step
+):
+    monkeypatch.setattr(trainer, "_LOG_STEPS", 3)
+    interrupt_call(monkeypatch, owner, name, number, action)
+    with pytest.raises(error):
+        train(tiny_shards, tmp_path, steps=5, **TINY)
+    monkeypatch.undo()
+    assert list_names(tmp_path)[-1] == f"checkpoint-0000000{step}.pt"
+    resumed = train(tiny_shards, tmp_path, steps=5, **TINY)
+    assert (resumed.plan.first_step, resumed.losses) == (step, undisturbed.losses)
 
 
 class Refusal:
@@ -442,8 +367,6 @@ LAST = pytest.mark.parametrize(
         # No checkpoint was due.
         (NEWEST, {}),
         # A checkpoint was due at the last step.
-        (NEWEST, {"checkpoint_steps": 3}),
-        (NEWEST, {"checkpoint_steps": 1}),
         (BEST, {"checkpoint_steps": 3}),
     ],
 )
@@ -506,20 +429,6 @@ def test_a_run_whose_checkpoints_do_not_show_says_so(tiny_shards, tmp_path, monk
     assert report.plan.first_step == 0
 
 
-@pytest.mark.filterwarnings("ignore:Drive does not answer")
-def test_what_waits_of_a_deleted_run_is_named(tiny_shards, tmp_path, refusal):
-    refusal.times = {BEST: None, NEWEST: None}
-    with pytest.raises(DriveLostError):
-        train(tiny_shards, tmp_path / "run", steps=3, **TINY)
-    shutil.rmtree(tmp_path / "run", ignore_errors=True)
-    refusal.times.clear()
-    with pytest.warns(ColabUtilsWarning, match=r"00003\.pt waits in .* pass resume='never'"):
-        report = train(tiny_shards, tmp_path / "run", steps=4, **TINY)
-    assert report.plan.first_step == 3
-    report = train(tiny_shards, tmp_path / "run", steps=4, resume="never", **TINY)
-    assert report.plan.first_step == 0
-
-
 @pytest.mark.usefixtures("every_step")
 def test_training_goes_on_where_the_disk_of_the_run_is_full(
     undisturbed, tiny_shards, tmp_path, monkeypatch
@@ -539,24 +448,9 @@ def test_training_goes_on_where_the_disk_of_the_run_is_full(
         assert report.losses == undisturbed.losses
         assert list_names(tmp_path / "backing" / "run")[-1] == "checkpoint-00000005.pt"
 
-        def fill(line):
-            mount.fail(full=True)
-
-        with (
-            pytest.warns(ColabUtilsWarning, match="No space left on device: "),
-            pytest.raises(DriveLostError, match=r"00005\.pt is not in .* free space there"),
-        ):
-            train(tiny_shards, mount.folder / "run", resume="never", log=fill, **settings)
-        mount.fail()
-        with pytest.warns(ColabUtilsWarning, match="waits in"):
-            again = train(tiny_shards, mount.folder / "run", **settings)
-        assert again.plan.first_step == 5
-        assert again.losses == undisturbed.losses
-
 
 @pytest.mark.usefixtures("every_step")
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError, DriveLostError])
-@pytest.mark.parametrize("times", [3, None])
+@pytest.mark.parametrize(("error", "times"), [(KeyboardInterrupt, 3), (DriveLostError, None)])
 def test_what_ends_a_run_is_raised_and_what_waits_is_sent(
     tiny_shards, tmp_path, refusal, error, times
 ):
@@ -610,29 +504,6 @@ def test_finished_run_has_nothing_left_to_do(undisturbed, tiny_shards):
     assert again.losses == undisturbed.losses
     assert again.checkpoint == undisturbed.checkpoint
     assert again.images_per_second == 0
-
-
-def test_a_run_of_torn_checkpoints_trains_nothing(tiny_shards, run):
-    names = list_names(run)
-    for name in names:
-        os.truncate(run / name, 10_000)
-    with pytest.raises(ColabUtilsError, match=r"every checkpoint is torn .*resume='never'"):
-        train(
-            tiny_shards,
-            run,
-            steps=5,
-            log=pytest.fail,
-            **TINY,
-        )
-    assert list_names(run) == names
-    train(
-        tiny_shards,
-        run,
-        steps=1,
-        resume="never",
-        **TINY,
-    )
-    assert list_names(run) == ["checkpoint-00000001.pt", "previous-1"]
 
 
 def test_torn_checkpoint_costs_only_its_steps(undisturbed, tiny_shards, run):
@@ -795,9 +666,6 @@ WEIGHT = "model/backbone.body.0.0.weight"
     "change",
     [
         {"plan": ...},
-        {WEIGHT: ...},
-        {"class_names": ...},
-        {"plan/min_size": ...},
         {"plan/num_classes": 5},
         {WEIGHT: lambda weight: weight / 0},
     ],
@@ -813,12 +681,11 @@ def test_a_checkpoint_of_another_version_or_model_is_refused(undisturbed, tmp_pa
 @pytest.mark.parametrize(
     "change",
     [
-        {"plan": ...},
         {"plan/device": ...},
         {WEIGHT: ...},
         {"scaler": ...},
         {"losses": ...},
-        {"loader": ...},
+        {"loader/epoch": 10**9},
     ],
 )
 def test_a_checkpoint_of_another_version_is_not_trained_on(
@@ -836,22 +703,16 @@ def test_a_checkpoint_of_another_version_is_not_trained_on(
         )
 
 
-@pytest.mark.parametrize("change", [{"more": 1}, {"segm": ...}])
-def test_a_best_checkpoint_of_another_version_is_refused(two_steps, tiny_shards, tmp_path, change):
+def test_a_best_checkpoint_of_another_version_is_refused(tiny_shards, tmp_path):
     settings = {"steps": 3, "val_shards": tiny_shards, **TINY}
     train(tiny_shards, tmp_path, **settings)
     state = torch.load(tmp_path / "best-00000003.pt", weights_only=True)
-    changed = {name: value for name, value in (state["ap"] | change).items() if value is not ...}
-    CheckpointFolder(tmp_path).save({**state, "ap": changed}, step=3, which="best")
+    changed = {**state, "ap": {**state["ap"], "more": 1}}
+    CheckpointFolder(tmp_path).save(changed, step=3, which="best")
     with pytest.raises(
         ColabUtilsError, match=r"best-.*no checkpoint of this version of colab_utils"
     ):
         train(tiny_shards, tmp_path, **{**settings, "steps": 4})
-
-
-def test_one_epoch_is_the_default(tiny_shards, tmp_path):
-    report = train(tiny_shards, tmp_path, **{**TINY, "batch_size": 4})
-    assert report.steps == -(-report.plan.images // 4) == 2
 
 
 def test_loss_that_is_no_number_stops_with_its_step(tiny_shards, tmp_path, monkeypatch):
@@ -879,38 +740,22 @@ def test_loss_that_is_no_number_stops_with_its_step(tiny_shards, tmp_path, monke
     assert list_names(tmp_path) == ["checkpoint-00000002.pt"]
 
 
-def test_weights_that_broke_are_blamed_on_the_loss(tiny_shards, tmp_path, monkeypatch):
-    real = TrainingStep.__call__
-    calls = []
-
-    def break_down(self, batch, **options):
-        calls.append(1)
-        if len(calls) == 3:
-            raise IndexError("deep inside torchvision")
-        return real(self, batch, **options) * float("inf")
-
-    monkeypatch.setattr(TrainingStep, "__call__", break_down)
-    with pytest.raises(ColabUtilsError, match="it is inf at step 1"):
-        train(tiny_shards, tmp_path, steps=5, **TINY)
-
-
-def break_images(monkeypatch, is_broken, factor=float("nan")):
+def break_images(monkeypatch, is_broken):
     """Let the losses of batches with some images be no numbers."""
     real = step_module.compute_losses
 
     def compute(model, batch, **options):
         losses = real(model, batch, **options)
         if any(is_broken(number) for number in batch.image_ids.tolist()):
-            losses["loss_mask"] = losses["loss_mask"] * factor
+            losses["loss_mask"] = losses["loss_mask"] * float("nan")
         return losses
 
     monkeypatch.setattr(step_module, "compute_losses", compute)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_run_survives_a_bad_batch_and_resumes_exactly(tiny_shards, tmp_path, monkeypatch, bad):
+def test_a_run_survives_a_bad_batch_and_resumes_exactly(tiny_shards, tmp_path, monkeypatch):
     broken = int(ShardDataset(tiny_shards).image_ids[0])
-    break_images(monkeypatch, lambda number: number == broken, bad)
+    break_images(monkeypatch, lambda number: number == broken)
     with pytest.warns(ColabUtilsWarning, match=rf"skipped, .*\b{broken}\b") as caught:
         whole = train(tiny_shards, tmp_path / "whole", steps=9, **TINY)
     assert ["3 steps were skipped" in str(warning.message) for warning in caught] == [True]
@@ -959,7 +804,7 @@ def test_a_run_of_nothing_but_skipped_steps_ends_in_words(
 
 
 @pytest.mark.filterwarnings("ignore:.*skipped")
-@pytest.mark.parametrize("rate", [1e4, 1e8, 1e30, 1e38])
+@pytest.mark.parametrize("rate", [1e4, 1e38])
 def test_a_rate_that_breaks_the_weights_ends_in_one_line(tiny_shards, tmp_path, rate):
     with pytest.raises(ColabUtilsError, match=r"finite.*learning_rate below") as caught:
         train(tiny_shards, tmp_path, steps=12, learning_rate=rate, **TINY)
@@ -970,9 +815,6 @@ def test_a_rate_that_breaks_the_weights_ends_in_one_line(tiny_shards, tmp_path, 
     ("error", "words"),
     [
         (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
-        (OSError(errno.EROFS, "Read-only file system"), "Read-only file system"),
-        (OSError(errno.EMFILE, "Too many open files"), "Too many open files"),
-        (OSError(errno.EIO, "Input/output error"), "Input/output error"),
         (DriveLostError("A shard cannot be read: Drive got disconnected."), "Drive"),
         (MemoryError("no room"), "MemoryError: no room"),
         (torch.OutOfMemoryError("CUDA out of memory"), "CUDA out of memory"),
@@ -984,7 +826,7 @@ def test_an_evaluation_that_fails_is_told_and_tried_again(
     def fail():
         raise error
 
-    interrupt_call(monkeypatch, evaluate_module, "describe_detections", 1, fail)
+    interrupt_call(monkeypatch, evaluate_module, "detect", 1, fail)
     with pytest.warns(ColabUtilsWarning, match="this evaluation is skipped") as caught:
         report = train(tiny_shards, tmp_path, epochs=2, val_shards=tiny_shards, **TINY)
     assert len(caught) == 1
@@ -1024,14 +866,12 @@ def test_best_weights_that_cannot_be_written_end_the_run(tiny_shards, tmp_path, 
     assert list_names(tmp_path) == ["checkpoint-00000003.pt"]
 
 
-STOPS = pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=["TERM", "HUP"]
-)
-
-
-@STOPS
 @pytest.mark.usefixtures("every_step")
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("number", "status", "workers"),
+    [(signal.SIGTERM, 143, 2), (signal.SIGHUP, 129, 0)],
+    ids=["TERM", "HUP"],
+)
 def test_a_session_that_is_ended_saves_its_step_first(
     undisturbed, tiny_shards, tmp_path, number, status, workers
 ):
@@ -1055,9 +895,10 @@ def test_a_session_that_is_ended_saves_its_step_first(
     assert resumed.losses == undisturbed.losses
 
 
-@STOPS
 @pytest.mark.usefixtures("every_step")
-def test_a_handler_of_a_notebook_is_put_back(tiny_shards, tmp_path, number, status):
+def test_a_handler_of_a_notebook_is_put_back(tiny_shards, tmp_path):
+    number = signal.SIGTERM
+
     def own(number, frame):
         raise AssertionError("this is called after training alone")
 
@@ -1069,7 +910,7 @@ def test_a_handler_of_a_notebook_is_put_back(tiny_shards, tmp_path, number, stat
     try:
         with pytest.raises(SystemExit) as caught:
             train(tiny_shards, tmp_path, steps=5, log=end, **TINY)
-        assert caught.value.code == status
+        assert caught.value.code == 143
         assert signal.getsignal(number) is own
         # What is ignored, as by nohup, ends no training.
         signal.signal(number, signal.SIG_IGN)
@@ -1118,14 +959,6 @@ def test_bad_arguments_are_refused_in_words(tiny_shards, tmp_path, options, mess
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dataset_in_place_of_its_folder_is_refused_in_words(tiny_shards, tmp_path):
-    with pytest.raises(
-        ColabUtilsError,
-        match=r"<.*ShardDataset.* is not the path of a folder or file\. Pass its path",
-    ):
-        train(ShardDataset(tiny_shards), tmp_path / "run", **TINY)
-
-
 def test_run_that_is_a_file_is_refused_before_training(tiny_shards, tmp_path):
     run = tmp_path / "run"
     run.write_text("the user's")
@@ -1138,11 +971,6 @@ def test_run_that_is_a_file_is_refused_before_training(tiny_shards, tmp_path):
             **TINY,
         )
     assert run.read_text() == "the user's"
-
-
-def test_unknown_model_is_named_before_the_checkpoint(undisturbed, tiny_shards):
-    with pytest.raises(ColabUtilsError, match="model must be one of maskrcnn_resnet50_fpn_v2"):
-        train(tiny_shards, Path(undisturbed.checkpoint).parent, **{**TINY, "model": "yolo"})
 
 
 def test_folder_without_index_is_refused(tmp_path):
@@ -1206,11 +1034,6 @@ def test_checkpoint_of_another_dataset_is_refused(undisturbed, other_shards):
             steps=6,
             **TINY,
         )
-
-
-def test_dataset_without_objects_is_refused(other_shards, tmp_path):
-    with pytest.raises(ColabUtilsError, match=r"None of the 3 images in .* has objects"):
-        train(other_shards["no objects"], tmp_path, **TINY)
 
 
 def test_validation_with_other_categories_is_refused_before_training(
@@ -1369,59 +1192,12 @@ def test_images_per_second_is_by_the_wall_clock_of_the_run(tiny_shards, tmp_path
     assert lines[-1].images_per_second < 2 / 0.4
 
 
-def test_an_error_inside_a_batch_saves_what_was_done_before(
-    undisturbed, tiny_shards, tmp_path, monkeypatch
-):
-    def fail():
-        raise ColabUtilsError("a batch does not fit")
-
-    interrupt_call(monkeypatch, TrainingStep, "add_gradients", 3, fail)
-    with pytest.raises(ColabUtilsError, match="does not fit"):
-        train(tiny_shards, tmp_path, steps=5, **TINY)
-    monkeypatch.undo()
-    assert list_names(tmp_path) == ["checkpoint-00000002.pt"]
-    assert train(tiny_shards, tmp_path, steps=5, **TINY).losses == undisturbed.losses
-
-
 def test_weights_that_have_moved_in_part_are_not_saved(tiny_shards, tmp_path, monkeypatch):
     # The second Ctrl-C comes in the middle of the optimizer's step.
     interrupt_call(monkeypatch, TrainingStep, "apply_gradients", 1, press_ctrl_c)
     with pytest.raises(KeyboardInterrupt):
         train(tiny_shards, tmp_path, steps=5, **TINY)
     assert list_names(tmp_path) == []
-
-
-def test_a_checkpoint_that_cannot_be_loaded_changes_no_file(tiny_shards, run, monkeypatch):
-    names = list_names(run)
-
-    def fail(*given, **more):
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-
-    monkeypatch.setattr(torch, "load", fail)
-    with pytest.raises(ColabUtilsError, match=r"cannot be loaded, .*can't allocate"):
-        train(tiny_shards, run, steps=6, **TINY)
-    monkeypatch.undo()
-    assert list_names(run) == names
-    assert train(tiny_shards, run, steps=6, **TINY).plan.first_step == 5
-
-
-def test_a_checkpoint_names_the_classes(undisturbed, tiny_shards):
-    content = torch.load(undisturbed.checkpoint, weights_only=True)
-    dataset = ShardDataset(tiny_shards, contiguous_labels=True)
-    assert content["class_names"] == dataset.class_names
-    assert content["category_ids"] == dataset.category_ids
-
-
-def test_a_run_begun_on_a_cpu_is_explained_on_a_gpu(undisturbed, tiny_shards):
-    state = {"plan": dataclasses.asdict(undisturbed.plan), "path": "run/checkpoint-00000005.pt"}
-    settings = choose_settings(TrainSettings(), read_stored(state["plan"]), on_gpu=True)
-    source = DataSource(tiny_shards)
-    data = find_images(source.open(0), source, None)
-    with pytest.warns(
-        ColabUtilsWarning,
-        match=r"was begun on a CPU: on this GPU it continues with tiny at 64 pixels",
-    ):
-        loop._check_checkpoint(state, settings, data, device=torch.device("cuda:0"))
 
 
 def test_weights_of_another_run_are_where_a_run_starts(
@@ -1454,39 +1230,10 @@ class Bomb:
         return os.mkdir, (str(self.path),)
 
 
-def put(*keys, value):
-    """Change one value of a state, by its place."""
-
-    def change(state):
-        for key in keys[:-1]:
-            state = state[key]
-        state[keys[-1]] = value
-
-    return change
-
-
-BIAS = "roi_heads.box_predictor.cls_score.bias"
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda state: state.pop("plan"),
-        # The heads of so many classes would take gigabytes.
-        put("plan", "num_classes", value=10**9),
-        put("model", BIAS, value=torch.full((7,), torch.nan)),
-        put("losses", value="none"),
-        put("loader", "epoch", value=10**9),
-        lambda state: next(iter(state["optimizer"]["state"].values())).update(
-            momentum_buffer=torch.zeros(3)
-        ),
-    ],
-)
-def test_an_edited_checkpoint_is_refused_in_one_line(two_steps, tiny_shards, tmp_path, change):
+def test_an_edited_checkpoint_is_refused_in_one_line(two_steps, tiny_shards, tmp_path):
+    """Its checksum is missing, so nothing in it is used."""
     path = tmp_path / two_steps.name
-    state = torch.load(two_steps, weights_only=True)
-    change(state)
-    torch.save(state, path)
+    torch.save(torch.load(two_steps, weights_only=True), path)
     before = path.read_bytes()
     for use in (
         lambda: train(tiny_shards, tmp_path, steps=5, **TINY),
@@ -1505,15 +1252,10 @@ def two_steps(one_thread, tiny_shards, tmp_path_factory) -> Path:
     return Path(train(tiny_shards, tmp_path_factory.mktemp("two"), steps=2, **TINY).checkpoint)
 
 
-@pytest.mark.parametrize("content", ["bomb", "damaged"])
-def test_a_best_checkpoint_that_is_torn_or_of_others_is_not_loaded(
-    two_steps, tiny_shards, tmp_path, content
-):
+def test_a_best_checkpoint_of_others_is_not_loaded(two_steps, tiny_shards, tmp_path):
     shutil.copy(two_steps, tmp_path)
     best = tmp_path / "best-00000002.pt"
     torch.save({"step": 2, "x": Bomb(tmp_path / "was-here")}, best)
-    if content == "damaged":
-        best.write_bytes(best.read_bytes()[:-9])
     settings = {"steps": 3, "val_shards": tiny_shards, **TINY}
     with pytest.warns(ColabUtilsWarning, match=r"best-00000002\.pt is torn"):
         report = train(tiny_shards, tmp_path, **settings)

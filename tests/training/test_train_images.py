@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from colab_utils import open_dataset, train
-from colab_utils.__main__ import main
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.index import read_index
@@ -112,7 +111,6 @@ def test_beside_another_writer_it_trains_on_loose_files(source, tmp_path):
     "change",
     [
         {"shards": "shards"},
-        {"images": None},
         {"annotations": None},
         {"ssd": None},
     ],
@@ -151,10 +149,3 @@ def test_the_command_line_trains_from_images(source, tmp_path):
     # Training may end before the last shard is written. The next session goes on there.
     open_source(source).wait()
     assert verify_shards(source["ssd"]).bad == ()
-
-
-def test_the_command_line_says_in_one_line_what_is_missing(source, tmp_path, capsys):
-    words = ["train", "--images", str(source["images"]), "--run", str(tmp_path / "run")]
-    assert main(words) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: A run needs either shards, or images")
