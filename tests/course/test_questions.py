@@ -35,12 +35,6 @@ def test_guesses_survive_from_the_first_notebook_to_the_last(tmp_path):
     assert list(answers) == list(QUESTIONS)
 
 
-def test_a_measurement_of_this_notebook_counts_before_an_earlier_one(tmp_path):
-    publish(tmp_path, collect_answers({}, {"waits_percent": 96.0}))
-    answers = collect_answers({}, {"waits_percent": 80.0}, before=read_answers(tmp_path))
-    assert answers["waits_percent"]["measured"] == 80.0
-
-
 @pytest.mark.parametrize(
     ("guess", "sentence"),
     [
@@ -70,20 +64,13 @@ def test_the_guess_from_before_the_course_stands_beside():
     "content",
     [
         "",
-        "{}",
-        "[]",
         '{"questions": [1]}',
-        '{"questions": {"waits_percent": 3}}',
         '{"questions": {"somebody": {"guess": "1"}}}',
     ],
 )
 def test_a_notebook_that_stopped_half_way_leaves_no_answers(tmp_path, content):
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "01.json").write_text(content)
-    assert read_answers(tmp_path) == {}
-
-
-def test_no_earlier_notebook_is_no_error(tmp_path):
     assert read_answers(tmp_path) == {}
 
 

@@ -150,15 +150,10 @@ def test_foreign_content_is_never_overwritten(made, tmp_path):
         make_dataset(photos / "images" / "cat.jpg", **SMALL)
 
 
-# An image is deleted in one case and cut short in the other.
-@pytest.mark.parametrize("fault", ["lost", "cut"])
-def test_damaged_dataset_is_refused(tmp_path, fault):
+def test_a_damaged_dataset_is_refused(tmp_path):
     made = make_dataset(tmp_path, n=2, width=64, height=48, workers=1)
     image = next(made.images.iterdir())
-    if fault == "lost":
-        image.unlink()
-    else:
-        image.write_bytes(image.read_bytes()[:-10])
+    image.write_bytes(image.read_bytes()[:-10])
     with pytest.raises(ColabUtilsError, match=r"Some of the 2 images .* are missing or cut"):
         make_dataset(tmp_path, n=2, width=64, height=48)
 
@@ -180,18 +175,12 @@ def test_failure_leaves_nothing_behind(tmp_path, monkeypatch, error):
     "wrong",
     [
         {"n": 0},
-        {"width": 31},
         # A JPEG holds fewer rows.
         {"height": 70_000},
         # The bounds are reversed.
         {"objects": (5, 2)},
-        {"objects": (-1, 2)},
         # There are fewer images than this.
         {"photos": 501},
-        {"photos": -1},
-        {"categories": ()},
-        # One category is unknown.
-        {"categories": ("ball", "cube")},
         # The letters of a text are no categories.
         {"categories": "ball"},
     ],
@@ -212,11 +201,6 @@ def test_three_hundred_small_objects_and_tiny_pictures(tmp_path):
     assert crowded.objects == 300
     tiny = make_dataset(tmp_path / "tiny", n=30, width=32, height=33, workers=1)
     assert tiny.objects >= 29
-
-
-def test_an_image_of_six_megapixels_has_a_few_megabytes(tmp_path):
-    made = make_dataset(tmp_path, n=1, width=3000, height=2000, objects=(2, 2), workers=1)
-    assert 1e6 < made.bytes < 4e6
 
 
 def test_twelve_megapixel_photos_are_spread_evenly(tmp_path, capsys):

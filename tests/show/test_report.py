@@ -64,14 +64,6 @@ def test_the_finding_is_the_first_thing_that_is_read(tmp_path, course, make_comp
     )
 
 
-def test_a_line_can_be_pasted_into_the_class_sheet(tmp_path, course, make_comparison):
-    page = write_receipt(make_comparison(*course), tmp_path).read_text(encoding="utf-8")
-    line = re.search(r"<pre[^>]*>([^<]*)</pre>", page)[1].split("\t")
-    assert len(line) == 10
-    assert line[3:6] == ["plain loop", "0.96", "1.6"]
-    assert line[6:] == ["make_loader", "0.04", "38.4", "24.0"]
-
-
 def test_titles_are_text_and_tables_scroll(tmp_path, course, make_comparison):
     page = write_receipt(make_comparison(*course), tmp_path).read_text(encoding="utf-8")
     assert page.count("<table") == len(re.findall(r"<div[^>]*overflow:auto[^>]*><table", page)) == 1
@@ -184,14 +176,3 @@ def test_a_folder_that_cannot_be_is_said(tmp_path, course, make_comparison):
     (tmp_path / "file").touch()
     with pytest.raises(ColabUtilsError, match=r"Writing into .* failed"):
         write_receipt(make_comparison(course[0]), tmp_path / "file" / "receipt")
-
-
-def test_somebody_elses_page_stays(tmp_path, course, make_comparison):
-    (tmp_path / "index.html").write_text("<title>my thesis</title>")
-    with pytest.raises(
-        ColabUtilsError, match=r"index.html exists already, and nothing of yours is overwritten"
-    ):
-        write_receipt(make_comparison(course[0]), tmp_path)
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [
-        ("index.html", "<title>my thesis</title>")
-    ]

@@ -17,19 +17,14 @@ from colab_utils.show.table import make_table
         (None, "–"),
         # A flag reads as a word.
         (True, "yes"),
-        # Zero has no digits after the point.
-        (0.0, "0"),
         # A small number has three digits.
         (0.04567, "0.0457"),
         # A smaller number has no powers of ten.
         (7.97e-05, "0.0001"),
-        # A middling number has three digits.
-        (12.34, "12.3"),
         # Whole numbers keep all digits.
         (118287, "118,287"),
         # A large number has no decimals.
         (29114.4, "29,114"),
-        ("as it is", "as it is"),
     ],
 )
 def test_values_are_written_as_people_read_them(value, text):
@@ -70,18 +65,12 @@ def test_numbers_stand_on_the_right():
     [
         # Powers of ten are numbers.
         (["7.97e-05", "0.1"], True),
-        # Relative errors are numbers.
-        (["+7%", "-12 %"], True),
         # Numbers may have units.
         (["4.2 s", "10 minutes", "–"], True),
         # A missing value leaves the column one of numbers.
         (["1,234.5", "not tried"], True),
-        # A sentence is no number.
-        (["3 files of 4", "1"], False),
         # Names are no numbers.
         (["T4", "A100"], False),
-        # A range is no number.
-        (["1.00 [0.9-1.1]"], False),
     ],
 )
 def test_numbers_with_units_stand_on_the_right(texts, right):
