@@ -4,7 +4,6 @@ import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 from statistics import median
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -117,7 +116,7 @@ def _describe_waits(waits: Mapping[str, str]) -> str:
 
 
 def plot_bars(
-    values: Mapping[str, float],
+    values: Mapping[str, float | None],
     *,
     title: str,
     unit: str,
@@ -129,10 +128,8 @@ def plot_bars(
 ) -> DescribedFigure:
     """Draw horizontal bars, each with its number. The first bar is on top.
 
-    The number is written inside the bar, or beside it if the bar is short.
-
     Args:
-        values: Dict from the name of a bar to its length.
+        values: Dict from the name of a bar to its length. None draws no bar, and only its note.
         title: Title, which states the finding.
         unit: Unit of the values, written under the axis.
         notes: Dict from the name of a bar to a few words after its number. Default: None.
@@ -157,8 +154,9 @@ def plot_bars(
         raise ColabUtilsError("There are no values to draw. Measure at least one.")
     notes = notes or {}
     spread = spread or {}
-    lit = highlight or [max(values, key=lambda name: values[name])]
-    longest = max(*values.values(), *(high for _, high in spread.values()), 0)
+    lengths = {name: value or 0.0 for name, value in values.items()}
+    lit = highlight or [max(lengths, key=lambda name: lengths[name])]
+    longest = max(*lengths.values(), *(high for _, high in spread.values()), 0)
     if limit is not None:
         longest = max(longest, limit[0])
     height = 2.1 if limit else 1.7
@@ -168,17 +166,13 @@ def plot_bars(
         unit=unit,
         height=height + 0.72 * len(values),
     )
-    # This many letters fit into a bar that fills the whole axis. Long names and notes make the axis
-    # shorter.
-    note = max(map(len, notes.values()), default=0)
-    letters = 80 - max(map(len, values)) - note // 3
-    for row, (name, value) in enumerate(values.items()):
+    for row, (name, length) in enumerate(lengths.items()):
         colour = BLUE if name in lit else GREY
-        low, high = spread.get(name, (value, value))
+        low, high = spread.get(name, (length, length))
         if log:
-            axis.plot(value, row, "o", color=colour, markersize=14)
+            axis.plot(length, row, "o", color=colour, markersize=14)
         else:
-            axis.barh(row, value, height=0.62, color=colour)
+            axis.barh(row, length, height=0.62, color=colour)
         if high > low:
             axis.plot(
                 [low, high],
@@ -188,20 +182,10 @@ def plot_bars(
                 marker="|",
                 markersize=9,
             )
-        text = f"{format_figure(value)}  {notes.get(name, '')}".rstrip()
+        figure_text = "" if values[name] is None else format_figure(length)
+        text = f"{figure_text}  {notes.get(name, '')}".strip()
         figure.words.append(f"{name}: {text}")
-        if not log and low * letters > longest * (len(text) + 5):
-            ink = "white" if name in lit else INK
-            _write(
-                axis,
-                text,
-                low,
-                row,
-                inside=True,
-                color=ink,
-            )
-        else:
-            _write(axis, text, high, row)
+        _write(axis, text, high, row)
     if limit is not None:
         _draw_limit(axis, *limit)
         figure.words.append(f"{limit[1]}: {format_figure(limit[0])}")
@@ -294,28 +278,19 @@ def plot_statistics(statistics: DatasetStatistics) -> DescribedFigure:
     return figure
 
 
-def _write(
-    axis: Axes, text: str, x: float, y: float, *, inside: bool = False, color: str = INK
-) -> None:
-    """Write text beside the point (x, y): on its left if ``inside`` a bar, else on its right.
-
-    Text outside a bar has a white background, so that no line crosses it.
-    """
-    if inside:
-        place: dict[str, Any] = {"xytext": (-10, 0), "ha": "right"}
-    else:
-        box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-        place = {"xytext": (10, 0), "ha": "left", "bbox": box}
+def _write(axis: Axes, text: str, x: float, y: float) -> None:
+    """Write text on the right of the point (x, y), on white, so that no line crosses it."""
     axis.annotate(
         text,
         (x, y),
+        xytext=(10, 0),
         textcoords="offset points",
         va="center",
         fontsize=15,
-        color=color,
+        color=INK,
         parse_math=False,
         annotation_clip=False,
-        **place,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
     )
 
 

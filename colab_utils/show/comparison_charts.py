@@ -46,7 +46,12 @@ def plot_comparison(comparison: "Comparison | Content") -> DescribedFigure:
     content = read_comparison(comparison)
     timed = content["timed"].values()
     limit = max(map(_measure_step, timed))
+    # What is not timed yet has a row without a bar.
+    values = dict[str, float | None]()
     notes = dict[str, str]()
+    for row in content["rows"].values():
+        values[row["label"]] = row["images_per_second"]
+        notes[row["label"]] = "not timed" if row["note"] else "…"
     spread = dict[str, tuple[float, float]]()
     for row in timed:
         note = f"waits {row['wait_share']:.0%}"
@@ -62,8 +67,8 @@ def plot_comparison(comparison: "Comparison | Content") -> DescribedFigure:
             note += f", step {longer:.1f} x"
         notes[row["label"]] = note
         spread[row["label"]] = (min(repeats), max(repeats))
-    figure = plot_bars(
-        {row["label"]: row["images_per_second"] or 0.0 for row in content["rows"].values()},
+    return plot_bars(
+        values,
         title=describe_gain(content),
         unit=f"images/s, step {content['step']}, batches of {content['batch_size']}",
         notes=notes,
@@ -71,10 +76,6 @@ def plot_comparison(comparison: "Comparison | Content") -> DescribedFigure:
         highlight=[find_gain(content)[1]["label"]],
         limit=(limit, "the step alone"),
     )
-    for row, text in zip(content["strategies"], figure.axes[0].texts, strict=False):
-        if row["name"] not in content["timed"]:
-            text.set_text("not timed" if row["note"] else "…")
-    return figure
 
 
 def _measure_step(row: Content) -> float:
