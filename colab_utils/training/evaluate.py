@@ -12,13 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchvision.models.detection import MaskRCNN
-from torchvision.models.detection.faster_rcnn import FastRCNNPredictor
 
 from colab_utils.data.statistics import USUAL_DETECTIONS, describe_full_images
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
-from colab_utils.loading.samples import has_moved_names
 from colab_utils.processes import ThreadPool
 from colab_utils.progress import show_progress
 from colab_utils.training.detection import detect
@@ -83,19 +81,17 @@ def evaluate(
         model: A Mask R-CNN, or another model with the same outputs. Afterwards, it is in the same
             mode (training or evaluation) as before.
         dataset: The dataset of the images. Its ``category_ids`` map the model's labels to COCO
-            category ids.
+            category ids, so it must have the labels of the training data.
         device: Where the model runs. Default: the CPU.
 
     Raises:
-        ColabUtilsError: The images hold no objects, or the model's classes are not those of the
-            dataset.
+        ColabUtilsError: The images hold no objects.
 
     Example:
         >>> evaluate(nn.Identity(), ShardDataset("no/such/val-shards"))
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: There is no folder of shards at ...
     """
-    _check_classes(model, dataset)
     truth = dataset.to_coco()
     if all(annotation["iscrowd"] for annotation in truth.dataset["annotations"]):
         raise ColabUtilsError(
@@ -115,34 +111,6 @@ def evaluate(
         for image, number in zip(images, dataset.image_ids.tolist(), strict=True):
             results += detect(model, image, image_id=number, category_ids=ids, device=device)
     return _score(truth, results, detections)
-
-
-def _check_classes(model: Any, dataset: Any) -> None:
-    """Refuse a model whose labels are not those of the dataset."""
-    if not isinstance(dataset, ShardDataset | CocoFolder):
-        raise ColabUtilsError(
-            f"A dataset of type {type(dataset).__name__} cannot be evaluated. Open a ShardDataset "
-            "or a CocoFolder."
-        )
-    ids = dataset.category_ids
-    classes = dataset.num_classes
-    known = dataset.num_classes
-    predictor = getattr(getattr(model, "roi_heads", None), "box_predictor", None)
-    if isinstance(predictor, FastRCNNPredictor):
-        known = predictor.cls_score.out_features
-    # If labels are COCO category ids, the model may have more classes than this dataset.
-    is_raw = all(label == number for label, number in ids.items())
-    fits = known == classes or (known > classes and is_raw)
-    # `load_trained_model` gives a model the category ids that it was trained on.
-    trained = getattr(model, "category_ids", ids)
-    names = getattr(model, "class_names", {})
-    is_known = ids.items() <= trained.items() and not has_moved_names(dataset.class_names, names)
-    if not fits or not is_known:
-        raise ColabUtilsError(
-            f"The labels of the dataset ({classes} in all) do not match the classes of the model "
-            f"({known} in all), or the same names have other ids. Open the dataset with the "
-            "contiguous_labels of the training dataset, and give the same categories to both."
-        )
 
 
 @contextmanager

@@ -286,38 +286,6 @@ def test_a_coco_folder_gives_the_average_precision_of_its_shards(dataset, tiny_d
     assert count_crowds(folder) == count_crowds(dataset)
 
 
-def test_classes_that_do_not_fit_are_refused(dataset, monkeypatch):
-    model = build_mask_rcnn(TINY_MODEL, num_classes=dataset.num_classes + 1, weights=None)
-    raw = {number: number for number in range(1, dataset.num_classes)}
-    monkeypatch.setattr(dataset, "category_ids", raw)
-    # These are COCO's raw ids, of which the dataset does not have the last.
-    evaluate_module._check_classes(model, dataset)
-    monkeypatch.setattr(dataset, "num_classes", dataset.num_classes + 2)
-    with pytest.raises(
-        ColabUtilsError, match=r"The labels of the dataset .* do not match the classes"
-    ):
-        # The dataset has more labels than the model.
-        evaluate(model, dataset)
-    monkeypatch.setattr(dataset, "num_classes", dataset.num_classes - 2)
-    monkeypatch.setattr(dataset, "category_ids", {label: 10 * label for label in raw})
-    with pytest.raises(ColabUtilsError, match="contiguous_labels of the training dataset"):
-        # The dataset has fewer labels than the model, and they are no raw ids.
-        evaluate(model, dataset)
-    trained = ScriptedModel([])
-    # `load_trained_model` gives a model such ids.
-    trained.category_ids = {label: 20 * label for label in raw}
-    with pytest.raises(ColabUtilsError, match="contiguous_labels of the training dataset"):
-        evaluate(trained, dataset)
-    trained.category_ids = dataset.category_ids
-    evaluate_module._check_classes(trained, dataset)
-    # The same ids stand for other classes.
-    trained.class_names = dict(enumerate(reversed(dataset.class_names.values()), 1))
-    with pytest.raises(ColabUtilsError, match="the same names have other ids"):
-        evaluate(trained, dataset)
-    with pytest.raises(ColabUtilsError, match="A dataset of type list cannot be evaluated"):
-        evaluate(model, [])
-
-
 def test_an_error_of_an_evaluation_is_not_lost_and_the_model_stays_as_it_was(dataset, monkeypatch):
     def fail(detections, **given):
         raise ZeroDivisionError("while masks are drawn")
