@@ -213,32 +213,6 @@ def test_the_next_checkpoint_that_drive_takes_replaces_those_that_wait(mount, mo
     assert list_names(folder.waiting) == []
 
 
-def test_what_waits_is_sent_when_it_is_asked_for(mount, monkeypatch):
-    monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.01,))
-    folder = CheckpointFolder(mount.folder / "run")
-    folder.send_waiting()
-    assert not folder.run.exists()
-    mount.fail(lost=True)
-    for step in (20, 30):
-        with pytest.warns(ColabUtilsWarning, match="waits in"):
-            folder.save(make_state(step), step=step)
-    with pytest.warns(ColabUtilsWarning, match="waits"):
-        folder.save(make_state(5), step=5, which="best")
-    with pytest.raises(
-        DriveLostError,
-        match=rf"00030\.pt is not in {folder.run}\. It lies only in {folder.waiting}",
-    ) as error:
-        folder.send_waiting()
-    cure = f"drive.mount('{mount.folder}', force_remount=True), free space there"
-    assert cure in str(error.value)
-    assert len(list_names(folder.waiting)) == 3
-    mount.fail()
-    folder.send_waiting()
-    assert list_names(folder.run) == ["best-00000005.pt", "checkpoint-00000030.pt"]
-    assert list_names(folder.waiting) == []
-    assert folder.read()["losses"] == [1.5, 30]
-
-
 def test_what_waits_belongs_to_the_place_of_its_run(tmp_path: Path):
     folder = CheckpointFolder(tmp_path / "run")
     folder.prepare(anew=False)

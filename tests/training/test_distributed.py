@@ -344,7 +344,7 @@ def test_each_host_copies_and_all_take_the_same_batches(many_shards, tmp_path, c
         {
             "model": TINY_MODEL,
             "shards": drive,
-            "run": tmp_path / "run",
+            "run": tmp_path / f"run-{rank}",
             "ssd": tmp_path / f"ssd-{rank}",
             "local_rank": "0",
             "epochs": 2,
@@ -358,6 +358,9 @@ def test_each_host_copies_and_all_take_the_same_batches(many_shards, tmp_path, c
     assert [report["copied"] for report in reports] == [[*range(count)]] * 2
     for rank in range(2):
         assert verify_shards(tmp_path / f"ssd-{rank}").bad == ()
+    # One host alone writes checkpoints.
+    assert list((tmp_path / "run-0").glob("checkpoint-*.pt"))
+    assert not (tmp_path / "run-1").exists()
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
@@ -518,7 +521,6 @@ def test_ranks_with_other_images_of_the_same_number_are_refused(many_shards, tmp
 
 
 def test_ranks_with_other_datasets_are_refused_in_all_of_them(shards, many_shards, tmp_path):
-    folders = [shards, shards]
     other = many_shards / "full"
     messages = run_ranks(
         refuse_to_train, 2, tmp_path / "out", [shards, other], tmp_path / "run", [{"steps": 1}] * 2
@@ -527,13 +529,6 @@ def test_ranks_with_other_datasets_are_refused_in_all_of_them(shards, many_shard
     fingerprints = [ShardDataset(folder).fingerprint for folder in (shards, other)]
     assert (
         f"differ in dataset ({fingerprints[0]} on rank 0, {fingerprints[1]} on rank 1)"
-        in messages[0]
-    )
-    own = [{"steps": 1, "val_shards": shards}, {"steps": 1, "val_shards": other}]
-    messages = run_ranks(refuse_to_train, 2, tmp_path / "out", folders, tmp_path / "run", own)
-    assert messages[0] == messages[1]
-    assert (
-        f"differ in validation dataset ({fingerprints[0]} on rank 0, {fingerprints[1]} on rank 1)"
         in messages[0]
     )
 
@@ -627,86 +622,6 @@ def test_the_command_under_torchrun_speaks_once(shards, tmp_path):
     assert done.stderr.count("on cpu in float32 by 2 processes") == 1
 
 
-def can_make_namespaces():
-    if os.geteuid() or not shutil.which("ip"):
-        return False
-    made = subprocess.run(["ip", "netns", "add", "colab-utils-try"], capture_output=True)
-    subprocess.run(["ip", "netns", "del", "colab-utils-try"], capture_output=True)
-    return made.returncode == 0
-
-
-@pytest.fixture
-def hosts():
-    """Two hosts with a cable between them."""
-    if not can_make_namespaces():
-        pytest.skip("needs root and iproute2 (apt-get install iproute2)")
-    names = ("colab-utils-a", "colab-utils-b")
-    for name in names:
-        subprocess.run(["ip", "netns", "del", name], capture_output=True)
-    commands = [f"ip netns add {name}" for name in names]
-    commands.append("ip link add cable-a type veth peer name cable-b")
-    for name, end, address in zip(
-        names, ("cable-a", "cable-b"), ("10.77.0.1", "10.77.0.2"), strict=True
-    ):
-        commands += [
-            f"ip link set {end} netns {name}",
-            f"ip -n {name} addr add {address}/24 dev {end}",
-            f"ip -n {name} link set {end} up",
-            f"ip -n {name} link set lo up",
-        ]
-    for command in commands:
-        subprocess.run(command.split(), check=True, capture_output=True)
-    yield names
-    for name in names:
-        subprocess.run(["ip", "netns", "del", name], capture_output=True)
-
-
-def test_two_hosts_train_one_model(shards, tmp_path, hosts):
-    script = tmp_path / "host.py"
-    script.write_text(
-        "import json, sys, warnings; from pathlib import Path\n"
-        "warnings.simplefilter('ignore')\n"
-        "from tests.training.test_distributed import TINY_MODEL, train_and_look\n"
-        "folder = Path(sys.argv[1])\n"
-        "options = {'model': TINY_MODEL, 'epochs': 1, 'batch_size': 4}\n"
-        "found = train_and_look(folder / 'shards', folder / 'run', options)\n"
-        "(folder / 'out.json').write_text(json.dumps(found))\n"
-    )
-    processes = []
-    for number, (name, end) in enumerate(zip(hosts, ("cable-a", "cable-b"), strict=True)):
-        # Each host has its own disk.
-        (tmp_path / name).mkdir()
-        shutil.copytree(shards, tmp_path / name / "shards")
-        command = [
-            "ip",
-            "netns",
-            "exec",
-            name,
-            "env",
-            f"GLOO_SOCKET_IFNAME={end}",
-            f"RANK={number}",
-            "WORLD_SIZE=2",
-            "MASTER_ADDR=10.77.0.1",
-            "MASTER_PORT=29555",
-            sys.executable,
-            str(script),
-            str(tmp_path / name),
-        ]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        processes.append(
-            subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-        )
-    for process in processes:
-        _, err = process.communicate(timeout=240)
-        assert process.returncode == 0, err[-3000:]
-    reports = [json.loads((tmp_path / name / "out.json").read_text()) for name in hosts]
-    assert sort_images(reports, (0, 1)) == sorted(ShardDataset(shards).image_ids.tolist())
-    assert reports[0]["losses"] == reports[1]["losses"]
-    assert (tmp_path / hosts[0] / "run" / "checkpoint-00000002.pt").is_file()
-    # One host alone writes.
-    assert not (tmp_path / hosts[1] / "run").exists()
-
-
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_shares_of_a_loader_make_up_its_batches(shards, ranks):
     dataset = ShardDataset(shards)
@@ -727,8 +642,3 @@ def test_shares_of_a_loader_make_up_its_batches(shards, ranks):
     together = [sorted(chain.from_iterable(shares)) for shares in zip(*parts, strict=True)]
     assert together == [sorted(batch) for batch in complete]
     assert totals == [len(batch) for batch in complete] * ranks
-
-
-def test_one_process_alone_talks_to_nobody():
-    ranks = Ranks()
-    assert (ranks.send("it"), ranks.gather("it"), ranks.is_first) == ("it", ["it"], True)

@@ -20,7 +20,6 @@ from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL, build_mask_rcnn
 from colab_utils.training.model import TINY_MODEL as SMALLEST_MODEL
 from colab_utils.training.norms import fold_norms
 from colab_utils.training.precision import keep_boxes_exact
-from colab_utils.training.step import TrainingStep
 from tests.tiny_model import TINY_MODEL
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -262,22 +261,6 @@ def test_random_sizes_are_those_of_torchvision():
     model = copy.deepcopy(build(TINY_MODEL, "folded"))
     model.transform.min_size = (48, 64, 80)
     compare(model, make_batch(BATCHES["eight sizes"]))
-
-
-def test_dense_and_packed_batches_add_the_same_gradients():
-    """Of one process of two, whose batches have six images together."""
-    packed, flips, images, targets = make_batch(BATCHES["eight sizes"][:4])
-    rows = []
-    for given in ((packed, None, flips), (images, targets, None)):
-        step = TrainingStep(copy.deepcopy(build(TINY_MODEL, "folded")), "cpu")
-        step.parts = 2
-        torch.manual_seed(1)
-        loss = step.add_gradients(given[0], given[1], flips=given[2], total=6)
-        rows.append((loss.item(), join_gradients(step.model)))
-    (packed_loss, packed_gradients), (dense_loss, dense_gradients) = rows
-    assert packed_loss == pytest.approx(dense_loss, rel=ROUNDING)
-    difference = torch.linalg.norm(packed_gradients - dense_gradients)
-    assert difference <= GRADIENT_ROUNDING * torch.linalg.norm(dense_gradients)
 
 
 def test_half_precision_trains_as_by_torchvision():

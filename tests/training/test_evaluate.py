@@ -268,24 +268,6 @@ def build(dataset):
     return model
 
 
-@pytest.fixture(scope="module")
-def measured(dataset):
-    """The average precision of the model that `build` makes."""
-    return evaluate(build(dataset), dataset)
-
-
-def count_crowds(dataset):
-    return sum(annotation["iscrowd"] for annotation in dataset.to_coco().dataset["annotations"])
-
-
-def test_a_coco_folder_gives_the_average_precision_of_its_shards(dataset, tiny_dataset, measured):
-    folder = CocoFolder(tiny_dataset.images, tiny_dataset.annotations, contiguous_labels=True)
-    model = build(dataset)
-    files = evaluate(model, folder)
-    assert (files.bbox, files.segm) == pytest.approx((measured.bbox, measured.segm), rel=1e-3)
-    assert count_crowds(folder) == count_crowds(dataset)
-
-
 def test_an_error_of_an_evaluation_is_not_lost_and_the_model_stays_as_it_was(dataset, monkeypatch):
     def fail(detections, **given):
         raise ZeroDivisionError("while masks are drawn")

@@ -9,12 +9,9 @@ import torch
 from torch import nn
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading.batch import collate_packed
-from colab_utils.loading.targets import pack_target
-from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL, build_mask_rcnn
+from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL
 from colab_utils.training.schedule import choose_rate, compute_rate, make_optimizer
 from colab_utils.training.step import TrainingStep
-from tests.tiny_model import TINY_MODEL
 
 
 class TinyDetector(nn.Module):
@@ -69,23 +66,6 @@ def test_overflow_in_float16_skips_the_step(monkeypatch):
     step([torch.full((3, 4, 4), float("inf"))], [{}])
     assert model.weight.item() == 2
     assert step.scaler.get_scale() == scale / 2
-
-
-def test_a_skipped_first_step_leaves_no_memory_that_was_never_written(monkeypatch):
-    """torch's fused SGD skips the step, but keeps averages that it has only made room for."""
-    monkeypatch.setattr("colab_utils.training.step.choose_precision", lambda device: torch.float16)
-    model = TinyDetector()
-    other = TinyDetector()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, fused=True)
-    step = TrainingStep(model, "cpu", optimizer=optimizer)
-    step([torch.full((3, 4, 4), float("inf"))], [{}])
-    assert [state["momentum_buffer"].item() for state in optimizer.state.values()] == [0.0]
-    assert model.weight.item() == 2
-    plain = torch.optim.SGD(other.parameters(), lr=0.001, momentum=0.9)
-    for each in (step, TrainingStep(other, "cpu", optimizer=plain)):
-        each([torch.full((3, 4, 4), 0.01)], [{}])
-    assert model.weight.item() == pytest.approx(other.weight.item())
-    assert model.weight.item() != 2
 
 
 class NormedDetector(nn.Module):
@@ -214,27 +194,6 @@ def test_out_of_memory_is_said_in_words():
     words = r"1 of the 2 images of a batch do not fit .* a smaller min_size"
     with pytest.warns(ColabUtilsWarning), pytest.raises(ColabUtilsError, match=words):
         step(*make_images(2))
-
-
-def test_a_step_by_the_names_at_the_top_trains_on_a_packed_batch(one_thread):
-    from colab_utils.training.losses import compute_losses
-    from colab_utils.training.step import TrainingStep
-
-    image = torch.zeros(3, 64, 64, dtype=torch.uint8)
-    target = {
-        "boxes": torch.tensor([[8.0, 8, 40, 40]]),
-        "labels": torch.tensor([1]),
-        "masks": torch.ones(1, 64, 64).byte(),
-        "image_id": 1,
-        "area": torch.tensor([1024.0]),
-        "iscrowd": torch.tensor([0]),
-    }
-    batch = collate_packed([pack_target(image, target)])
-    model = build_mask_rcnn(TINY_MODEL, num_classes=2, weights=None, min_size=64)
-    before = [parameter.clone() for parameter in model.parameters()]
-    assert torch.isfinite(TrainingStep(model, "cpu")(batch))
-    assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    assert len(compute_losses(model, batch)) == 5
 
 
 # The lengths go from shorter than any warm-up to that of a real run.
