@@ -10,8 +10,8 @@ from colab_utils.course.questions import plot_guesses
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.places import require_local_path
 from colab_utils.show.charts import format_figure, plot_bars
+from colab_utils.show.comparison_charts import Content, find_gain, read_comparison
 from colab_utils.show.pictures import DescribedFigure
-from colab_utils.show.report import summarise_receipt
 from colab_utils.show.table import Table, make_table
 from colab_utils.units import format_count
 
@@ -97,3 +97,28 @@ def read_receipts(receipts: Sequence[str | Path]) -> list[dict[str, Any]]:
             ) from None
         lines.append({"receipt": name, **line})
     return lines
+
+
+def summarise_receipt(comparison: Content) -> dict[str, Any]:
+    """Return the line of one receipt in a table of many machines: the machine, and what its first
+    and its best strategy reached.
+
+    Raises:
+        ColabUtilsError: No strategy was timed.
+    """
+    content = read_comparison(comparison)
+    machine = content["machine"]
+    busy = ", busy with other work" if content.get("busy") else ""
+    before, after = find_gain(content)
+    return {
+        "machine": f"{machine['gpu'] or 'no GPU'}, {machine['cores']} cores{busy}",
+        "step": content["step"],
+        "drive": content["drive"].partition(",")[0],
+        "before": before["title"],
+        "waits before": round(before["wait_share"], 3),
+        "images/s before": round(before["images_per_second"], 1),
+        "after": after["title"],
+        "waits after": round(after["wait_share"], 3),
+        "images/s after": round(after["images_per_second"], 1),
+        "times as fast": round(after["images_per_second"] / before["images_per_second"], 1),
+    }

@@ -20,12 +20,9 @@ from colab_utils.show import render
 from colab_utils.show.charts import plot_statistics
 from colab_utils.show.comparison_charts import (
     COCO_IMAGES,
-    Content,
     describe_hours,
-    find_gain,
     plot_cold_start,
     plot_comparison,
-    read_comparison,
 )
 from colab_utils.show.pictures import DescribedFigure, draw_annotations, embed_figure
 from colab_utils.show.table import Table, make_table
@@ -73,7 +70,6 @@ def write_receipt(
         content=content,
         charts=[plot_comparison(content), plot_cold_start(content)],
         hours=describe_hours(content),
-        line="\t".join(map(str, summarise_receipt(content).values())),
         table=tabulate_comparison(content),
         notes=show_notes(content),
     )
@@ -252,28 +248,3 @@ def show_notes(content: Mapping[str, Any]) -> Markup:
         content=content,
         machine=Machine(**content["machine"]),
     )
-
-
-def summarise_receipt(comparison: "Comparison | Content") -> dict[str, Any]:
-    """Return the line of one receipt in a table of many machines: the machine, and what its first
-    and its best strategy reached.
-
-    Raises:
-        ColabUtilsError: No strategy was timed.
-    """
-    content = read_comparison(comparison)
-    machine = content["machine"]
-    busy = ", busy with other work" if content.get("busy") else ""
-    before, after = find_gain(content)
-    return {
-        "machine": f"{machine['gpu'] or 'no GPU'}, {machine['cores']} cores{busy}",
-        "step": content["step"],
-        "drive": content["drive"].partition(",")[0],
-        "before": before["title"],
-        "waits before": round(before["wait_share"], 3),
-        "images/s before": round(before["images_per_second"], 1),
-        "after": after["title"],
-        "waits after": round(after["wait_share"], 3),
-        "images/s after": round(after["images_per_second"], 1),
-        "times as fast": round(after["images_per_second"] / before["images_per_second"], 1),
-    }

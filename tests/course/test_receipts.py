@@ -7,9 +7,8 @@ from dataclasses import asdict
 
 import pytest
 
-from colab_utils.course.receipts import plot_receipts, read_receipts
+from colab_utils.course.receipts import plot_receipts, read_receipts, summarise_receipt
 from colab_utils.errors import ColabUtilsError
-from colab_utils.show.report import summarise_receipt
 
 
 @pytest.fixture
@@ -41,7 +40,7 @@ def test_many_receipts_in_one_chart(receipts):
 
 def test_a_line_for_the_class_sheet(course, make_comparison):
     comparison = make_comparison(*course)
-    line = summarise_receipt(comparison)
+    line = summarise_receipt(asdict(comparison))
     assert line == {
         "machine": f"{comparison.machine.gpu or 'no GPU'}, {comparison.machine.cores} cores",
         "step": "emulated 100 ms",
