@@ -53,6 +53,8 @@ def test_a_line_for_the_class_sheet(course, make_comparison):
         "images/s after": 38.4,
         "times as fast": 24.0,
     }
+    busy = summarise_receipt(asdict(make_comparison(*course, busy="This machine was busy.")))
+    assert busy["machine"] == f"{line['machine']}, busy with other work"
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"strategies": [{"name": 1}]}'])
