@@ -128,6 +128,8 @@ def plot_bars(
 ) -> DescribedFigure:
     """Draw horizontal bars, each with its number. The first bar is on top.
 
+    The number is written inside a long bar, and beside a short one.
+
     Args:
         values: Dict from the name of a bar to its length. None draws no bar, and only its note.
         title: Title, which states the finding.
@@ -185,7 +187,10 @@ def plot_bars(
         figure_text = "" if values[name] is None else format_figure(length)
         text = f"{figure_text}  {notes.get(name, '')}".strip()
         figure.words.append(f"{name}: {text}")
-        _write(axis, text, high, row)
+        if not log and low > longest / 2:
+            _write(axis, text, low, row, ha="right", color="white" if name in lit else INK)
+        else:
+            _write(axis, text, high, row)
     if limit is not None:
         _draw_limit(axis, *limit)
         figure.words.append(f"{limit[1]}: {format_figure(limit[0])}")
@@ -278,19 +283,26 @@ def plot_statistics(statistics: DatasetStatistics) -> DescribedFigure:
     return figure
 
 
-def _write(axis: Axes, text: str, x: float, y: float) -> None:
-    """Write text on the right of the point (x, y), on white, so that no line crosses it."""
+def _write(
+    axis: Axes, text: str, x: float, y: float, *, ha: str = "left", color: str = INK
+) -> None:
+    """Write text beside the point (x, y): on its left if ``ha`` is "right", else on its right.
+
+    Text on the right of a point has a white background, so that no line crosses it.
+    """
+    ground = {"facecolor": "white", "edgecolor": "none", "pad": 1}
     axis.annotate(
         text,
         (x, y),
-        xytext=(10, 0),
+        xytext=(10 if ha == "left" else -10, 0),
         textcoords="offset points",
+        ha=ha,
         va="center",
         fontsize=15,
-        color=INK,
+        color=color,
         parse_math=False,
         annotation_clip=False,
-        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+        bbox=ground if ha == "left" else None,
     )
 
 

@@ -23,7 +23,6 @@ from colab_utils.training.precision import keep_boxes_exact
 from tests.tiny_model import TINY_MODEL
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-V1_MODEL = "maskrcnn_resnet50_fpn"
 CLASSES = 4
 MIN_SIZE = 64
 # Mask targets differ by as much from those of dense masks, and nothing else does.
@@ -162,7 +161,6 @@ BATCHES = {
     "boxes beyond the image": [(60, 80, BEYOND), USUAL[1]],
 }
 MODELS = {
-    "v1, norms trained": (V1_MODEL, "trained"),
     "v2, norms folded": (GPU_MODEL, "folded"),
     "MobileNet, norms folded": (LIGHT_MODEL, "folded"),
     "three levels, norms trained": (SMALLEST_MODEL, "trained"),

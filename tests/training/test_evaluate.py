@@ -269,10 +269,10 @@ def build(dataset):
 
 
 def test_an_error_of_an_evaluation_is_not_lost_and_the_model_stays_as_it_was(dataset, monkeypatch):
-    def fail(detections, **given):
+    def fail(*masks):
         raise ZeroDivisionError("while masks are drawn")
 
-    monkeypatch.setattr(evaluate_module, "detect", fail)
+    monkeypatch.setattr(detection, "paste_masks_in_image", fail)
     model = build(dataset)
     with pytest.raises(ZeroDivisionError, match="while masks are drawn"):
         evaluate(model, dataset)

@@ -95,7 +95,7 @@ def make_model(shards):
     torch.manual_seed(0)
     classes = ShardDataset(shards, contiguous_labels=True).num_classes
     return assemble_mask_rcnn(
-        LIGHT_MODEL, num_classes=classes, starts_from="imagenet", min_size=96, max_size=160
+        TINY_MODEL, num_classes=classes, starts_from="imagenet", min_size=96, max_size=160
     )
 
 

@@ -593,7 +593,7 @@ def test_losses_do_not_depend_on_the_speed_of_drive(dataset, tmp_path, monkeypat
     fast = train(drive, tmp_path / "run-fast", ssd=tmp_path / "fast", **options)
     again = train(drive, tmp_path / "run-again", ssd=tmp_path / "fast", **options)
     waits = False
-    slow_down(drive, DriveProfile("test", open_s=0.5, bytes_per_s=1e6, source="made up"))
+    slow_down(drive, DriveProfile("test", open_s=0.1, bytes_per_s=1e6, source="made up"))
     slow = train(drive, tmp_path / "run-slow", ssd=tmp_path / "slow", **options)
     assert fast.losses == again.losses == slow.losses
 
@@ -684,7 +684,7 @@ def test_a_checkpoint_of_another_version_or_model_is_refused(undisturbed, tmp_pa
         {WEIGHT: ...},
         {"scaler": ...},
         {"losses": ...},
-        {"loader/epoch": 10**9},
+        {"loader": ...},
     ],
 )
 def test_a_checkpoint_of_another_version_is_not_trained_on(
