@@ -322,8 +322,9 @@ def preprocess(
         shard_mb (X): approximate size of a shard, MB
         max_bad (X): bad images or objects to allow: a share such as 0.05, or a number such as 5
     """
+    from colab_utils.shards.estimate import plan_shards
     from colab_utils.shards.folder_state import inspect_folder
-    from colab_utils.shards.plan import Annotations, open_annotations, plan_shards
+    from colab_utils.shards.plan import Annotations, open_annotations
 
     if plan + finish + bool(part) > 1:
         raise ColabUtilsError("Pass one of --plan, --part and --finish, and leave out the others.")

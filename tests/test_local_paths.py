@@ -25,10 +25,10 @@ from colab_utils.data.repair import repair_annotations
 from colab_utils.diagnosis.watch import watch
 from colab_utils.errors import ColabUtilsError
 from colab_utils.places import require_local_path
+from colab_utils.shards.estimate import plan_shards
 from colab_utils.shards.folder_state import inspect_folder
 from colab_utils.shards.index import read_index
 from colab_utils.shards.parts import finish_shards
-from colab_utils.shards.plan import plan_shards
 from colab_utils.shards.write import write_shards
 from colab_utils.show.report import check_receipt_folder, write_check, write_receipt
 from colab_utils.slow_drive import slow_down

@@ -25,9 +25,9 @@ from colab_utils.__main__ import main
 from colab_utils.comparison import compare as comparison
 from colab_utils.course.questions import collect_answers
 from colab_utils.diagnosis import diagnose as layers
+from colab_utils.shards.estimate import plan_shards
 from colab_utils.shards.index import read_index
 from colab_utils.shards.parts import finish_shards
-from colab_utils.shards.plan import plan_shards
 from colab_utils.training import train as loop
 from tests.tiny_model import TINY_MODEL
 from tools.cells import build_wheel
@@ -767,7 +767,7 @@ def test_what_was_begun_continues_without_a_plan(preprocess, world, monkeypatch,
     before = hash_tree(world / "new")
     if lost:
         (world / "new" / lost).unlink()
-    monkeypatch.setattr("colab_utils.shards.plan.plan_shards", None)
+    monkeypatch.setattr("colab_utils.shards.estimate.plan_shards", None)
     for options in ((), ("--storage", "shrink")):
         status, _, err = preprocess(*options)
         assert (status, err) == (0, "")

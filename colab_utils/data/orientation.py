@@ -56,12 +56,11 @@ _USED = {
         "both ways with check --report, then choose exif (--exif)"
     ),
 }
-# Photos whose sizes are compared, to see how those of a dataset were annotated.
+# Photos whose sizes are compared, to see how those of a dataset were annotated. All of their files
+# are read at the same time.
 _SAMPLED_PHOTOS = 64
 # The header of a photo, with its EXIF, lies in the first bytes of its file.
 _HEADER_BYTES = 1 << 16
-# Files that are read at the same time.
-_STREAMS = 32
 
 
 def read_orientation(image: "Image.Image") -> int:
@@ -214,7 +213,7 @@ def choose_turn(
 
     count = min(len(dataset), _SAMPLED_PHOTOS)
     rows = np.linspace(0, len(dataset) - 1, count).astype(np.int64)
-    with ThreadPool(_STREAMS) as pool:
+    with ThreadPool(count) as pool:
         turns = set(pool.map(look, rows.tolist()))
     turn = pick_turn(turns)
     if is_met or "unclear" in turns:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from pathlib import Path
-from time import monotonic, perf_counter, sleep
+from time import monotonic, sleep
 from typing import Any
 
 from colab_utils.drive import DriveLostError, Retries, explain_write, is_on_drive
@@ -77,8 +77,7 @@ class Arrival:
         retries: repeats reads that fail. Its ``stop`` ends the copy.
 
     Attributes:
-        spans_s: begin and end of the copy of each shard, in seconds after ``began_s`` (a time of
-            ``perf_counter``). The keys are the numbers of the shards, in the order of arrival.
+        arrived: the numbers of the shards that have arrived.
         retries: the `Retries` of the copy. Its ``count`` is the number of times that Drive failed
             and was tried again.
 
@@ -99,8 +98,7 @@ class Arrival:
         self.target = target
         self.index = index
         self.retries = retries
-        self.began_s = perf_counter()
-        self.spans_s: dict[int, tuple[float, float]] = {}
+        self.arrived: set[int] = set()
         self._workers = workers
         self._order = order
         self._wanted = order
@@ -142,7 +140,7 @@ class Arrival:
     @property
     def is_complete(self) -> bool:
         """Return whether all shards have arrived."""
-        return len(self.spans_s) == len(self._order)
+        return len(self.arrived) == len(self._order)
 
     def wait_for(self, shards: Collection[int]) -> Iterator[None]:
         """Yield None until these shards have arrived. They are copied before all others.
@@ -155,7 +153,7 @@ class Arrival:
         """
         with self._lock:
             self._wanted = [*shards, *self._order]
-        while not self.spans_s.keys() >= set(shards):
+        while not self.arrived.issuperset(shards):
             if self._error is not None:
                 raise self._error
             yield None
@@ -175,7 +173,7 @@ class Arrival:
         reason = str(error).removesuffix(".")
         with self._lock:
             self._error = self._error or kind(
-                f"{reason}; {len(self.spans_s)} of {len(self._order)} shards in "
+                f"{reason}; {len(self.arrived)} of {len(self._order)} shards in "
                 f"{self.target} are safe, and the same call continues there"
             )
         self.retries.stop.set()
@@ -198,11 +196,10 @@ class Arrival:
 
     def _is_brought(self) -> bool:
         """Note which shards another process has brought, and return whether it has finished."""
-        now_s = perf_counter() - self.began_s
         for number in self._order:
             files = self.index.shards[number].files()
             if all(has_size(self.target / name, size) for name, size, _ in files):
-                self.spans_s.setdefault(number, (now_s, now_s))
+                self.arrived.add(number)
         return self.is_complete and (self.target / INDEX_NAME).exists()
 
     def _copy_all(self) -> None:
@@ -240,12 +237,11 @@ class Arrival:
             CancelledError: the copy was stopped.
         """
         with self._lock:
-            begun = self._begun | self.spans_s.keys()
+            begun = self._begun | self.arrived
             number = next((number for number in self._wanted if number not in begun), None)
             if number is None:
                 return False
             self._begun.add(number)
-        began_s = perf_counter()
         # Arrays come first, as they show the dataset of a tar.
         for file in reversed(self.index.shards[number].files()):
             if self.retries.stop.is_set():
@@ -253,7 +249,7 @@ class Arrival:
                 raise CancelledError
             self._job.copy_file(*file)
         with self._lock:
-            self.spans_s[number] = began_s - self.began_s, perf_counter() - self.began_s
+            self.arrived.add(number)
         return True
 
 

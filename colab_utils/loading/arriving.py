@@ -81,8 +81,8 @@ class ArrivingShards(ShardDataset):
         contiguous_labels: map category ids to 1 to K.
 
     Attributes:
-        arrival: the running copy (see `Arrival`). Its ``spans_s`` has the times of each shard that
-            has arrived, and ``is_complete`` tells whether all have. None in workers.
+        arrival: the running copy (see `Arrival`). Its ``is_complete`` tells whether all shards have
+            arrived. None in workers.
 
     Raises:
         ColabUtilsError: as for `ShardDataset` and `copy_shards`.

@@ -5,7 +5,7 @@ import warnings
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from time import monotonic, perf_counter, sleep
+from time import monotonic, sleep
 from typing import Any, Literal
 
 import numpy as np
@@ -28,7 +28,7 @@ from colab_utils.loading.writing import ShardWriter, Writing
 from colab_utils.places import Place, identify_place, open_place, require_local_path
 from colab_utils.require import require_count, require_max_bad
 from colab_utils.shards.folder_state import find_common_recipe
-from colab_utils.shards.index import INDEX_NAME, read_index
+from colab_utils.shards.index import INDEX_NAME, ShardIndex, find_index, read_index
 from colab_utils.shards.lock import WRITER_NAME, hold_folder
 from colab_utils.shards.plan import make_recipe, open_annotations, split_images, stamp_annotations
 from colab_utils.shards.source import read_source
@@ -109,7 +109,6 @@ def open_dataset(
         >>> print(open_dataset(made.images, made.annotations, **places))
         3 images in 1 shard, 6 categories
     """
-    began_s = perf_counter()
     images = open_place(images)
     annotations = open_place(annotations)
     ssd = require_local_path(ssd)
@@ -120,14 +119,22 @@ def open_dataset(
     max_bad = require_max_bad(max_bad)
     require_streams(streams)
     require_count("seed", seed, minimum=0)
-    ssd_has_shards = False
+    index = _find_complete(ssd)
+    ssd_has_shards = index is not None and has_files(ssd, index.files())
     drive_has_shards = False
+    instead = f"the shards in {ssd}, which were not compared with the annotations"
     try:
-        ssd_has_shards = _has_shards(ssd, annotations) and _has_all_files(ssd)
+        _require_same(ssd, index, annotations)
+        instead = f"the shards in {ssd}"
         drive_has_shards = drive is not None and _has_shards(drive, annotations)
     except UnavailableError as error:
         drive = None
-        ssd_has_shards = _do_without_drive(error, images, ssd, is_compared=ssd_has_shards)
+        if ssd_has_shards:
+            _warn(error, instead)
+        elif is_on_drive(images):
+            raise
+        else:
+            _warn_of_unsent(error)
     if ssd_has_shards and (drive_has_shards or drive is None):
         shutil.rmtree(ssd / _CACHE_NAME, ignore_errors=True)
         return _open_shards(ssd, seed, contiguous_labels)
@@ -137,9 +144,8 @@ def open_dataset(
             _remove_mark(ssd)
             return ArrivingShards(drive, ssd, seed=seed, contiguous_labels=contiguous_labels)
         except ColabUtilsError as error:
-            shards = _open_shards(drive, seed, contiguous_labels)
             _warn(error, f"the shards in {drive} themselves, which is slower")
-            return shards
+            return _open_shards(drive, seed, contiguous_labels)
     dataset = open_annotations(images, annotations)
     recipe = find_common_recipe([ssd] if drive is None else [drive, ssd], dataset) or recipe
     cache = FileCache(ssd / _CACHE_NAME)
@@ -158,21 +164,22 @@ def open_dataset(
     )
     opened = _open_shards(ssd, seed, contiguous_labels) if ssd_has_shards else loose
     opened.max_bad = count_allowed(len(dataset), max_bad)
-    writer = ShardWriter(
-        ssd=ssd,
-        drive=drive if find_ranks().is_on_first_host else None,
-        images=images,
-        dataset=dataset,
-        recipe=recipe,
-        # Shards in which no image can be used are not among those that were opened.
-        order=[*chain(*loose.windows)],
-        cache=cache,
-        streams=streams,
-        max_bad=max_bad,
-        began_s=began_s,
-        is_written=ssd_has_shards,
+    _begin_writing(
+        opened,
+        ShardWriter(
+            ssd=ssd,
+            drive=drive if find_ranks().is_on_first_host else None,
+            images=images,
+            dataset=dataset,
+            recipe=recipe,
+            # Shards in which no image can be used are not among those that were opened.
+            order=[*chain(*loose.windows)],
+            cache=cache,
+            streams=streams,
+            max_bad=max_bad,
+            is_written=ssd_has_shards,
+        ),
     )
-    _begin_writing(opened, writer)
     return opened
 
 
@@ -261,60 +268,39 @@ def _open_shards(folder: Place, seed: int, contiguous_labels: bool) -> ShardData
     return shards
 
 
-def _has_shards(folder: Place, annotations: Place) -> bool:
+def _find_complete(folder: Place) -> ShardIndex | None:
+    """Return the index of a folder; None if it has no index, or one of some shards only."""
+    index = find_index(folder)
+    return None if index is None or index.partial else index
+
+
+def _require_same(folder: Place, index: ShardIndex | None, annotations: Place) -> None:
+    """Raise an error if a folder has an index of another dataset.
+
+    The JSON is read only if it has changed since the shards were written.
+    """
+    if index is None:
+        return
+    source = read_source(folder, index.fingerprint)
+    if source is not None and source.json == stamp_annotations(annotations):
+        return
+    _, content = Retries().run(partial(read_content, annotations))
+    if index.fingerprint != xxhash.xxh3_128_hexdigest(content):
+        raise ColabUtilsError(
+            f"The shards in {folder} are of other annotations. Name another folder, or delete "
+            "these shards if the annotations have changed."
+        )
+
+
+def _has_shards(drive: Place, annotations: Place) -> bool:
     """Return whether a folder has an index of all shards of a dataset.
 
     Raises:
         ColabUtilsError: the folder has the index of another dataset.
     """
-    retries = Retries()
-    if not retries.write(folder, (folder / INDEX_NAME).exists):
-        return False
-    index = read_index(folder, retries)
-    # The JSON is read only if it has changed since the shards were written.
-    source = read_source(folder, index.fingerprint)
-    if source is not None and source.json == stamp_annotations(annotations):
-        fingerprint = source.fingerprint
-    else:
-        _, content = retries.run(partial(read_content, annotations))
-        fingerprint = xxhash.xxh3_128_hexdigest(content)
-    if index.fingerprint != fingerprint:
-        raise ColabUtilsError(
-            f"The shards in {folder} are of other annotations. Name another folder, or delete "
-            "these shards if the annotations have changed."
-        )
-    return not index.partial
-
-
-def _has_all_files(folder: Path) -> bool:
-    """Return whether a folder has an index, and all files that the index of all shards lists.
-
-    On Drive, this would take minutes.
-    """
-    if not (folder / INDEX_NAME).exists():
-        return False
-    index = read_index(folder)
-    return not index.partial and has_files(folder, index.files())
-
-
-def _do_without_drive(
-    error: UnavailableError, images: Place, ssd: Path, *, is_compared: bool
-) -> bool:
-    """Warn that Drive is not used, and return whether the SSD has all shards.
-
-    Raises:
-        UnavailableError: Drive is needed: the images lie there.
-    """
-    if _has_all_files(ssd):
-        instead = f"the shards in {ssd}"
-        if not is_compared:
-            instead += ", which were not compared with the annotations"
-        _warn(error, instead)
-        return True
-    if is_on_drive(images):
-        raise error
-    _warn_of_unsent(error)
-    return False
+    index = _find_complete(drive)
+    _require_same(drive, index, annotations)
+    return index is not None
 
 
 def _warn_of_unsent(error: ColabUtilsError) -> None:

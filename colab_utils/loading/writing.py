@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from time import perf_counter, process_time
+from time import process_time
 from typing import Any, cast
 
 import numpy as np
@@ -21,7 +21,7 @@ from colab_utils.data.coco import CocoDataset
 from colab_utils.drive import Retries, explain_write
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.file_cache import FileCache
-from colab_utils.places import Place
+from colab_utils.places import Place, identify_place
 from colab_utils.processes import (
     end_process,
     end_with_parent,
@@ -42,8 +42,10 @@ from colab_utils.shards.write import ShardRun, begin_folder, check_bad, cut_jobs
 _PRIORITY = 19
 # Seconds to wait for the process after it was stopped. A read of Drive may hang for longer.
 _STOP_S = 3.0
-# Columns of the times of each shard.
-_BEGAN, _WRITTEN, _SENT = range(3)
+# The writings of this process, by its number and the folder of the shards.
+_writings: "weakref.WeakValueDictionary[tuple[int, str], Writing]" = weakref.WeakValueDictionary()
+# Places of the numbers that both processes share.
+_WRITTEN, _SENT, _CPU_S = range(3)
 
 
 @dataclass
@@ -62,15 +64,12 @@ class ShardWriter:
     cache: FileCache
     streams: int | str
     max_bad: float
-    began_s: float
-    """When `open_dataset` was called, a time of ``perf_counter``."""
     is_written: bool = False
     """Whether all shards are in ``ssd``, so that they are only sent."""
 
     def __post_init__(self) -> None:
-        # Memory that both processes share: three times of each shard, and the CPU time.
-        count = len(self.order) + 1
-        self.times = np.frombuffer(mmap.mmap(-1, 24 * count), np.float64).reshape(count, 3)
+        # Memory that both processes share: shards written, shards sent, and the CPU time.
+        self.done = np.frombuffer(mmap.mmap(-1, 24), np.float64)
         self._failure: ColabUtilsError | None = None
 
     def run(self, progress: JobProgress, begin: Callable[[Any], object]) -> None:
@@ -103,18 +102,16 @@ class ShardWriter:
         jobs = list(cut_jobs(run, self.streams, self.drive))
         done: list[ShardIndex] = []
         for number in self.order:
-            self.times[number, _BEGAN] = perf_counter()
             done.append(self._write(jobs[number]._replace(cache=self.cache)))
-            self.times[number, _WRITTEN] = perf_counter()
-            self.times[-1, 0] = process_time()
+            self.done[[_WRITTEN, _CPU_S]] = len(done), process_time()
             check_bad(self.dataset, done, self.max_bad)
             if done[-1].images:
-                self._try_on_drive(self._send, number, done[-1].shards[0])
+                self._try_on_drive(self._send, done[-1].shards[0])
         index = join_index(run, done)
         write_index(self.ssd, index)
         self._try_on_drive(self._retries.write, self.drive, write_index, self.drive, index)
         for folder in {self.ssd, self.drive or self.ssd}:
-            keep_source(folder, index, self.images, describe_source(self.dataset), run.began_ns)
+            keep_source(folder, describe_source(self.dataset))
 
     def _write(self, job: ShardJob) -> ShardIndex:
         index = write_shard(job, self._progress)
@@ -136,13 +133,13 @@ class ShardWriter:
             self._failure = error
             self.drive = None
 
-    def _send(self, number: int, shard: ShardInfo) -> None:
+    def _send(self, shard: ShardInfo) -> None:
         sending = Copying(self.ssd, cast(Place, self.drive), self._retries, overwrite=True)
         # The arrays are sent first, because a tar alone does not show its dataset. If the session
         # ended after sending only a tar, the next session would refuse the folder.
         for file in reversed(shard.files()):
             self._retries.run(partial(sending.copy_file, *file))
-        self.times[number, _SENT] = perf_counter()
+        self.done[_SENT] += 1
 
 
 class Writing:
@@ -153,8 +150,10 @@ class Writing:
     interrupted, a new one goes on after the last finished shard. If the shards cannot be sent, they
     are still written.
 
+    An earlier writing of this process into the same folder is stopped: a notebook's cell that runs
+    again opens its dataset anew, while the dataset before still lives.
+
     Attributes:
-        began_s: when `open_dataset` was called, a time of ``perf_counter``.
         refusal: why the folder on Drive takes no shards; None if it takes them.
 
     Raises:
@@ -162,10 +161,14 @@ class Writing:
     """
 
     def __init__(self, writer: ShardWriter) -> None:
-        self.began_s = writer.began_s
-        self._times = writer.times
+        self._done = writer.done
+        self._shards = len(writer.order)
         self._error: ColabUtilsError | None = None
         self._is_over = False
+        key = (os.getpid(), identify_place(writer.ssd))
+        earlier = _writings.get(key)
+        if earlier is not None:
+            earlier.stop()
         context = multiprocessing.get_context("fork")
         with explain_shared_memory(), quiet_fork():
             stop = context.Event()
@@ -175,6 +178,7 @@ class Writing:
             )
             with other_end:
                 self._process.start()
+        _writings[key] = self
         self._finalizer = weakref.finalize(self, _end, os.getpid(), stop, self._process)
         self.refusal = self._receive()
         if self._error is not None:
@@ -193,24 +197,6 @@ class Writing:
     def is_at_work(self) -> bool:
         """Return whether shards are still written or sent."""
         return self._process.is_alive()
-
-    @property
-    def spans_s(self) -> dict[int, tuple[float, float]]:
-        """Return begin and end of the writing of each finished shard, in seconds after ``began_s``.
-
-        The keys are the numbers of the shards, in the order in which they were finished.
-        """
-        written = {
-            number: (began_s - self.began_s, ended_s - self.began_s)
-            for number, (began_s, ended_s, _) in enumerate(self._times[:-1].tolist())
-            if ended_s
-        }
-        return dict(sorted(written.items(), key=lambda item: item[1][1]))
-
-    @property
-    def cpu_s(self) -> float:
-        """Return the CPU time that the writing took, in seconds."""
-        return float(self._times[-1, 0])
 
     def stop(self) -> None:
         """End at the next image. Finished shards stay, and a new writing continues after them."""
@@ -240,10 +226,10 @@ class Writing:
         return self._error
 
     def __str__(self) -> str:
-        written, sent = (self._times[:-1, [_WRITTEN, _SENT]] > 0).sum(0).tolist()
+        written, sent, cpu_s = self._done.tolist()
         return (
-            f"{written} of {len(self._times) - 1} shards written, {sent} sent to Drive; the "
-            f"writing took {self.cpu_s:.1f} s of CPU time, at the lowest priority"
+            f"{written:.0f} of {self._shards} shards written, {sent:.0f} sent to Drive; the "
+            f"writing took {cpu_s:.1f} s of CPU time, at the lowest priority"
         )
 
 

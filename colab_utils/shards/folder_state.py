@@ -3,10 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from time import time_ns
 from typing import Any
-
-import numpy as np
 
 from colab_utils.data.coco import CocoDataset
 from colab_utils.data.image_paths import require_folder
@@ -14,17 +11,11 @@ from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import has_files, list_names
 from colab_utils.places import Place, open_place
-from colab_utils.shards.index import INDEX_NAME, ShardIndex, read_index
+from colab_utils.shards.index import ShardIndex, explain_read, find_index
 from colab_utils.shards.jobs import are_still_bad, read_shard_index
 from colab_utils.shards.lock import WRITER_NAME
 from colab_utils.shards.plan import Annotations, stamp_annotations
-from colab_utils.shards.source import (
-    ShardSource,
-    describe_source,
-    keep_source,
-    list_changed,
-    read_source,
-)
+from colab_utils.shards.source import ShardSource, describe_source, keep_source, read_source
 
 
 @dataclass(frozen=True)
@@ -70,19 +61,20 @@ def inspect_folder(folder: str | Place) -> FolderState:
     """Look which shards a folder holds, without looking at each of them.
 
     Raises:
-        ColabUtilsError: if the folder holds tars that no index describes, or its index is damaged.
+        ColabUtilsError: if the folder cannot be read, it holds tars that no index describes, or its
+            index is damaged.
 
     Example:
         >>> inspect_folder("no/such/folder").recipe
         {}
     """
     folder = open_place(folder)
-    return Retries().write(folder, _inspect, folder)
+    return Retries().run(partial(explain_read(folder)(_inspect), folder))
 
 
 def _inspect(folder: Place) -> FolderState:
-    if (folder / INDEX_NAME).exists():
-        index = read_index(folder)
+    index = find_index(folder)
+    if index is not None:
         is_written = (folder / WRITER_NAME).exists()
         return FolderState(folder, index, is_finished=not (index.partial or is_written))
     # The arrays of each shard hold the fingerprint and the recipe of all shards.
@@ -116,19 +108,19 @@ def find_source(
 ) -> ShardSource | None:
     """Return the notes on a folder that is certainly finished with these settings; else None.
 
-    No file of the dataset is read. The JSON and the bad images must have the sizes and the times of
-    change that were noted when the shards were written (see `ShardSource`).
+    No file of the dataset is read: no image may be bad, and the JSON must have the size and the
+    time of change that were noted when the shards were written (see `ShardSource`).
     """
     index = state.index
-    if index is None or not state.is_finished or not state.recipe.items() >= recipe.items():
+    if index is None or index.skipped or not state.is_finished:
+        return None
+    if not state.recipe.items() >= recipe.items():
         return None
     source = read_source(state.folder, index.fingerprint)
     if source is None or source.json != stamp_annotations(annotations):
         return None
     require_folder(images)
-    if list_changed(index, source, images) or not _has_files(state.folder, index):
-        return None
-    return source
+    return source if _has_files(state.folder, index) else None
 
 
 def confirm_finished(state: FolderState, images: Place, dataset: CocoDataset) -> ShardIndex | None:
@@ -139,18 +131,13 @@ def confirm_finished(state: FolderState, images: Place, dataset: CocoDataset) ->
     """
     index = state.index
     folder = state.folder
-    began_ns = time_ns()
     if index is None or not state.is_finished or not _has_files(folder, index):
         return None
-    changed = list_changed(index, read_source(folder, index.fingerprint), images)
-    if changed:
-        places = [place for place in range(len(dataset)) if dataset.file_name(place) in changed]
-        sample = dataset.select(np.array(places, np.int64))
-        if not are_still_bad(index, images, sample):
-            return None
-    keep_source(folder, index, images, describe_source(dataset), began_ns)
+    if not are_still_bad(index, images, dataset):
+        return None
+    keep_source(folder, describe_source(dataset))
     return index
 
 
 def _has_files(folder: Place, index: ShardIndex) -> bool:
-    return Retries().write(folder, partial(has_files, folder, index.files()))
+    return Retries().run(partial(explain_read(folder)(has_files), folder, index.files()))

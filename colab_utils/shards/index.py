@@ -4,11 +4,12 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
-from colab_utils.drive import Retries
+from colab_utils.drive import Retries, guard_drive
 from colab_utils.errors import DAMAGE, ColabUtilsError
 from colab_utils.files import hash_bytes, parse_file, read_file, write_file
 from colab_utils.os_errors import explain_os_error
@@ -103,42 +104,68 @@ class ShardIndex:
 
 
 def read_index(folder: str | Place, retries: Retries | None = None) -> ShardIndex:
-    """Read ``index.json`` of a folder of shards. The folder may be a URL.
+    """Read ``index.json`` of a folder of shards. The folder may be a URL; see `find_index`.
+
+    Raises:
+        ColabUtilsError: if there is no folder or no index, or it cannot be read.
+    """
+    folder = open_place(folder)
+    index = find_index(folder, retries)
+    if index is not None:
+        return index
+    writer = find_writer(folder)
+    if writer:
+        raise ColabUtilsError(
+            f"The shards in {folder} are not finished: preprocess is writing there "
+            f"({writer!r}). Wait until it has ended."
+        )
+    problem = f"There is no folder of shards at {folder}"
+    if folder.exists():
+        problem = f"There is no {INDEX_NAME} in {folder}"
+    raise ColabUtilsError(
+        f"{problem}. Run preprocess (or copy) first: "
+        "if it was interrupted, it continues where it stopped."
+    )
+
+
+def find_index(folder: Place, retries: Retries | None = None) -> ShardIndex | None:
+    """Read ``index.json`` of a folder of shards; return None if there is none.
 
     If Drive fails, ``retries`` tries again. A damaged index is refused only after two reads gave
     the same bytes.
 
     Raises:
-        ColabUtilsError: if there is no folder or no index, the index was changed since it was
-            written, or another version wrote it.
+        ColabUtilsError: if the index cannot be read, it was changed since it was written, or
+            another version wrote it.
     """
-    folder = open_place(folder)
     path = folder / INDEX_NAME
     read = partial(read_file, path, retries)
     try:
-        return parse_file(path, read, lambda content: _parse_index(json.loads(content), folder))
-    except FileNotFoundError:
-        writer = find_writer(folder)
-        if writer:
-            raise ColabUtilsError(
-                f"The shards in {folder} are not finished: preprocess is writing there "
-                f"({writer!r}). Wait until it has ended."
-            ) from None
-        problem = f"There is no folder of shards at {folder}"
-        if folder.exists():
-            problem = f"There is no {INDEX_NAME} in {folder}"
-        raise ColabUtilsError(
-            f"{problem}. Run preprocess (or copy) first: "
-            "if it was interrupted, it continues where it stopped."
-        ) from None
-    except OSError as error:
-        reason = explain_os_error(error, "Make the file readable.")
-        raise ColabUtilsError(f"{path} cannot be read: {reason}") from None
+        with explain_read(path):
+            return parse_file(path, read, lambda content: _parse_index(json.loads(content), folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
     except DAMAGE as error:
         raise ColabUtilsError(
             f"The index in {path} was changed since it was written: {error!s:.100}. Copy the "
             "folder again, or delete index.json and run preprocess again: finished shards stay."
         ) from None
+
+
+@contextmanager
+def explain_read(path: Place) -> Iterator[None]:
+    """Turn an error of reading a file or a folder into a `ColabUtilsError` that says what to do.
+
+    A file or a folder that is missing raises its own error.
+    """
+    try:
+        with guard_drive(path):
+            yield
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        reason = explain_os_error(error, "Make it readable.")
+        raise ColabUtilsError(f"{path} cannot be read: {reason}") from None
 
 
 def _parse_index(raw: Any, folder: Place) -> ShardIndex:

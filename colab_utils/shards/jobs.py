@@ -19,7 +19,7 @@ from colab_utils.running import JobProgress
 from colab_utils.shards.arrays import ArraysBuilder, describe_shard, dump_arrays
 from colab_utils.shards.copy import Copying
 from colab_utils.shards.index import ShardIndex, SkippedImage
-from colab_utils.shards.records import read_image, try_sample
+from colab_utils.shards.records import name_image, read_image, try_sample
 
 # A file of arrays with more bytes than this is refused. The arrays of the largest shard have fewer.
 _MOST_ARRAYS_BYTES = 1e10
@@ -178,6 +178,9 @@ def _build_shard(job: ShardJob, progress: JobProgress) -> tuple[list[bytes], byt
             sample = try_sample(reading.take, job.dataset, i, job.recipe)
             if isinstance(sample, SkippedImage):
                 skipped.append(sample)
+                if job.cache is not None:
+                    # Once the file is repaired, its bytes must be read anew.
+                    job.cache.forget(name_image(job.images, job.dataset, i))
                 continue
             starts = []
             for member in sample.members:

@@ -72,8 +72,7 @@ def finish_shards(
     state.require(dataset, {})
     index = confirm_finished(state, images, dataset)
     if index is None:
-        # Other machines have read the images, at a time that is not known here.
-        run = ShardRun(folder, images, dataset, state.recipe, began_ns=0)
+        run = ShardRun(folder, images, dataset, state.recipe)
         done = _find_all(run)
         check_bad(dataset, done, max_bad)
         index = finish_folder(run, done)

@@ -1,7 +1,6 @@
-"""The settings of shards, and what the shards of a dataset will cost, measured on a few images."""
+"""The settings of shards, and what an image costs in them, measured on a few images."""
 
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 from time import perf_counter
@@ -12,19 +11,17 @@ from numpy.typing import NDArray
 
 from colab_utils.data.coco import CocoDataset, open_coco
 from colab_utils.data.orientation import Exif
-from colab_utils.drive import DriveLostError, Retries
-from colab_utils.errors import ColabUtilsError
+from colab_utils.drive import Retries
+from colab_utils.errors import ColabUtilsError, UnavailableError
 from colab_utils.file_cache import FileCache
 from colab_utils.files import FileStamp, stamp_file
 from colab_utils.machine import count_cores
 from colab_utils.places import Place, open_place
-from colab_utils.processes import fork_pool
-from colab_utils.reader import Reader
+from colab_utils.processes import ThreadPool
 from colab_utils.require import require_choice, require_count, require_number
 from colab_utils.shards.arrays import ArraysBuilder
 from colab_utils.shards.index import SkippedImage, Storage
 from colab_utils.shards.records import read_image, try_sample
-from colab_utils.units import format_bytes
 
 # Target size of the first shard.
 _FIRST_SHARD_MB = 4
@@ -147,135 +144,67 @@ def stamp_annotations(annotations: Annotations) -> FileStamp:
     return stamp_file(open_place(annotations))
 
 
-@dataclass(frozen=True)
-class ShardPlan:
-    """The storage that :func:`plan_shards` picked, and what it costs on this machine."""
-
-    storage: Storage
-    reason: str
-    bytes: int
-    """Size of the shards and their arrays, for the complete dataset."""
-    write_s: float
-    """Seconds to write the complete dataset."""
-    images: int
-    sampled_images: int
-    """Images that were measured."""
-
-    def __str__(self) -> str:
-        cost = f"{format_bytes(self.bytes)} and {self.write_s / 60:.1f} minutes to write"
-        measured = f"measured on {self.sampled_images:,} of {self.images:,} images"
-        return f"{self.storage}: {self.reason}. About {cost} ({measured})."
-
-
-def plan_shards(
-    images: str | Place,
-    annotations: Annotations,
-    *,
-    storage: Storage | Literal["auto"] = "auto",
-    min_size: int = 800,
-    max_size: int = 1333,
-    workers: int | Literal["auto"] = "auto",
-) -> ShardPlan:
-    """Pick a storage for `write_shards`, and measure it on a few images. Nothing is written.
-
-    If no image is larger than training needs, "keep" is picked: every file keeps its bytes. Else
-    "shrink" is picked.
-
-    Args:
-        images: the image folder.
-        annotations: COCO instance JSON, or the result of `open_annotations`.
-        storage: the storage to measure (see `write_shards`); "auto" picks it.
-        min_size: the shorter side that training needs, in pixels.
-        max_size: the longer side that training needs, in pixels.
-        workers: number of processes that will write; "auto" is one for each core.
-
-    Raises:
-        ColabUtilsError: if the input is missing or not COCO, no image is usable, or a setting is
-            out of range.
-
-    Example:
-        >>> import tempfile
-        >>> from colab_utils.course.sample_data import make_dataset
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     made = make_dataset(folder, n=4, width=64, height=64, workers=1)
-        ...     plan = plan_shards(made.images, made.annotations, workers=1)
-        >>> plan.storage, plan.reason
-        ('keep', 'no image is larger than training needs, every file keeps its bytes')
-    """
-    processes = count_processes(workers)
-    picked = "keep" if storage == "auto" else storage
-    recipe = make_recipe(picked, min_size=min_size, max_size=max_size)
-    dataset = open_annotations(images, annotations)
-    reason = "you asked for it"
-    if storage == "auto":
-        recipe["storage"], reason = _pick_storage(dataset, min_size, max_size)
-    images = open_place(images)
-    sample = select_sample(dataset)
-    # The first image loads the libraries, which must not be timed.
-    with suppress(ColabUtilsError):
-        try_images(images, sample.subset(0, 1), recipe)
-    with fork_pool(processes) as pool:
-        costs = try_images(images, sample, recipe, pool.map)
-    tar_bytes, arrays_bytes, write_s = (len(dataset) * np.mean(costs, axis=0)).tolist()
-    return ShardPlan(
-        storage=recipe["storage"],
-        reason=reason,
-        bytes=round(tar_bytes + arrays_bytes),
-        write_s=write_s / processes,
-        images=len(dataset),
-        sampled_images=len(costs),
-    )
-
-
-def _pick_storage(dataset: CocoDataset, min_size: int, max_size: int) -> tuple[Storage, str]:
-    """Return a storage and the reason for it, by the sizes in the annotations.
-
-    An image counts as larger than training needs if the annotations give no size (0).
-    """
-    shorter = dataset.sizes.min(1)
-    longer = dataset.sizes.max(1)
-    is_larger = (shorter > min_size) | (longer > max_size) | (shorter == 0)
-    count = int(is_larger.sum())
-    if not count:
-        return "keep", "no image is larger than training needs, every file keeps its bytes"
-    return "shrink", (
-        f"{count:,} of {len(dataset):,} images are larger than training needs and are shrunk once"
-    )
-
-
 class ImageCost(NamedTuple):
     """What one image costs in a shard."""
 
     tar_bytes: int
     arrays_bytes: int
-    write_s: float
+    work_s: float
 
 
-def select_sample(dataset: CocoDataset) -> CocoDataset:
-    """Return a few images that are spread over the dataset."""
+class TrialFile(NamedTuple):
+    """An image that is tried before shards are written."""
+
+    single: CocoDataset
+    """The image alone."""
+    content: bytes | ColabUtilsError
+    """The bytes of its file, or why they cannot be read."""
+
+
+def read_sample(
+    images: Place, dataset: CocoDataset, cache: FileCache | None = None
+) -> list[TrialFile]:
+    """Read a few images that are spread over a dataset, all at the same time.
+
+    The files are kept in ``cache``.
+
+    Raises:
+        UnavailableError: if Drive went away.
+    """
     count = min(_TRIED_IMAGES, len(dataset))
-    return dataset.select(np.linspace(0, len(dataset) - 1, count).astype(np.int64))
+    places = np.linspace(0, len(dataset) - 1, count).astype(np.int64).tolist()
+    read = partial(_read_trial, images, dataset, Retries(), cache)
+    with ThreadPool(count) as pool:
+        return list(pool.map(read, places))
+
+
+def _read_trial(
+    images: Place, dataset: CocoDataset, retries: Retries, cache: FileCache | None, place: int
+) -> TrialFile:
+    single = dataset.subset(place, place + 1)
+    try:
+        return TrialFile(single, read_image(images, single, 0, retries, cache))
+    except UnavailableError:
+        raise
+    except ColabUtilsError as error:
+        return TrialFile(single, error)
 
 
 def try_images(
-    images: Place,
-    sample: CocoDataset,
-    recipe: dict[str, Any],
-    run: Any = map,
-    cache: FileCache | None = None,
+    images: Place, files: Sequence[TrialFile], recipe: dict[str, Any], run: Any = map
 ) -> list[ImageCost]:
-    """Return what each image of a sample costs. Bad images are left out. The files are kept in
-    ``cache``.
+    """Return what each image costs. Bad images are left out.
+
+    Args:
+        images: the image folder, for the message.
+        files: the result of `read_sample`.
+        recipe: how to store the images.
+        run: calls a function for each image, as ``map`` does.
 
     Raises:
-        ColabUtilsError: if all images of the sample are bad.
+        ColabUtilsError: if all images are bad.
     """
-    singles = [sample.subset(i, i + 1) for i in range(len(sample))]
-    started_s = perf_counter()
-    contents = _read_at_once(images, singles, cache)
-    # Several files are read at once, as a writer reads them, so each takes its share of the time.
-    read_s = (perf_counter() - started_s) / len(singles)
-    outcomes = list(run(partial(_try_image, recipe, read_s), singles, contents))
+    outcomes = list(run(partial(_try_image, recipe), files))
     costs = [outcome for outcome in outcomes if isinstance(outcome, ImageCost)]
     if not costs:
         example = outcomes[0]
@@ -286,43 +215,16 @@ def try_images(
     return costs
 
 
-def _read_at_once(
-    images: Place, singles: list[CocoDataset], cache: FileCache | None
-) -> list[bytes | ColabUtilsError]:
-    """Read images at the same time; return the bytes of each, or its error.
-
-    Each of ``singles`` is a dataset of one image.
-    """
-
-    def read(place: int) -> bytes:
-        return read_image(images, singles[place], 0, retries, cache)
-
-    retries = Retries()
-    contents: list[bytes | ColabUtilsError] = []
-    reader = Reader(read, place=images, streams=_TRIED_IMAGES)
-    for reading in reader.ask(range(len(singles))):
-        try:
-            contents.append(reading.take())
-        except DriveLostError:
-            raise
-        except ColabUtilsError as error:
-            contents.append(error)
-    reader.close()
-    return contents
-
-
-def _try_image(
-    recipe: dict[str, Any], read_s: float, single: CocoDataset, content: bytes | ColabUtilsError
-) -> ImageCost | SkippedImage:
-    """Return the cost of the only image of a dataset, or a `SkippedImage` if it is bad."""
+def _try_image(recipe: dict[str, Any], file: TrialFile) -> ImageCost | SkippedImage:
+    """Return the cost of an image, or a `SkippedImage` if it is bad."""
 
     def read() -> bytes:
-        if isinstance(content, ColabUtilsError):
-            raise content
-        return content
+        if isinstance(file.content, ColabUtilsError):
+            raise file.content
+        return file.content
 
     started_s = perf_counter()
-    sample = try_sample(read, single, 0, recipe)
+    sample = try_sample(read, file.single, 0, recipe)
     if isinstance(sample, SkippedImage):
         return sample
     builder = ArraysBuilder()
@@ -330,5 +232,5 @@ def _try_image(
     return ImageCost(
         tar_bytes=sum(len(piece) for member in sample.members for piece in member),
         arrays_bytes=sum(array.nbytes for array in vars(builder.build()).values()),
-        write_s=max(perf_counter() - started_s, read_s),
+        work_s=perf_counter() - started_s,
     )

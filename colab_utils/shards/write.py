@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from time import perf_counter, time_ns
+from time import perf_counter
 from typing import Any, Literal
 
 import numpy as np
@@ -24,6 +24,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.file_cache import FileCache
 from colab_utils.files import has_files, list_names, require_room
 from colab_utils.places import Place, open_place
+from colab_utils.processes import ThreadPool
 from colab_utils.progress import show_progress
 from colab_utils.require import require_max_bad, require_part
 from colab_utils.running import run_jobs
@@ -37,7 +38,7 @@ from colab_utils.shards.plan import (
     count_processes,
     make_recipe,
     open_annotations,
-    select_sample,
+    read_sample,
     split_images,
     try_images,
 )
@@ -95,8 +96,6 @@ class ShardRun:
     recipe: dict[str, Any]
     part: tuple[int, int] | None = None
     """Number of the part, from 1, and number of all parts; None if all shards are written."""
-    began_ns: int = field(default_factory=time_ns)
-    """When the writing began, in nanoseconds since 1970."""
 
     def list_shards(self) -> list[tuple[int, NDArray[np.int64]]]:
         """Return number and images of each shard to write; see `split_images`."""
@@ -240,12 +239,15 @@ def plan_recipe(
     """
     if "images_per_shard" in recipe:
         return recipe
-    if "exif" not in recipe:
-        read = None
-        if cache is not None:
-            read = partial(read_image, images, dataset, retries=Retries(), cache=cache)
-        recipe = {**recipe, "exif": choose_turn(images, dataset, read=read)}
-    costs = try_images(images, select_sample(dataset), recipe, cache=cache)
+    with ThreadPool(1) as pool:
+        # These files come while the photos are looked at.
+        files = pool.submit(read_sample, images, dataset, cache)
+        if "exif" not in recipe:
+            read = None
+            if cache is not None:
+                read = partial(read_image, images, dataset, retries=Retries(), cache=cache)
+            recipe = {**recipe, "exif": choose_turn(images, dataset, read=read)}
+        costs = try_images(images, files.result(), recipe)
     image_bytes = sum(max(cost.tar_bytes, cost.arrays_bytes) for cost in costs) / len(costs)
     return complete_recipe(recipe, image_bytes)
 
@@ -356,7 +358,7 @@ def finish_folder(run: ShardRun, done: Collection[ShardIndex]) -> ShardIndex:
             "a folder that all workers and this machine share, and run the same again."
         )
     patience.write(folder, write_index, folder, index)
-    keep_source(folder, index, run.images, describe_source(run.dataset), run.began_ns)
+    keep_source(folder, describe_source(run.dataset))
     empty = [single.shards[0] for single in done if not single.images]
     for shard in empty:
         # From now on, the index tells that no image of the shard can be used.

@@ -1,5 +1,6 @@
 """The nearest form of a dataset, and shards that are written while they are trained on."""
 
+import errno
 import os
 import pickle
 import re
@@ -201,11 +202,20 @@ def test_small_shards_come_first_and_are_those_of_write_shards(
     assert read_files(places["drive"]) == read_files(folder)
 
 
-def test_shards_are_written_in_the_order_of_the_first_epoch(tiny_dataset, places):
+def test_shards_are_written_in_the_order_of_the_first_epoch(tiny_dataset, places, monkeypatch):
+    begun = places["ssd"].parent / "begun"
+
+    def note(job, progress):
+        with open(begun, "a") as file:
+            file.write(f"{job.path.stem}\n")
+        return write_shard(job, progress)
+
+    monkeypatch.setattr(writing, "write_shard", note)
     dataset = open_tiny(tiny_dataset, places)
     dataset.wait()
-    assert [*dataset.arrival.spans_s] == [*chain(*dataset.windows)]
-    assert 0 < dataset.arrival.cpu_s < 60
+    expected = [f"shard-{number:06d}" for number in chain(*dataset.windows)]
+    assert begun.read_text().split() == expected
+    assert re.search(r"the writing took [\d.]+ s of CPU time", str(dataset))
 
 
 @pytest.mark.parametrize("shard_mb", [SHARD_MB, 128])
@@ -515,6 +525,41 @@ def test_a_bad_image_is_told_and_left_out(own_dataset, places):
     skipped = read_index(places["drive"]).skipped
     assert sorted(image.file_name for image in skipped) == sorted(names)
     assert len(open_dataset(images, annotations, **places)) == len(coco) - 2
+
+
+def test_an_image_that_was_repaired_is_read_anew(own_dataset, places):
+    images, annotations = own_dataset
+    path = images / read_coco(annotations).file_name(4)
+    content = path.read_bytes()
+    path.write_bytes(b"no image")
+    for skipped, written in ([path.name], content), ([], content):
+        open_dataset(images, annotations, **places, shard_mb=SHARD_MB, max_bad=1).wait()
+        index = read_index(places["drive"])
+        assert [image.file_name for image in index.skipped] == skipped
+        # The session is interrupted before its end.
+        for folder in places.values():
+            (folder / "index.json").unlink()
+        path.write_bytes(written)
+
+
+def test_a_cell_may_run_again_while_shards_are_written(own_dataset, reference, places):
+    slow_down(own_dataset[0], DriveProfile("test", open_s=0.1, bytes_per_s=1e9, source="made up"))
+    first = open_dataset(*own_dataset, **places, shard_mb=SHARD_MB, streams=1)
+    again = open_dataset(*own_dataset, **places, shard_mb=SHARD_MB)
+    assert again.arrival.is_at_work
+    again.wait()
+    assert read_files(places["drive"]) == read_files(reference)
+    with pytest.raises(ColabUtilsError, match="was stopped"):
+        first.wait()
+
+
+def test_a_folder_that_cannot_be_read_is_said_to_be_unreadable(tiny_dataset, places, monkeypatch):
+    def refuse(path, *_):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr("colab_utils.files.open_file", refuse)
+    with pytest.raises(ColabUtilsError, match=r"ssd.* cannot be read: Permission denied\. Give"):
+        open_tiny(tiny_dataset, places)
 
 
 def test_a_shard_without_a_usable_image_is_passed_over(own_dataset, places):

@@ -37,10 +37,11 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.machine import find_host
 from colab_utils.shards import jobs, write
 from colab_utils.shards import records as image_module
+from colab_utils.shards.estimate import plan_shards
 from colab_utils.shards.folder_state import inspect_folder
 from colab_utils.shards.index import read_index, write_index
 from colab_utils.shards.lock import hold_folder
-from colab_utils.shards.plan import plan_shards, split_images
+from colab_utils.shards.plan import split_images
 from colab_utils.shards.records import Sample, read_image, try_sample
 from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import write_shards

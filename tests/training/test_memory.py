@@ -134,7 +134,7 @@ def gate(monkeypatch):
 def test_the_plan_waits_for_no_shard(dataset, tmp_path, monkeypatch, gate):
     arriving = ArrivingShards(dataset.folder, tmp_path / "ssd", contiguous_labels=True)
     shard_plan, _ = plan(arriving, monkeypatch)
-    assert not arriving.arrival.spans_s
+    assert not arriving.arrival.arrived
     gate.set()
     arriving.stop()
     assert shard_plan == plan(dataset, monkeypatch)[0]

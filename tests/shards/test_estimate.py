@@ -13,7 +13,7 @@ import pytest
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
 from colab_utils.shards import plan as module
-from colab_utils.shards.plan import plan_shards
+from colab_utils.shards.estimate import plan_shards
 from colab_utils.shards.records import try_sample
 from colab_utils.shards.write import write_shards
 from tests.snapshots import snapshot
