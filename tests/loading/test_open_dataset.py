@@ -554,7 +554,7 @@ def test_a_cell_may_run_again_while_shards_are_written(own_dataset, reference, p
 
 
 def test_a_folder_that_cannot_be_read_is_said_to_be_unreadable(tiny_dataset, places, monkeypatch):
-    def refuse(path, *_):
+    def refuse(path, *_, **__):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr("colab_utils.files.open_file", refuse)
