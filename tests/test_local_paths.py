@@ -16,7 +16,7 @@ import pytest
 import colab_utils
 from colab_utils import drive
 from colab_utils.__main__ import _make_parser, main
-from colab_utils.course.receipts import read_receipts
+from colab_utils.course.receipts import read_receipts, write_class
 from colab_utils.course.sample_data import make_dataset
 from colab_utils.course.workspace import Workspace, ensure_dataset
 from colab_utils.data.archives import unpack_dataset
@@ -109,6 +109,7 @@ CALLS = {
     "check_receipt_folder": check_receipt_folder,
     "write_check page": lambda url: write_check(None, "images", "a.json", url),
     "read_receipts": lambda url: read_receipts([url]),
+    "write_class": lambda url: write_class(["a.json"], url),
     "slow_down": lambda url: slow_down(url, "bad"),
     "make_dataset": lambda url: make_dataset(url, n=1),
     "unpack_dataset source": lambda url: unpack_dataset(str(url), Path("ssd")),

@@ -29,8 +29,8 @@ def write_class(receipts: Sequence[str | Path], folder: str | Path) -> Table:
     Raises:
         ColabUtilsError: No file is given, or a file is not a receipt.
     """
+    target = require_local_path(folder)
     table = make_table(read_receipts(receipts))
-    target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     plot_receipts(receipts).savefig(target / "receipts.png")
     guesses = plot_guesses(receipts)

@@ -66,9 +66,9 @@ def is_archive(source: str) -> bool:
 def unpack_dataset(source: str, folder: Path, annotations: str = "") -> tuple[Path, Path]:
     """Unpack a COCO export: its annotations, and the images that they name.
 
-    A zip at a URL is downloaded to the disk first, and removed when it is unpacked. Files that were
-    unpacked before are kept, so after a failure the next call goes on. Every file is compared with
-    its checksum in the zip.
+    A zip at a URL is downloaded to the disk first, and removed when it is unpacked. What was
+    unpacked as a whole is found by the next call. Every file is compared with its checksum in the
+    zip.
 
     Args:
         source: the path of a zip, or its ``https://`` or ``http://`` URL.
@@ -281,21 +281,9 @@ def _list_members(archive: ZipFile, source: str) -> _Members:
 
 
 def _extract(archive: ZipFile, members: _Members, target: Path) -> None:
-    """Unpack files of a zip into ``target``, except those that are complete there.
-
-    zipfile compares the checksums of the files that it unpacks. `_is_there` compares those of the
-    files that are there already.
-    """
-    missing = [name for name in members if not _is_there(target / name, members[name])]
-    require_space(target, sum(members[name].file_size for name in missing), _CURE)
-    for name in show_progress("unpacking", missing, total=len(missing), unit="file"):
-        members[name].filename = name
-        archive.extract(members[name], target)
-
-
-def _is_there(path: Path, info: ZipInfo) -> bool:
-    return (
-        path.is_file()
-        and path.stat().st_size == info.file_size
-        and zlib.crc32(path.read_bytes()) == info.CRC
-    )
+    """Unpack files of a zip into ``target``. zipfile compares their checksums."""
+    require_space(target, sum(info.file_size for info in members.values()), _CURE)
+    files = show_progress("unpacking", members.items(), total=len(members), unit="file")
+    for name, info in files:
+        info.filename = name
+        archive.extract(info, target)

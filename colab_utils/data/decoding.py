@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, partial
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,9 @@ _NPY_HEADER = re.compile(
     rb"]*)\), \} *\n",
     re.DOTALL,
 )
+# Messages ask for one scale for all images. If each image had its own scale, the same value would
+# become another colour in each of them.
+_SCALE = "-scale 0 MAX IN OUT, where MAX is the largest value of all your images"
 # Number of bytes at the start of a file that show its format.
 _HEAD_BYTES = 2000
 # Files that people often give instead of an image or a COCO JSON. A key is a pattern of the first
@@ -61,6 +64,10 @@ _KINDS = {
     b"\\s*#?filename,file_size": "VIA's CSV: export its JSON, see docs/FORMATS.md",
     b"\\s*(<\\?xml.*)?<annotations?>": "CVAT's or VOC's XML: see docs/FORMATS.md",
     b"\\s*\\d+([ \\t]+[\\d.]+){4}": "YOLO's text: see docs/FORMATS.md",
+    b"II[*+]\\0|MM\\0[*+]": (
+        "a TIFF that is not a complete image, or whose bits or bands Pillow cannot decode: copy it "
+        f"again, or run gdal_translate -ot Byte -b 1 -b 2 -b 3 {_SCALE}"
+    ),
 }
 # What to do with an image that is too large to decode.
 _CUT = "cut it and its annotations into tiles (pip install sahi; sahi coco slice)"
@@ -80,10 +87,6 @@ _JPEG_UNREAD = 0xEF
 _PNG_NEEDED = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
 _PNG = b"\x89PNG\r\n\x1a\n"
 _JPEG = b"\xff\xd8\xff"
-_TIFFS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
-# Messages ask for one scale for all images. If each image had its own scale, the same value would
-# become another colour in each of them.
-_SCALE = "-scale 0 MAX IN OUT, where MAX is the largest value of all your images"
 # A 16-bit image whose brightest pixel becomes less than this after conversion to 8 bits is too dark
 # to train on. Cameras and sensors of 14 bits or fewer make such images.
 _DARK = 64
@@ -296,11 +299,9 @@ def open_lazily(file: Any) -> "Image.Image":
         image = Image.open(file, formats=sorted(_FORMATS & Image.OPEN.keys()))
     except Image.UnidentifiedImageError:
         file.seek(0)
-        head = file.read(256)
-        if head.startswith(_TIFFS):
-            raise ColabUtilsError(_name_tiff(file)) from None
-        kind = name_kind(head)
-        raise ColabUtilsError(f"not an image: {kind}" if kind else "not an image") from None
+        kind = name_kind(file.read(256))
+        text = kind if kind.startswith("a TIFF") else f"not an image: {kind}"
+        raise ColabUtilsError(text.removesuffix(": ")) from None
     if image.width * image.height > MOST_PIXELS:
         raise ColabUtilsError(
             f"{image.width} x {image.height} is more than {MOST_PIXELS:,} pixels: {_CUT}"
@@ -435,31 +436,6 @@ def name_kind(data: Encoded) -> str:
         if re.match(kind, head, re.IGNORECASE | re.DOTALL):
             return name
     return ""
-
-
-def _name_tiff(file: IO[bytes]) -> str:
-    """Describe a TIFF that Pillow cannot decode, and say what to do."""
-    from PIL.TiffImagePlugin import BITSPERSAMPLE, SAMPLESPERPIXEL, ImageFileDirectory_v2
-
-    file.seek(0)
-    head = file.read(8)
-    try:
-        # A BigTIFF has a longer header.
-        tags = ImageFileDirectory_v2(head if 42 in head[:4] else head + file.read(8))
-        file.seek(tags.next)
-        tags.load(file)
-        bits = max(tags[BITSPERSAMPLE])
-        bands = tags[SAMPLESPERPIXEL]
-    except MACHINE_FAULTS:
-        raise
-    # Damaged tags raise all kinds of errors.
-    except Exception:
-        return "not a complete image: a damaged TIFF"
-    chosen = "-b 1 -b 2 -b 3" if bands > 2 else "-b 1"
-    return (
-        f"a TIFF of {bits} bits x {bands} bands, which Pillow cannot decode: run gdal_translate "
-        f"-ot Byte {chosen} {_SCALE}"
-    )
 
 
 def read_npy_header(data: Encoded) -> tuple[int, tuple[int, ...], np.dtype[Any]]:

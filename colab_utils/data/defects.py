@@ -37,9 +37,9 @@ EFFECTS = {
     "normalised polygon": "object is trained without a pixel",
     "empty mask": "object is trained without a pixel",
     "box of corners": "object is trained with a wrong box",
-    "mask and box disagree": "object is trained with a wrong box",
-    "outline in another order": (
-        "object is trained with a wrong mask: write all outlines as COCO has them"
+    "mask and box disagree": (
+        "object is trained with a wrong box, or with a wrong mask: COCO's polygons have x before "
+        "y, its RLE runs along columns, and its boxes are x, y, width, height"
     ),
     "image in validation, too": (
         "average precision comes out too high: --repair with --val-annotations leaves the image out"
@@ -49,7 +49,6 @@ EFFECTS = {
     "crowd": "note: left out of training",
     "image without objects": "note: left out of training",
     "polygon beyond the image": "note: cut at the image's edge",
-    "polygon within another": "note: filled, because only RLE can have holes",
     "loose box": "note: check that boxes are x, y, width, height, and fit their outlines",
     "area and mask disagree": "note: check that no hole is filled, and no mask is another object's",
     "objects in one corner": "note: check that outlines were not drawn on smaller images",

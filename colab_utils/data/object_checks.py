@@ -1,20 +1,21 @@
 """Check one object: compare its box with its mask and with its image."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from colab_utils.data.defects import SERIOUS, Defect
-from colab_utils.data.masks import encode_segmentation, measure_mask, pack_masks, unpack_masks
+from colab_utils.data.masks import encode_segmentation, measure_mask
 from colab_utils.data.segmentations import Entry, Rle, count_numbers, is_nothing, read_polygons
 from colab_utils.data.sizes import Size
 from colab_utils.errors import ColabUtilsError
 
 NEAR = 2
 """Number of pixels by which boxes, masks and images may differ."""
+APART = "mask and box disagree"
+"""The kind of defect of a box that lies elsewhere than its mask. One of both is wrong."""
 # A box that overlaps its mask's box by less than `_WRONG_OVERLAP` (IoU) is wrong. Nearly all boxes
 # overlap by more than `_LOOSE_OVERLAP`.
 _WRONG_OVERLAP = 0.5
@@ -31,32 +32,39 @@ _BEYOND_SHARE = 0.1
 _COUNTED = SERIOUS | {"loose box", "area and mask disagree"}
 
 
-def check_object(annotation: Entry, size: Size) -> tuple[list[Defect], int]:
+def check_object(
+    annotation: Entry, size: Size, mask: Rle | None = None
+) -> tuple[list[Defect], int]:
     """Return the defects of an annotation, and the number of pixels of its mask.
 
-    This number is 0 if the object cannot be used in training.
+    This number is 0 if the object cannot be used in training. ``mask`` is the mask in RLE, if it is
+    drawn already.
     """
     outline = annotation["segmentation"]
-    height, width = size
     try:
-        mask = encode_segmentation(outline, height, width)
+        mask = mask or encode_segmentation(outline, *size)
     except ColabUtilsError as error:
         if is_nothing(annotation):
             return [("empty annotation", "")], 0
         if not count_numbers(outline):
             return [("object without mask", "")], 0
         return [("bad mask", str(error))], 0
-    _, pixels = measure_mask(mask)
+    tight, pixels = measure_mask(mask)
     defects: list[Defect] = []
     if isinstance(outline, list):
-        polygons = read_polygons(outline)
-        if is_normalised(np.concatenate(polygons)):
+        corners = np.concatenate(read_polygons(outline)).reshape(-1, 2)
+        if is_normalised(corners):
             return [("normalised polygon", "all of its numbers lie in 0 to 1")], 0
-        defects = _check_polygons(polygons, height, width, pixels)
-    wrong_box = compare_outline(annotation, mask)
+        beyond = max(*-corners.min(0), *(corners.max(0) - size[::-1]))
+        if beyond > NEAR:
+            defects.append(("polygon beyond the image", f"by {beyond:,.0f} pixels"))
+    wrong_box = compare_box(annotation["bbox"], tight, *size)
     defects += wrong_box
     if pixels and annotation["area"] <= 0:
-        kind = "crowd without area" if _is_object(annotation) else "area 0"
+        # V7 Darwin exports objects with holes as crowds in RLE without an area. COCO's own crowds
+        # have an area.
+        is_object = annotation["iscrowd"] and isinstance(outline, dict) and annotation["area"] == 0
+        kind = "crowd without area" if is_object else "area 0"
         defects.append((kind, f"the mask has {pixels:,} pixels"))
     elif _is_area_odd(annotation, mask):
         text = f"area {annotation['area']:,.0f}, the mask has {pixels:,} pixels"
@@ -82,45 +90,6 @@ def _is_area_odd(annotation: Entry, mask: Rle) -> bool:
     return not is_of_box and not 0.8 <= area / pixels <= 1.25
 
 
-def compare_outline(annotation: Entry, mask: Rle) -> list[Defect]:
-    """Compare an annotation's box with the image and with its mask in RLE.
-
-    If they disagree, the segmentation is read in other ways. If the box fits one of these, the
-    segmentation is wrong, not the box.
-    """
-    tight, _ = measure_mask(mask)
-    defects = compare_box(annotation["bbox"], tight, *mask["size"])
-    box = annotation["bbox"]
-    if "mask and box disagree" not in dict(defects) or min(box[2:]) < _FEW_SIDE:
-        return defects
-    edges = np.array([*box[:2], box[0] + box[2], box[1] + box[3]])
-    for reading, points in _list_readings(annotation["segmentation"], mask):
-        if np.abs(edges - [*points.min(0), *points.max(0)]).max() <= NEAR:
-            return [("outline in another order", f"fits its box if read as {reading}")]
-    return defects
-
-
-def _list_readings(segmentation: Any, mask: Rle) -> Iterator[tuple[str, Any]]:
-    """Yield other ways to read a segmentation, and the points (x, y) that it would have then."""
-    height, width = mask["size"]
-    if isinstance(segmentation, list):
-        numbers = np.concatenate(read_polygons(segmentation))
-        points = numbers.reshape(-1, 2)
-        yield "y before x", points[:, ::-1]
-        yield "y from below", np.abs([0, height] - points)
-        yield "all x before all y", numbers.reshape(2, -1).T
-        if numbers.size % 3 == 0:
-            yield "three numbers a point", numbers.reshape(-1, 3)[:, :2]
-    else:
-        [drawn] = unpack_masks(pack_masks([mask]), height, width)
-        for reading, pixels in (
-            ("runs along rows, not columns", drawn.T.reshape(height, width)),
-            ("runs of the background, not of the object", 1 - drawn),
-        ):
-            if pixels.any():
-                yield reading, np.argwhere(pixels)[:, ::-1]
-
-
 def count_faults(annotations: Sequence[Entry], rles: Sequence[Rle]) -> Counter[str]:
     """Count the objects of an image that may be trained wrongly or not at all, by kind of defect.
 
@@ -135,57 +104,12 @@ def count_faults(annotations: Sequence[Entry], rles: Sequence[Rle]) -> Counter[s
         >>> count_faults([one], [encode_segmentation(outline, 6, 8)])
         Counter({'empty mask': 1})
     """
-    kinds = map(_find_fault, annotations, rles)
-    return Counter(filter(None, kinds))
-
-
-def _is_object(crowd: Entry) -> bool:
-    """Return whether an annotation is marked as a crowd, but may be a single object.
-
-    V7 Darwin exports objects with holes as crowds in RLE without an area. COCO's own crowds have an
-    area.
-    """
-    is_rle = isinstance(crowd["segmentation"], dict)
-    return bool(crowd["iscrowd"] and is_rle and crowd["area"] == 0)
-
-
-def _find_fault(annotation: Entry, mask: Rle) -> str:
-    """Return the defect because of which an object may be trained wrongly or not at all.
-
-    The text is empty if there is no such defect.
-    """
-    if annotation["iscrowd"]:
-        return "crowd without area" if _is_object(annotation) else ""
-    tight, _ = measure_mask(mask)
-    # The mask of a normalised polygon lies in the corner at (0, 0).
-    is_in_corner = max(tight[0] + tight[2], tight[1] + tight[3]) <= NEAR
-    differs = compare_box(annotation["bbox"], tight, *mask["size"])
-    # Most boxes equal those of their masks. Only the other objects are read again, which is slower.
-    if not (is_in_corner or differs or _is_area_odd(annotation, mask)):
-        return ""
-    defects, _ = check_object(annotation, mask["size"])
-    return next((kind for kind, _ in defects if kind in _COUNTED), "")
-
-
-def _check_polygons(
-    polygons: list[NDArray[np.float64]], height: int, width: int, pixels: int
-) -> list[Defect]:
-    from pycocotools import mask as coco_mask
-
-    corners = np.concatenate(polygons).reshape(-1, 2)
-    beyond = max(*-corners.min(0), *(corners.max(0) - (width, height)))
-    if beyond > NEAR:
-        return [("polygon beyond the image", f"by {beyond:,.0f} pixels")]
-    parts = coco_mask.frPyObjects(polygons, height, width)
-    areas = coco_mask.area(parts)
-    # If no polygon covers another one, their areas add up to the pixels of the mask.
-    if len(parts) == 1 or areas.sum() - pixels < max(areas.min(), _FEW_PIXELS):
-        return []
-    for i in np.argsort(areas)[: len(parts) // 2].tolist():
-        others = coco_mask.merge([*parts[:i], *parts[i + 1 :]])
-        if areas[i] >= _FEW_PIXELS and coco_mask.area(others) == pixels:
-            return [("polygon within another", f"of {areas[i]:,} pixels")]
-    return []
+    faults = Counter[str]()
+    for annotation, mask in zip(annotations, rles, strict=True):
+        defects, _ = check_object(annotation, mask["size"], mask)
+        counted = {"crowd without area"} if annotation["iscrowd"] else _COUNTED
+        faults.update([kind for kind, _ in defects if kind in counted][:1])
+    return faults
 
 
 def is_normalised(numbers: Any) -> bool:
@@ -230,4 +154,4 @@ def compare_box(box: list[float], tight: list[float], height: int, width: int) -
         return [("loose box", f"{text}, the mask lies in {tight}")] if is_loose else []
     if corners_overlap >= _WRONG_OVERLAP:
         return [("box of corners", f"{text} looks like x0, y0, x1, y1")]
-    return [("mask and box disagree", f"{text}, the mask lies in {tight}")]
+    return [(APART, f"{text}, the mask lies in {tight}")]

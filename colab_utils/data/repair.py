@@ -6,7 +6,7 @@ image.
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -26,12 +26,11 @@ from colab_utils.data.coco import CocoDataset, read_coco, write_coco
 from colab_utils.data.fields import FAULTS, read_field
 from colab_utils.data.image_checks import Header
 from colab_utils.data.masks import encode_segmentation, measure_mask
-from colab_utils.data.object_checks import NEAR, check_object, compare_outline, is_normalised
+from colab_utils.data.object_checks import APART, NEAR, check_object, compare_box, is_normalised
 from colab_utils.data.orientation import Exif
 from colab_utils.data.segmentations import (
     OUTLINE_NUMBERS,
     Entry,
-    Rle,
     count_numbers,
     identify_segmentation,
     read_polygons,
@@ -40,7 +39,7 @@ from colab_utils.data.sizes import Size
 from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.files import require_new
-from colab_utils.places import Place, PlaceLike, open_place, require_local_path
+from colab_utils.places import PlaceLike, open_place, require_local_path
 
 # Why an object has no mask. The key is the count of numbers in its segmentation.
 _REASONS = {0: "object without mask", 4: "a box or a line, not an outline"}
@@ -71,7 +70,7 @@ def repair_annotations(
     These values are mended:
 
     - Numbers that are written as text, and "True" and "False" in ``iscrowd``.
-    - Ids of annotations that repeat. Every second one gets a new id.
+    - Ids of annotations, if any of them repeats: then all are counted anew.
     - Outlines and RLE that tools write in their own way. A segmentation that holds only the four
       numbers of a box is not made into an outline.
     - Boxes and areas, from the mask.
@@ -105,34 +104,37 @@ def repair_annotations(
     folder = open_place(images)
     output = require_new(require_local_path(output))
     dataset = read_coco(annotations)
-    headers = _read_headers(folder, dataset, deep, validation)
+    headers = [findings.header for findings in inspect_images(folder, dataset, deep=deep)]
+    if validation is not None:
+        for i in find_shared(folder, dataset, headers, *validation):
+            headers[i] = Header([("image in validation, too", "")])
     done = defaultdict[str, list[str]](list)
+    gone = Counter[str]()
     for i in _find_swapped(dataset, headers):
         dataset.sizes[i] = headers[i].size
         done["width and height swapped"].append(escape(dataset.file_name(i)))
     for number in dataset.unknown_images.tolist():
         done["annotation without an image left out"].append(f"annotation {number}")
-    gone = Counter[str]()
     entries: list[Entry] = []
     kept: list[bytes] = []
     has_objects = False
-    ids = _Ids(dataset)
-    for group, is_alone in _group_entries(dataset):
-        name = escape(dataset.file_name(group[0]))
-        try:
-            if not is_alone:
-                raise _LostObjectError("id of several images")
-            image = _MendedImage(dataset, group, headers[group[0]], as_objects=crowds == "objects")
-        except (_LostObjectError, RecursionError) as error:
-            kind = "bad annotation" if isinstance(error, RecursionError) else str(error)
-            done[kind].append(name)
-            gone[kind] += sum(int(dataset.first[i + 1] - dataset.first[i]) for i in group)
-            continue
+    boxes = 0
+    apart = 0
+    numbers = count(1) if len(np.unique(dataset.ids)) < len(dataset.ids) else None
+    for image in _mend_images(dataset, headers, done, gone, as_objects=crowds == "objects"):
         entries.append(image.entry)
-        kept += image.list_texts(ids)
+        kept += image.list_texts(numbers)
         has_objects = has_objects or image.has_objects
+        boxes += image.boxes
+        apart += image.apart
         for change in image.changes:
-            done[change].append(name)
+            done[change].append(image.name)
+    if 4 * apart > boxes:
+        raise ColabUtilsError(
+            f"{apart:,} of {boxes:,} boxes lie elsewhere than their outlines, so {annotations} may "
+            "have outlines in another order than COCO's: polygons with x before y, RLE with runs "
+            "along columns. Export the outlines again. If they are right, remove the boxes."
+        )
     if not has_objects:
         reasons = [f"{len(done[kind]):,} x {kind}" for kind in gone]
         if kept:
@@ -173,22 +175,26 @@ def _group_entries(dataset: CocoDataset) -> list[tuple[list[int], bool]]:
     return [(group, all(len(names[numbers[i]]) == 1 for i in group)) for group in groups.values()]
 
 
-class _Ids:
-    """Give each annotation an id of its own."""
-
-    def __init__(self, dataset: CocoDataset) -> None:
-        known = set(dataset.ids.tolist())
-        self._free = (number for number in count(1) if number not in known)
-        self._taken = set[int]()
-
-    def renew(self, annotation: Entry) -> bool:
-        """Change the id of an annotation if an earlier one has it. Return whether one has."""
-        is_repeated = annotation.get("id") in self._taken
-        if is_repeated:
-            annotation["id"] = next(self._free)
-        if "id" in annotation:
-            self._taken.add(annotation["id"])
-        return is_repeated
+def _mend_images(
+    dataset: CocoDataset,
+    headers: Sequence[Header],
+    done: defaultdict[str, list[str]],
+    gone: Counter[str],
+    *,
+    as_objects: bool,
+) -> Iterator["_MendedImage"]:
+    """Yield each image that is kept. Add the names of the others to ``done``, by the reason, and
+    count their objects in ``gone``.
+    """
+    for group, is_alone in _group_entries(dataset):
+        try:
+            if not is_alone:
+                raise _LostObjectError("id of several images")
+            yield _MendedImage(dataset, group, headers[group[0]], as_objects=as_objects)
+        except (_LostObjectError, RecursionError) as error:
+            kind = "bad annotation" if isinstance(error, RecursionError) else str(error)
+            done[kind].append(escape(dataset.file_name(group[0])))
+            gone[kind] += sum(int(dataset.first[i + 1] - dataset.first[i]) for i in group)
 
 
 class _MendedImage:
@@ -201,10 +207,15 @@ class _MendedImage:
     def __init__(
         self, dataset: CocoDataset, group: list[int], header: Header, *, as_objects: bool
     ) -> None:
+        self.name = escape(dataset.file_name(group[0]))
         self.changes = ["entries of one image joined"] * (len(group) - 1)
         self.entry = dataset.image(group[0])
         self._size = self._mend_entry(dataset, group, header)
         self._as_objects = as_objects
+        self.boxes = 0
+        """How many annotations have a box."""
+        self.apart = 0
+        """How many of these boxes lie elsewhere than their masks."""
         self.annotations: dict[str, Entry] = {}
         """Annotations by category and outline. Of equal ones, only the first is kept."""
         categories = {category["id"] for category in dataset.categories}
@@ -219,13 +230,15 @@ class _MendedImage:
         """Return whether any annotation is no crowd."""
         return any(not annotation["iscrowd"] for annotation in self.annotations.values())
 
-    def list_texts(self, ids: _Ids) -> list[bytes]:
-        """Return the JSON of each annotation. Ids that repeat are changed."""
+    def list_texts(self, numbers: Iterator[int] | None) -> list[bytes]:
+        """Return the JSON of each annotation. With ``numbers``, these are the new ids."""
         texts = []
         for annotation in self.annotations.values():
-            if ids.renew(annotation):
-                self.changes.append("new id in place of a repeated one")
-            texts.append(json.dumps(annotation | {"image_id": self.entry["id"]}).encode())
+            annotation["image_id"] = self.entry["id"]
+            if numbers is not None:
+                annotation["id"] = next(numbers)
+                self.changes.append("ids counted anew, because some repeat")
+            texts.append(json.dumps(annotation).encode())
         return texts
 
     def _mend_entry(self, dataset: CocoDataset, group: list[int], header: Header) -> Size:
@@ -272,8 +285,7 @@ class _MendedImage:
         outline = entry.get("segmentation")
         try:
             values["segmentation"] = _mend_outline(outline, self._size)
-            rle = encode_segmentation(values["segmentation"], *self._size)
-            tight, pixels = measure_mask(rle)
+            tight, pixels = measure_mask(encode_segmentation(values["segmentation"], *self._size))
         except ColabUtilsError:
             tight = []
             pixels = 0
@@ -286,7 +298,7 @@ class _MendedImage:
             return
         if values["segmentation"] != outline:
             self.changes.append("outline written as COCO has it")
-        self._mend_box(values, rle)
+        self._mend_box(values, tight)
         area = values["area"]
         # A crowd whose ``area`` is 0 may be an object. Only the user knows, and says so by `crowds`
         # (an argument). The 0 stays, so that a check still finds such a crowd.
@@ -304,25 +316,16 @@ class _MendedImage:
         else:
             self.annotations[key] = entry | values
 
-    def _mend_box(self, values: Entry, rle: Rle) -> None:
-        """Take the box from the mask if box and mask disagree.
-
-        Raises:
-            ColabUtilsError: if the mask is wrong, not the box.
-        """
-        if values["bbox"]:
-            defects = dict(compare_outline(values, rle))
-            if not defects:
+    def _mend_box(self, values: Entry, tight: list[float]) -> None:
+        """Take the box of the mask, ``tight``, if an annotation's own box disagrees with it."""
+        box = values["bbox"]
+        if box:
+            self.boxes += 1
+            kinds = dict(compare_box(box, tight, *self._size))
+            if not kinds:
                 return
-            reading = defects.get("outline in another order")
-            if reading:
-                raise ColabUtilsError(
-                    f"Outlines of {escape(self.entry['file_name'])} are not as COCO has them: one "
-                    f"of them {reading}. Others may be wrong, too, even if no check finds them. "
-                    "Export all outlines again (polygons with x before y, RLE with runs along "
-                    "columns), then repair the new file."
-                )
-        values["bbox"], _ = measure_mask(rle)
+            self.apart += APART in kinds and not is_normalised(box)
+        values["bbox"] = tight
         self.changes.append("box from the mask")
 
     def _read_values(self, entry: Entry) -> Entry:
@@ -343,22 +346,6 @@ class _MendedImage:
             values["iscrowd"] = 0
             self.changes.append("crowd taken as an object")
         return values
-
-
-def _read_headers(
-    folder: Place,
-    dataset: CocoDataset,
-    deep: bool,
-    validation: Validation | None,
-) -> list[Header]:
-    """Return the header of each image. An image that is also in the validation set counts as
-    unusable.
-    """
-    headers = [findings.header for findings in inspect_images(folder, dataset, deep=deep)]
-    if validation is not None:
-        for i in find_shared(folder, dataset, headers, *validation):
-            headers[i] = Header([("image in validation, too", "")])
-    return headers
 
 
 def _find_swapped(dataset: CocoDataset, headers: Sequence[Header]) -> list[int]:

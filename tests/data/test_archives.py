@@ -4,7 +4,6 @@ fail.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import socket
@@ -151,28 +150,6 @@ def test_a_changed_zip_is_unpacked_anew(tmp_path, tiny_dataset, export, ssd):
     assert {path.name for path in images.iterdir()} == wanted
 
 
-def test_an_unpacking_that_was_stopped_goes_on(tiny_dataset, export, ssd, monkeypatch):
-    extract = zipfile.ZipFile.extract
-    asked = []
-
-    def stop(self, info, target):
-        asked.append(info.filename)
-        if len(asked) == 6:
-            # A killed process leaves half a file like this.
-            (Path(target) / info.filename).write_bytes(b"half of it")
-            raise KeyboardInterrupt
-        return extract(self, info, target)
-
-    monkeypatch.setattr(zipfile.ZipFile, "extract", stop)
-    with pytest.raises(KeyboardInterrupt):
-        unpack_dataset(export, ssd)
-    first = asked[:]
-    assert_same(unpack_dataset(export, ssd), tiny_dataset)
-    # The file that was half written comes again.
-    assert asked[6:][0] == first[5]
-    assert not set(asked[6:]) & set(first[:5])
-
-
 def test_a_flipped_bit_is_found(tiny_dataset, export, ssd):
     with zipfile.ZipFile(export) as archive:
         place = archive.infolist()[3].header_offset + 2000
@@ -195,26 +172,26 @@ def make_link():
 @pytest.mark.parametrize(
     "name",
     [
-        # This leaves the folder.
         "../evil.jpg",
-        # This leaves the folder later in the path.
         "train/../../evil.jpg",
-        # This path is absolute.
         "/tmp/evil.jpg",
-        # This path is absolute on Windows.
         "C:\\evil.jpg",
-        # This leaves the folder with the slashes of Windows.
         "..\\evil.jpg",
-        # This is a link, through which the next file would be written.
+        "a\\..\\..\\evil.jpg",
+        # The next file would be written through this link.
         make_link(),
+        # These change what a terminal shows.
+        "a\x1b[2Jevil.jpg",
+        "evil.jpg\u202e",
     ],
 )
 def test_what_leads_out_of_the_zip_is_refused_before_anything_is_written(
     tmp_path, tiny_dataset, ssd, name
 ):
     source = write_zip(tmp_path / "export.zip", tiny_dataset, more=[(name, b"/etc/passwd")])
-    with pytest.raises(ColabUtilsError, match=r"(evil|link)\.jpg.*nothing is unpacked"):
+    with pytest.raises(ColabUtilsError, match=r"(evil|link)\.jpg.*nothing is unpacked") as error:
         unpack_dataset(source, ssd)
+    assert str(error.value).isprintable()
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".zip"]
 
 
@@ -258,43 +235,6 @@ def test_names_that_no_disk_takes_are_told_and_an_empty_one_leads_nowhere(
         archive.mkdir("images")
     with pytest.raises(ColabUtilsError, match=r"images of the JSON are not in .*empty\.zip"):
         unpack_dataset(str(tmp_path / "empty.zip"), ssd)
-
-
-@pytest.mark.parametrize(
-    ("break_it", "words"),
-    [
-        # The file is empty.
-        (lambda path: path.write_bytes(b""), "an empty file"),
-        # The file is a web page.
-        (lambda path: path.write_bytes(b"<!doctype html>" * 99), "a web page"),
-        # The file is cut short.
-        (
-            lambda path: path.write_bytes(path.read_bytes()[:-3000]),
-            "not a zip file",
-        ),
-    ],
-)
-def test_what_is_no_whole_zip_is_told(export, ssd, break_it, words):
-    break_it(Path(export))
-    with pytest.raises(ColabUtilsError, match=rf"export\.zip is not a whole zip.*{words}"):
-        unpack_dataset(export, ssd)
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        [("a\x1b[2J.txt", b"1")],
-        [("a\u202egpj.exe", b"1")],
-    ],
-)
-def test_what_no_export_holds_is_refused_before_anything_is_written(
-    tmp_path, tiny_dataset, ssd, more
-):
-    source = write_zip(tmp_path / "export.zip", tiny_dataset, more=more, kind=zipfile.ZIP_DEFLATED)
-    with pytest.raises(ColabUtilsError, match="cannot be shown, so nothing is unpacked") as error:
-        unpack_dataset(source, ssd)
-    assert str(error.value).isprintable()
-    assert not [path for path in ssd.rglob("*") if path.is_file()]
 
 
 def test_images_under_names_of_another_machine_are_unpacked_and_found(tmp_path, tiny_dataset, ssd):
@@ -356,11 +296,14 @@ def test_a_full_disk_is_told_before_and_while_it_is_written(export, tiny_dataset
             unpack_dataset(export, ssd)
 
     def fill(self, info, target):
+        # Half of a file is left.
+        Path(target, info.filename).parent.mkdir(parents=True, exist_ok=True)
+        Path(target, info.filename).write_bytes(b"half of it")
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(zipfile.ZipFile, "extract", fill)
-        with pytest.raises(ColabUtilsError, match=r"No space left on device.*it continues there"):
+        with pytest.raises(ColabUtilsError, match="No space left on device"):
             unpack_dataset(export, ssd)
     assert_same(unpack_dataset(export, ssd), tiny_dataset)
 
@@ -428,6 +371,32 @@ def server(export):
     server.server_close()
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"<!DOCTYPE html><title>Quota exceeded</title>", "it is a web page: download the file"),
+        (b"\n\n<html> on GitHub", "it is a web page"),
+        (b"version https://git-lfs.github.com/spec/v1", "it is a Git LFS pointer"),
+        (b"Rar!\x1a\x07\x01\x00", "it is a RAR archive: unpack it first"),
+        (b"7z\xbc\xaf\x27\x1c", "it is a 7z archive: unpack it first"),
+        (b"\x1f\x8b\x08", "it is a gzip file: unpack it first"),
+        (b"a.jpg".ljust(257, b"\0") + b"ustar", "it is a tar archive: unpack it first"),
+        (b"", "it is an empty file: copy it again"),
+        # The zip is cut short.
+        (b"PK\3\4" + bytes(99), "not a zip file"),
+    ],
+)
+def test_what_is_no_whole_zip_is_named_from_a_disk_and_from_a_url(
+    server, tmp_path, ssd, content, message
+):
+    (tmp_path / "x.zip").write_bytes(content)
+    server.content = content
+    for source in (str(tmp_path / "x.zip"), server.url):
+        with pytest.raises(ColabUtilsError, match=rf"is not a whole zip: .*{message}"):
+            unpack_dataset(source, ssd)
+    assert not list(ssd.rglob("*.zip"))
+
+
 @pytest.mark.parametrize("tells_size", [True, False])
 def test_a_zip_at_a_url_is_downloaded_once_and_does_not_stay(server, tiny_dataset, ssd, tells_size):
     server.tells_size = tells_size
@@ -450,14 +419,10 @@ def test_a_server_that_stops_in_the_middle_is_told_and_asked_again_in_the_next_c
     assert_same(unpack_dataset(server.url, ssd), tiny_dataset)
 
 
-@pytest.mark.parametrize(
-    ("status", "words"),
-    [(404, "Not Found"), (403, "Forbidden"), (503, "Service Unavailable")],
-)
-def test_a_server_that_gives_nothing_is_told_at_once(server, ssd, status, words):
-    server.statuses = [status]
+def test_a_server_that_gives_nothing_is_told_at_once(server, ssd):
+    server.statuses = [404]
     with pytest.raises(
-        ColabUtilsError, match=f"The zip at http.*{status}.*{words}.*Check IMAGES and the network"
+        ColabUtilsError, match=r"The zip at http.*404.*Not Found.*Check IMAGES and the network"
     ) as error:
         unpack_dataset(server.url, ssd)
     assert "secret" not in str(error.value)
@@ -510,62 +475,6 @@ def test_a_proxy_of_the_environment_is_asked(server, tiny_dataset, ssd, monkeypa
     assert server.paths == ["http://nowhere.invalid/export.zip"]
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"PK", "not a zip file"),
-        (b"\n<!doctype html> sign in, please", "it is a web page"),
-        (b"", "an empty file"),
-    ],
-)
-def test_what_is_no_zip_at_a_url_is_named_and_asked_for_anew(
-    server, tiny_dataset, ssd, content, words
-):
-    whole = server.content
-    server.content = content
-    with pytest.raises(ColabUtilsError, match=rf"http.*is not a whole zip: .*{words}"):
-        unpack_dataset(server.url, ssd)
-    assert not list(ssd.rglob("*.zip"))
-    server.content = whole
-    assert_same(unpack_dataset(server.url, ssd), tiny_dataset)
-
-
-def test_another_zip_after_a_stop_is_found_by_its_checksums(
-    server, tiny_dataset, ssd, monkeypatch, tmp_path
-):
-    with zipfile.ZipFile(io.BytesIO(server.content)) as archive:
-        contents = {name: archive.read(name) for name in archive.namelist()}
-    names = [name for name in contents if name.endswith(".jpg")]
-    extract = zipfile.ZipFile.extract
-
-    def stop(self, info, target):
-        if info.filename == names[5]:
-            raise KeyboardInterrupt
-        return extract(self, info, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(zipfile.ZipFile, "extract", stop)
-        with pytest.raises(KeyboardInterrupt):
-            unpack_dataset(server.url, ssd)
-    # By now, the first image of the server's zip has other bytes, as many as before.
-    contents[names[0]] = contents[names[0]][::-1]
-    with zipfile.ZipFile(tmp_path / "other.zip", "w") as archive:
-        for name, content in contents.items():
-            archive.writestr(name, content)
-    server.content = (tmp_path / "other.zip").read_bytes()
-    images, _ = unpack_dataset(server.url, ssd)
-    assert {f"train/{path.name}": path.read_bytes() for path in images.iterdir()} == {
-        name: contents[name] for name in names
-    }
-
-
-def test_a_full_disk_is_told_before_the_zip_is_downloaded(server, ssd, monkeypatch):
-    monkeypatch.setattr("colab_utils.machine.find_free_space", lambda folder: 1000)
-    with pytest.raises(ColabUtilsError, match="of free disk, and"):
-        unpack_dataset(server.url, ssd)
-    assert not [path for path in ssd.rglob("*") if path.is_file()]
-
-
 class OldName(zipfile.ZipInfo):
     """A file whose name is in a code page, without the mark of UTF-8."""
 
@@ -602,10 +511,9 @@ def test_names_that_macos_wrote_are_utf8(tmp_path, tiny_dataset, ssd):
         assert check_dataset(images, annotations).ok
 
 
-@pytest.mark.parametrize(("page", "stem"), [("gbk", "图片"), ("cp1252", "été")])
-def test_names_of_another_code_page_are_told(tmp_path, tiny_dataset, ssd, page, stem):
+def test_names_of_another_code_page_are_told(tmp_path, tiny_dataset, ssd):
     path = tmp_path / "export.zip"
-    write_old_zip(path, tiny_dataset, page, stem)
+    write_old_zip(path, tiny_dataset, "gbk", "图片")
     with pytest.raises(ColabUtilsError, match=r"12 of the 12 images.*names in UTF-8"):
         unpack_dataset(str(path), ssd)
 
@@ -620,16 +528,6 @@ def test_backslashes_part_folders(tmp_path, tiny_dataset, ssd):
     images, annotations = unpack_dataset(str(path), ssd)
     assert (images.name, annotations.parent.name) == ("images", "export")
     assert_same((images, annotations), tiny_dataset)
-
-
-@pytest.mark.parametrize(
-    "name", ["..\\..\\out.jpg", "a\\..\\..\\out.jpg", "C:\\out.jpg", "\\out.jpg"]
-)
-def test_backslashes_lead_nowhere_else(tmp_path, tiny_dataset, ssd, name):
-    source = write_zip(tmp_path / "export.zip", tiny_dataset, more=[(name, b"")])
-    with pytest.raises(ColabUtilsError, match=r"leads out of it .*, so nothing is unpacked"):
-        unpack_dataset(source, ssd)
-    assert not list(tmp_path.rglob("out.jpg"))
 
 
 @pytest.mark.parametrize("split", ["train", "valid"])
@@ -679,25 +577,6 @@ def test_what_systems_and_tools_leave_in_a_zip_is_passed_over(tmp_path, tiny_dat
     assert_same(unpack_dataset(source, ssd), tiny_dataset)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"<!DOCTYPE html><title>Quota exceeded</title>", "a web page: download the file itself"),
-        (b"version https://git-lfs.github.com/spec/v1", "a Git LFS pointer"),
-        (b"Rar!\x1a\x07\x01\x00", "a RAR archive: unpack it first"),
-        (b"7z\xbc\xaf\x27\x1c", "a 7z archive: unpack it first"),
-        (b"\x1f\x8b\x08", "a gzip file: unpack it first"),
-        (b"a.jpg".ljust(257, b"\0") + b"ustar", "a tar archive: unpack it first"),
-        (b"", "an empty file: copy it again"),
-    ],
-)
-def test_another_file_with_the_name_of_a_zip_is_named(tmp_path, ssd, content, message):
-    source = tmp_path / "export.zip"
-    source.write_bytes(content)
-    with pytest.raises(ColabUtilsError, match=f"it is {message}"):
-        unpack_dataset(str(source), ssd)
-
-
 def test_a_compression_that_python_does_not_know_is_told(export, ssd):
     content = Path(export).read_bytes()
     start = content.rindex(b"PK\x01\x02")
@@ -705,13 +584,6 @@ def test_a_compression_that_python_does_not_know_is_told(export, ssd):
     Path(export).write_bytes(content[: start + 10] + b"\x09" + content[start + 11 :])
     with pytest.raises(ColabUtilsError, match="Deflate64"):
         unpack_dataset(export, ssd)
-
-
-def test_an_archive_in_place_of_the_image_folder_is_told(tmp_path, tiny_dataset):
-    archive = tmp_path / "images.tar.gz"
-    archive.write_bytes(b"\x1f\x8b")
-    with pytest.raises(ColabUtilsError, match=r"It is a file\. Name a folder"):
-        check_dataset(archive, tiny_dataset.annotations)
 
 
 @pytest.mark.parametrize("ending", [".tar", ".tar.gz", ".tgz", ".7z", ".rar"])

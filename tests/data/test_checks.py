@@ -23,8 +23,6 @@ from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, escape
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.write import write_shards
-from colab_utils.training.train import train
-from tests.tiny_model import TINY_MODEL
 
 
 class Dataset:
@@ -217,14 +215,6 @@ def draw(polygon, box=None):
     return spoil
 
 
-def draw_hole(dataset):
-    """Draw an outline, and a second one in it, which fills nothing more."""
-    outline = [20, 20, 80, 20, 80, 80, 20, 80]
-    hole = [40, 40, 60, 40, 60, 60, 40, 60]
-    draw(outline)(dataset)
-    dataset.coco["annotations"][2]["segmentation"] = [outline, hole]
-
-
 def widen(dataset):
     """Another width, and no mask that would tell that the file is right."""
     dataset.coco["images"][4]["width"] = 170
@@ -371,7 +361,6 @@ DEFECTS = [
         12,
     ),
     (enlarge_area, "area and mask disagree", False, 12),
-    (draw_hole, "polygon within another", False, 12),
     (
         change_box(lambda x, y, w, h: [x, y, w, 1.4 * h]),
         "loose box",
@@ -720,28 +709,6 @@ def test_repair_of_what_nobody_expects(dataset, change, kept, tmp_path):
     assert report.images == kept
 
 
-def test_a_repaired_dataset_trains_an_epoch(dataset, tmp_path, one_thread):
-    draw([60, 50, 90, 50, 90, 80, 60, 80], box=[60, 50, 90, 80])(dataset)
-    dataset.coco["annotations"][5]["bbox"] = [0, 0, -5, 5]
-    dataset.coco["annotations"][9]["segmentation"] = []
-    dataset.file(4).write_bytes(b"")
-    dataset.save()
-    repaired = repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
-    write_shards(dataset.images, tmp_path / "out.json", shards=tmp_path / "shards", workers=1)
-    report = train(
-        tmp_path / "shards",
-        tmp_path / "run",
-        model=TINY_MODEL,
-        weights=None,
-        min_size=64,
-        epochs=1,
-        batch_size=2,
-    )
-    assert repaired.images == 10
-    assert report.steps == 5
-    assert all(np.isfinite(step.loss) for step in report.losses)
-
-
 def test_the_numbers_of_a_dataset(coco_mini):
     report = check_dataset(coco_mini.images, coco_mini.annotations)
     statistics = report.statistics
@@ -780,26 +747,6 @@ def test_many_defects_are_counted_and_a_few_shown(dataset):
         dataset.file(i).unlink()
     problem = dataset.check().problems[0]
     assert (problem.count, len(problem.examples)) == (9, 5)
-
-
-def test_ids_that_start_again_in_each_image(dataset, tmp_path):
-    """Only the bad annotation of that image goes, not those of the same id in others."""
-    seen: dict[int, int] = {}
-    for annotation in dataset.coco["annotations"]:
-        annotation["id"] = seen.get(annotation["image_id"], 0) + 1
-        seen[annotation["image_id"]] = annotation["id"]
-    dataset.coco["annotations"][0].update(segmentation=[], bbox=[0, 0, 0, 0])
-    dataset.save()
-    repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
-    repaired = json.loads((tmp_path / "out.json").read_text())["annotations"]
-    order = [image["id"] for image in dataset.coco["images"]]
-    expected = sorted(
-        dataset.coco["annotations"][1:],
-        key=lambda annotation: order.index(annotation["image_id"]),
-    )
-    ids = [annotation.pop("id") for annotation in repaired]
-    assert len({*ids}) == len(expected)
-    assert repaired == [{k: v for k, v in entry.items() if k != "id"} for entry in expected]
 
 
 def test_merged_exports_that_each_count_from_one(dataset, tmp_path):
@@ -937,65 +884,6 @@ def test_a_missing_folder_or_file_is_told(dataset, tmp_path):
         check_dataset(dataset.annotations, dataset.annotations)
     with pytest.raises(ColabUtilsError, match=r"The annotations .* cannot be read"):
         check_dataset(dataset.images, tmp_path / "no.json")
-
-
-@pytest.mark.parametrize(
-    ("change", "is_kept"),
-    [
-        # These areas are shares of the image.
-        (lambda area: area / 160 / 128, False),
-        (lambda area: area * 160 * 128, False),
-        (lambda area: -area, False),
-        # COCO computes the area from the outline, so it differs a little.
-        (lambda area: area * 1.02, True),
-        (lambda area: area, True),
-    ],
-)
-def test_repair_takes_an_area_of_other_units_from_the_mask(tiny_dataset, tmp_path, change, is_kept):
-    coco = json.loads(tiny_dataset.annotations.read_text())
-    areas = {annotation["id"]: annotation["area"] for annotation in coco["annotations"]}
-    for annotation in coco["annotations"]:
-        annotation["area"] = change(annotation["area"])
-    source = tmp_path / "a.json"
-    output = tmp_path / "b.json"
-    source.write_text(json.dumps(coco))
-    report = repair_annotations(tiny_dataset.images, source, output=output)
-    repaired = {
-        annotation["id"]: annotation["area"]
-        for annotation in json.loads(output.read_text())["annotations"]
-    }
-    assert repaired.keys() == areas.keys()
-    for number, area in areas.items():
-        assert repaired[number] == (change(area) if is_kept else area)
-    assert ("area from the mask" in {repair.kind for repair in report.repairs}) is not is_kept
-    again = repair_annotations(tiny_dataset.images, output, output=tmp_path / "c.json")
-    assert again.repairs == ()
-
-
-def test_repair_of_normalised_annotations_gives_areas_in_pixels(tiny_dataset, tmp_path):
-    """Box, outline and area in shares of the image, as Azure's export has them."""
-    coco = json.loads(tiny_dataset.annotations.read_text())
-    coco["annotations"] = [
-        annotation for annotation in coco["annotations"] if not annotation["iscrowd"]
-    ]
-    areas = {annotation["id"]: annotation["area"] for annotation in coco["annotations"]}
-    for annotation in coco["annotations"]:
-        x, y, w, h = annotation["bbox"]
-        annotation["bbox"] = [x / 160, y / 128, w / 160, h / 128]
-        annotation["area"] /= 160 * 128
-        annotation["segmentation"] = [
-            [number / (128 if place % 2 else 160) for place, number in enumerate(polygon)]
-            for polygon in annotation["segmentation"]
-        ]
-    source = tmp_path / "a.json"
-    output = tmp_path / "b.json"
-    source.write_text(json.dumps(coco))
-    repair_annotations(tiny_dataset.images, source, output=output)
-    repaired = {
-        annotation["id"]: annotation["area"]
-        for annotation in json.loads(output.read_text())["annotations"]
-    }
-    assert repaired == pytest.approx(areas, rel=0.05)
 
 
 @pytest.mark.parametrize("alike", [["car", "car "], ["car", "Car"], ["a b", "a  B"]])

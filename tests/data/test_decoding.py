@@ -247,7 +247,7 @@ def test_without_any_operator_that_is_told_once_and_pillow_decodes(
 
 
 # What any other package of the process may have set: (LOAD_TRUNCATED_IMAGES, MAX_IMAGE_PIXELS).
-SWITCHES = [(True, None), (True, 1), (False, None), (False, 1)]
+SWITCHES = [(True, None), (False, 1)]
 
 
 @pytest.fixture(params=SWITCHES, ids=str)
@@ -466,33 +466,15 @@ def make_bands(bands, dtype):
     return np.arange(16 * 24 * bands).reshape(16, 24, bands).astype(dtype)
 
 
-TIFFS = {
-    "8 bands of 16 bits": (make_bands(8, np.uint16), 1, "16 bits x 8 bands", "-b 1 -b 2 -b 3"),
-    "3 grey bands of 16 bits": (make_bands(3, np.uint16), 1, "16 bits x 3 bands", "-b 1 -b 2 -b 3"),
-    "8 bands of 8 bits": (make_bands(8, np.uint8), 1, "8 bits x 8 bands", "-b 1 -b 2 -b 3"),
-    "2 bands of 16 bits": (make_bands(2, np.uint16), 1, "16 bits x 2 bands", "-b 1"),
-    "3 bands of floats": (make_bands(3, np.float32), 2, "32 bits x 3 bands", "-b 1 -b 2 -b 3"),
-}
-
-
-@pytest.mark.parametrize("name", TIFFS)
-@pytest.mark.parametrize("order", "<>")
-def test_a_tiff_that_pillow_cannot_decode_is_named_with_its_cure(name, order, capfd):
-    array, photometric, layout, bands = TIFFS[name]
-    cure = f"a TIFF of {layout}, which Pillow cannot decode: run gdal_translate -ot Byte {bands}"
-    data = make_tiff(array, photometric, order=order)
-    with pytest.raises(ColabUtilsError, match=f"^{cure} -scale 0 MAX IN OUT"):
+@pytest.mark.parametrize(("order", "big"), [("<", False), (">", False), ("<", True)])
+def test_a_tiff_that_pillow_cannot_decode_is_named_with_its_cure(order, big, capfd):
+    data = make_tiff(make_bands(8, np.uint16), 1, order=order, big=big)
+    with pytest.raises(ColabUtilsError, match=r"^a TIFF that is not .* -scale 0 MAX IN OUT"):
         decode_pixels(data)
-    assert capfd.readouterr() == ("", "")
-    # Its tags are lost.
+    # Its tags lie at the end.
     with pytest.raises(ColabUtilsError, match="not a complete image"):
         decode_pixels(data[: len(data) // 2])
-
-
-def test_a_large_tiff_is_named_too():
-    data = make_tiff(make_bands(8, np.uint16), 1, big=True)
-    with pytest.raises(ColabUtilsError, match="a TIFF of 16 bits x 8 bands"):
-        decode_pixels(data)
+    assert capfd.readouterr() == ("", "")
 
 
 def save_deep(array, kind):
@@ -528,7 +510,7 @@ def paint_deep(brightest, channels):
     return array if channels > 1 else array[..., 0]
 
 
-@pytest.mark.parametrize("bits", [8, 10, 12, 14])
+@pytest.mark.parametrize("bits", [8, 14])
 @pytest.mark.parametrize(
     ("channels", "kind"),
     [

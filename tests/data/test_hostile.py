@@ -89,7 +89,7 @@ def test_a_giant_image_that_is_not_there_is_drawn_grey(tmp_path, coco):
 
 
 @pytest.mark.parametrize(
-    "name", ["\ud800", "a\x00\x1b[2J\uffff", "car (1)\n  9 x fake problem", 9999 * "x"]
+    "name", ["\ud800\x00\x1b[2J\uffff", "car (1)\n  9 x fake problem", 999 * "x"]
 )
 def test_odd_class_names_are_shown_as_text(tmp_path, coco, name):
     coco["categories"][0]["name"] = name
@@ -220,26 +220,24 @@ print(max(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) / 1e6)
 """
 
 
-@pytest.mark.parametrize("kind", ["dense", "sparse"])
-def test_a_page_takes_little_memory(tmp_path, coco, kind):
+def test_a_page_takes_little_memory(tmp_path, coco):
     """1,300 outlines took 16 GB; a file of zeros was read as a whole to name what it is."""
-    if kind == "dense":
-        (annotation,) = coco["annotations"]
-        Image.new("RGB", (640, 640)).save(tmp_path / "images/0.png")
-        coco["images"][0].update(width=640, height=640)
-        corners = [(x, y) for x in range(0, 624, 16) for y in range(0, 512, 15)]
-        coco["annotations"] = [
-            {
-                **annotation,
-                "id": n,
-                "bbox": [x, y, 9, 9],
-                "segmentation": [[x, y, x + 9, y, x + 9, y + 9, x, y + 9]],
-            }
-            for n, (x, y) in enumerate([*corners, corners[0]])
-        ]
-    else:
-        os.truncate(tmp_path / "images/0.png", 0)
-        os.truncate(tmp_path / "images/0.png", 390_000_000)
+    (annotation,) = coco["annotations"]
+    Image.new("RGB", (640, 640)).save(tmp_path / "images/0.png")
+    coco["images"][0].update(width=640, height=640)
+    corners = [(x, y) for x in range(0, 624, 16) for y in range(0, 512, 15)]
+    coco["annotations"] = [
+        {
+            **annotation,
+            "id": n,
+            "bbox": [x, y, 9, 9],
+            "segmentation": [[x, y, x + 9, y, x + 9, y + 9, x, y + 9]],
+        }
+        for n, (x, y) in enumerate([*corners, corners[0]])
+    ]
+    coco["images"].append({"id": 2, "file_name": "zeros.png", "width": 32, "height": 24})
+    (tmp_path / "images/zeros.png").touch()
+    os.truncate(tmp_path / "images/zeros.png", 390_000_000)
     (tmp_path / "a.json").write_text(json.dumps(coco))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = [sys.executable, "-c", MEMORY, tmp_path]

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import tracemalloc
 
 import numpy as np
@@ -58,16 +57,6 @@ def test_pack_and_unpack_give_back_what_pycocotools_encoded(masks):
             else (0, 0, 0, 0)
         )
     assert packed.bits.size == packed.offsets[-1]
-
-
-@QUICK
-@given(masks=dense_masks(1))
-def test_both_kinds_of_rle_are_the_mask(masks):
-    for mask in masks:
-        size = list(mask.shape)
-        compressed = {"size": size, "counts": encode(mask)["counts"].decode()}
-        for rle in (compressed, {"size": size, "counts": count_runs(mask)}):
-            assert np.array_equal(coco_mask.decode(encode_segmentation(rle, *size)), mask)
 
 
 @QUICK
@@ -159,11 +148,32 @@ def test_contours_of_many_points_pass():
         assert coco_mask.area(rle) == pytest.approx(np.pi * (0.4005 * height) ** 2, rel=0.01)
 
 
-def test_many_parts_are_united_as_in_pycocotools():
-    corners = np.random.default_rng(0).integers(0, 60, (3000, 2))
-    parts = [[x, y, x + 3, y, x + 3, y + 3] for x, y in corners.tolist()]
-    expected = coco_mask.merge(coco_mask.frPyObjects(parts, 64, 64))
-    assert encode_segmentation(parts, 64, 64) == expected
+coordinate = st.one_of(st.integers(-20, 60), st.floats(0, 40).map(lambda x: round(x, 2)))
+polygon = st.lists(coordinate, min_size=6, max_size=18).map(lambda xs: xs[: len(xs) // 2 * 2])
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    polygons=st.lists(polygon, min_size=1, max_size=3),
+    height=st.integers(1, 40),
+    width=st.integers(1, 40),
+)
+def test_all_notations_of_a_mask_are_drawn_as_by_pycocotools(polygons, height, width):
+    """In the image and beyond it; as numbers, as text, flat if there is one, and as RLE."""
+    expected = coco_mask.decode(coco_mask.merge(coco_mask.frPyObjects(polygons, height, width)))
+    size = [height, width]
+    counts = encode(expected)["counts"]
+    notations = [polygons, [[str(number) for number in polygon] for polygon in polygons]]
+    if len(polygons) == 1:
+        notations += [notation[0] for notation in notations]
+    for form in (count_runs(expected), counts.decode(), counts):
+        notations.append({"size": size, "counts": form})
+    for notation in notations:
+        rle = encode_segmentation(notation, *size)
+        assert np.array_equal(unpack_masks(pack_masks([rle]), *size)[0], expected)
+    # More parts than are merged at once.
+    many = encode_segmentation(polygons * 60, *size)
+    assert np.array_equal(coco_mask.decode(many), expected)
 
 
 def test_large_runs_are_read():
@@ -256,6 +266,9 @@ def test_resize_is_torch_nearest(masks, height, width):
         ({"size": [6, 8], "counts": [float("inf")]}, "add up to 6 x 8"),
         ({"size": [6, 8], "counts": [float("nan")]}, "add up to 6 x 8"),
         ({"size": [6, 8], "counts": []}, "add up to 6 x 8"),
+        ({"size": [6, 8], "counts": [[0, 24], [2, 22]]}, "add up to 6 x 8"),
+        ({"size": [6, 8], "counts": [[[48]]]}, "add up to 6 x 8"),
+        ({"size": [6, 8], "counts": [[48], [0, 1]]}, "add up to 6 x 8"),
         ({"size": [6, 8], "counts": ""}, "add up to 6 x 8"),
         # The counts end in the middle of a run.
         ({"size": [6, 8], "counts": "`1"[:1]}, "add up to 6 x 8"),
@@ -274,36 +287,6 @@ def test_what_is_no_mask_is_refused(segmentation, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "polygon",
-    [
-        # This polygon is larger than the image.
-        [-5, -5, 20, -5, 20, 20, -5, 20],
-        # This polygon lies outside.
-        [100, 100, 110, 100, 110, 110],
-        # This polygon reaches far outside.
-        [-900, 3, 900, 3, 0, 900],
-        # This polygon is a point.
-        [3, 3, 3, 3, 3, 3],
-    ],
-)
-def test_polygons_beyond_the_image_are_cut_as_in_pycocotools(polygon):
-    rle = encode_segmentation([polygon], 6, 8)
-    assert rle["counts"] == coco_mask.frPyObjects([polygon], 6, 8)[0]["counts"]
-    assert np.array_equal(
-        unpack_masks(pack_masks([rle]), 6, 8)[0],
-        coco_mask.decode(rle),
-    )
-
-
-def test_parts_of_one_object_are_united():
-    second = [4, 2, 7, 2, 7, 5, 4, 5]
-    rle = encode_segmentation([SQUARE, second], 6, 8)
-    mask = coco_mask.decode(encode_segmentation([SQUARE], 6, 8))
-    two = coco_mask.decode(encode_segmentation([second], 6, 8))
-    assert np.array_equal(coco_mask.decode(rle), mask | two)
-
-
 def test_parts_without_an_area_are_left_out_beside_one_with_an_area():
     for parts in (
         [SQUARE, [1, 1, 2, 2]],
@@ -313,28 +296,7 @@ def test_parts_without_an_area_are_left_out_beside_one_with_an_area():
         assert encode_segmentation(parts, 6, 8) == encode_segmentation([SQUARE], 6, 8)
 
 
-def test_a_polygon_without_its_list_and_numbers_as_text_are_that_polygon():
-    for segmentation in (
-        SQUARE,
-        [str(number) for number in SQUARE],
-        [[str(number) for number in SQUARE]],
-    ):
-        assert encode_segmentation(segmentation, 6, 8) == encode_segmentation([SQUARE], 6, 8)
-
-
 def test_packing_no_masks_gives_empty_arrays():
     packed = pack_masks([])
     assert (packed.bits.size, packed.crops.shape, packed.offsets.tolist()) == (0, (0, 4), [0])
     assert unpack_masks(packed, 6, 8).shape == (0, 6, 8)
-
-
-def test_counts_from_json_text_are_the_same():
-    rle = encode_segmentation([SQUARE], 6, 8)
-    text = json.loads(json.dumps({**rle, "counts": rle["counts"].decode()}))
-    assert encode_segmentation(text, 6, 8) == rle
-
-
-@pytest.mark.parametrize("counts", [[[0, 4], [2, 2]], [[0.0, 8]], [[[8]]], [[8], [0, 1]]])
-def test_runs_in_nested_lists_are_refused(counts):
-    with pytest.raises(ColabUtilsError, match="the RLE is damaged"):
-        encode_segmentation({"counts": counts, "size": [2, 4]}, 2, 4)

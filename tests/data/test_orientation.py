@@ -308,11 +308,6 @@ def test_the_commands_take_the_argument(photos, tmp_path, capsys):
     assert main(["preprocess", *data, "--shards", str(shards), "--exif", "turn"]) == 0
     assert read_recipe(shards)["exif"] == "turn"
     assert all(list_fits(ShardDataset(shards)))
-    parts = tmp_path / "parts"
-    command = ["preprocess", *data, "--shards", str(parts), "--exif", "turn", "--part", "1/1"]
-    assert main(command) == 0
-    assert main(["preprocess", *data, "--shards", str(parts), "--finish"]) == 0
-    assert all(list_fits(ShardDataset(parts)))
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

@@ -331,6 +331,23 @@ def test_an_area_that_fits_neither_box_nor_mask_is_that_of_the_mask(export, area
     assert json.loads(export.repaired.read_text())["annotations"][0]["area"] == expected
 
 
+def test_shares_of_the_image_become_pixels(export):
+    """As Azure's export has box, outline and area."""
+    original = [*export.objects]
+    for n, annotation in enumerate(original):
+        outline = annotation["segmentation"][0]
+        export.objects[n] = annotation | {
+            "bbox": (np.array(annotation["bbox"]) / [WIDTH, HEIGHT, WIDTH, HEIGHT]).tolist(),
+            "area": annotation["area"] / WIDTH / HEIGHT,
+            "segmentation": [(np.reshape(outline, (-1, 2)) / [WIDTH, HEIGHT]).ravel().tolist()],
+        }
+    export.repair()
+    repaired = json.loads(export.repaired.read_text())["annotations"]
+    assert [(entry["bbox"], entry["area"]) for entry in repaired] == [
+        (entry["bbox"], entry["area"]) for entry in original
+    ]
+
+
 def normalise(annotation):
     annotation["segmentation"] = [[x / 96 for x in annotation["segmentation"][0]]]
 
@@ -364,45 +381,33 @@ def run_along_background(outline):
 
 
 @pytest.mark.parametrize(
-    ("change", "reading"),
+    "change",
     [
-        (
-            lambda outline: [np.reshape(outline, (-1, 2))[:, ::-1].ravel().tolist()],
-            "y before x",
-        ),
-        (
-            lambda outline: [np.abs(np.reshape(outline, (-1, 2)) - [0, HEIGHT]).ravel().tolist()],
-            "y from below",
-        ),
-        (
-            lambda outline: [np.reshape(outline, (-1, 2)).T.ravel().tolist()],
-            "all x before all y",
-        ),
-        (
-            lambda outline: [np.insert(np.reshape(outline, (-1, 2)), 2, 2, 1).ravel().tolist()],
-            "three numbers a point",
-        ),
-        (run_along_rows, "runs along rows, not columns"),
-        (run_along_background, "runs of the background, not of the object"),
+        lambda outline: [np.reshape(outline, (-1, 2))[:, ::-1].ravel().tolist()],
+        lambda outline: [np.abs(np.reshape(outline, (-1, 2)) - [0, HEIGHT]).ravel().tolist()],
+        run_along_rows,
+        run_along_background,
     ],
+    ids=["y before x", "y from below", "along rows", "background"],
 )
-def test_an_outline_that_fits_its_box_in_another_order_is_no_wrong_box(export, change, reading):
+def test_outlines_in_another_order_make_no_boxes(export, change):
+    """The boxes are right, and the outlines wrong. Nothing else shows it."""
     for annotation in export.objects:
         annotation["segmentation"] = change(annotation["segmentation"])
-    export.save()
-    problems = check_dataset(export.images, export.annotations).problems
-    [problem] = [
-        candidate for candidate in problems if candidate.kind == "outline in another order"
-    ]
-    assert problem.examples[0].endswith(f"fits its box if read as {reading}")
-    # Those that fit by chance both ways would be taken as they are.
-    with pytest.raises(
-        ColabUtilsError, match=f"not as COCO has them: one of them fits .*{reading}"
-    ):
-        repair_annotations(export.images, export.annotations, output=export.repaired)
+    assert export.check()["mask and box disagree"] >= 4
+    with pytest.raises(ColabUtilsError, match="boxes lie elsewhere than their outlines"):
+        export.repair()
     assert not export.repaired.exists()
-    with pytest.raises(ColabUtilsError, match="x outline in another order"):
+    with pytest.raises(ColabUtilsError, match="x mask and box disagree"):
         export.write()
+
+
+def test_a_few_boxes_elsewhere_are_wrong_boxes(export):
+    for annotation in export.objects[:2]:
+        annotation["bbox"] = [60, 40, 20, 20]
+    export.repair()
+    boxes = [entry["bbox"] for entry in json.loads(export.repaired.read_text())["annotations"]]
+    assert boxes[:2] == boxes[2:4] == [[8, 10, 20, 24], [38, 10, 20, 24]]
 
 
 def test_boxes_of_corners_near_the_origin_are_mended_with_the_others(export):
