@@ -3,7 +3,7 @@
 A worker writes the buffer. The loader makes float images and dense masks from it on the device.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -147,38 +147,38 @@ class PackedBatch:
         return [dict(zip(keys, row, strict=True)) for row in rows]
 
 
-Layout = dict[str, tuple[str, tuple[int, ...]]]
-"""The dtype and shape of each table of a batch, in the order in which they lie in its buffer. A
-worker sends it to the loader, which opens the buffer with it.
+Layout = dict[str, tuple[int, int, str, tuple[int, ...]]]
+"""The place of each table of a batch in its buffer: its first byte, the byte after its end, its
+dtype and its shape. A worker sends it to the loader, which opens the buffer with it.
 """
 
 
-def _place_tables(layout: Layout) -> Iterator[tuple[int, int]]:
-    """Yield the byte at which each table begins, and the byte after its end."""
+def _lay_out(tables: dict[str, tuple[str, tuple[int, ...]]]) -> Layout:
+    """Lay out tables with these dtypes and shapes, one after the other."""
+    layout: Layout = {}
     end = 0
-    for kind, shape in layout.values():
+    for name, (kind, shape) in tables.items():
         start = -(-end // _ALIGNMENT) * _ALIGNMENT
         end = start + prod(shape) * np.dtype(kind).itemsize
-        yield start, end
+        layout[name] = start, end, kind, shape
+    return layout
 
 
 def measure_layout(layout: Layout) -> int:
     """Return the bytes that a batch takes in its buffer.
 
     Example:
-        >>> measure_layout({"pixels": ("u1", (3,)), "boxes": ("f4", (1, 4))})
-        80
+        >>> measure_layout({"sizes": (0, 8, "i4", (1, 2)), "counts": (64, 72, "i8", (1,))})
+        72
     """
-    return max(end for _, end in _place_tables(layout))
+    return max(end for _, end, _, _ in layout.values())
 
 
 def _open_tables(buffer: NDArray[np.uint8], layout: Layout) -> dict[str, NDArray[Any]]:
     """Return the tables in a buffer, uint8 [bytes], as views of it."""
     return {
         name: buffer[start:end].view(kind).reshape(shape)
-        for (start, end), (name, (kind, shape)) in zip(
-            _place_tables(layout), layout.items(), strict=True
-        )
+        for name, (start, end, kind, shape) in layout.items()
     }
 
 
@@ -211,50 +211,36 @@ def write_batch(
     offsets = np.cumsum([0, *tables.pop("mask_bytes").tolist()], dtype=np.int64)
     tables["offsets"] = offsets
     areas = tables["sizes"].prod(1, dtype=np.int64)
-    layout: Layout = {
-        "pixels": ("u1", (3 * int(areas.sum()),)),
-        "bits": ("u1", (int(offsets[-1]),)),
-    }
-    layout |= {name: (table.dtype.str, table.shape) for name, table in tables.items()}
+    forms: dict[str, tuple[str, tuple[int, ...]]] = {}
+    forms["pixels"] = "u1", (3 * int(areas.sum()),)
+    forms["bits"] = "u1", (int(offsets[-1]),)
+    forms |= {name: (table.dtype.str, table.shape) for name, table in tables.items()}
     if dense:
-        layout["dense"] = "u1", (int(areas @ tables["counts"]),)
+        forms["dense"] = "u1", (int(areas @ tables["counts"]),)
+    layout = _lay_out(forms)
     memory = reserve(measure_layout(layout))
     views = _open_tables(memory, layout)
     for name, table in tables.items():
         views[name][:] = table
-    _write_images(source, indices, sizes, counts, views, flips, begin)
+    pixels = np.split(views["pixels"], 3 * areas.cumsum()[:-1])
+    bits = np.split(views["bits"], offsets[tables["counts"].cumsum()[:-1]])
+    for place, size in enumerate(sizes):
+        image = pixels[place].reshape(*size, 3)
+        begin(place)
+        with blame_sample(place):
+            source.read_into(indices[place], image, bits[place])
+        if flips is not None and flips[place]:
+            _mirror(torch.from_numpy(image))
     if dense:
         masks = MaskBits(*(torch.from_numpy(views[name]) for name in MaskBits._fields))
         draw_masks(masks, split_masks(torch.from_numpy(views["dense"]), sizes, counts), flips)
     return layout, memory
 
 
-def _write_images(
-    source: Any,
-    indices: Sequence[int],
-    sizes: list[list[int]],
-    counts: list[int],
-    views: dict[str, NDArray[Any]],
-    flips: NDArray[np.bool_] | None,
-    begin: Callable[[int], object],
-) -> None:
-    """Write the pixels and mask bits of one image after the other."""
-    offsets = views["offsets"].tolist()
-    first_pixel = 0
-    first_object = 0
-    for place, (height, width) in enumerate(sizes):
-        end_pixel = first_pixel + 3 * height * width
-        end_object = first_object + counts[place]
-        pixels = views["pixels"][first_pixel:end_pixel].reshape(height, width, 3)
-        bits = views["bits"][offsets[first_object] : offsets[end_object]]
-        begin(place)
-        with blame_sample(place):
-            source.read_into(indices[place], pixels, bits)
-        if flips is not None and flips[place]:
-            for part in torch.from_numpy(pixels).split(_FLIPPED_ROWS):
-                part.copy_(part.flip(1))
-        first_pixel = end_pixel
-        first_object = end_object
+def _mirror(image: Tensor) -> None:
+    """Mirror an image, uint8 [h, w, 3], in place."""
+    for rows in image.split(_FLIPPED_ROWS):
+        rows.copy_(rows.flip(1))
 
 
 def open_batch(buffer: Tensor, layout: Layout) -> PackedBatch:

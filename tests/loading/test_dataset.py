@@ -135,20 +135,6 @@ def test_both_datasets_equal_torchvisions_own_path(real, capsys):
             )
 
 
-def test_the_record_holds_the_coco_annotations_with_crowds(real):
-    source, shards = real
-    raw = json.loads(Path(source.annotations).read_text())
-    dataset = ShardDataset(shards)
-    records = [dataset.record(i) for i in range(len(dataset))]
-    assert {r["file_name"] for r in records} == {image["file_name"] for image in raw["images"]}
-    entries = {a["id"]: a for record in records for a in record["annotations"]}
-    assert set(entries) == {a["id"] for a in raw["annotations"]}
-    assert sum(a["iscrowd"] for a in entries.values()) == sum(
-        a["iscrowd"] for a in raw["annotations"]
-    )
-    assert all(isinstance(a["segmentation"]["counts"], str) for a in entries.values())
-
-
 @pytest.fixture
 def shards(tiny_shards, tmp_path):
     """Shards that a test may spoil."""

@@ -206,20 +206,14 @@ def act_with_other_errors(index):
         raise KeyError("segmentation")
 
 
-@pytest.mark.parametrize("count", [0, 2])
-def test_any_exception_of_a_sample_counts_as_bad(make, count):
-    options = {"batch_size": 2, "workers": count, "deliver": "packed", "shuffle": False}
+def test_any_exception_of_a_sample_counts_as_bad(make):
+    options = {"batch_size": 2, "workers": 2, "deliver": "packed", "shuffle": False}
     loader = make(Numbers(8, act_with_other_errors), max_bad=2, **options)
     with pytest.warns(
         ColabUtilsWarning, match=r"OSError: image file is truncated|KeyError: 'segmentation'"
     ):
         assert list_ids(loader) == [[0, 1], [2, 3], [4], [7]]
     assert [index for index, _ in loader.bad] == [5, 6]
-    with pytest.raises(OSError, match="truncated") as error:
-        list_ids(make(Numbers(8, act_with_other_errors), **options))
-    assert any(
-        entry.name == "act_with_other_errors" for entry in error.traceback
-    ) or "in act_with" in str(error.value.__notes__)
 
 
 # The tests below ask what the workers do.
@@ -258,15 +252,6 @@ def test_jobs_of_this_process_are_listed(tiny_shards, make):
     assert {(job.worker, job.pid) for job in jobs} <= {(None, os.getpid())}
     assert [job.number for job in jobs] == sorted(job.number for job in jobs)
     assert all(job.indices == (2 * job.number, 2 * job.number + 1) for job in jobs)
-
-
-def test_ranks_are_those_of_torch_distributed(make):
-    options = {"batch_size": 4, "workers": 0, "deliver": "packed", "shuffle": False}
-    with join_group(rank=1, ranks=2):
-        loader = make(Numbers(6), **options)
-        alone = make(Numbers(6), sampler=range(6), **options)
-        assert list_ids(loader) == [[1, 3], [5]]
-        assert list_ids(alone) == [[0, 1, 2, 3], [4, 5]]
 
 
 # The tests below read subsets and subclasses.

@@ -279,15 +279,6 @@ def test_the_pieces_of_a_batch_of_shards_are_read_at_the_same_time(near_and_far,
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stock_loader_gives_every_sample_of_shards_on_a_slow_folder(near_and_far, workers):
-    near, far = near_and_far
-    loader = DataLoader(far, 3, num_workers=workers, collate_fn=list)
-    samples = [sample for batch in loader for sample in batch]
-    for sample, expected in zip(samples, near, strict=True):
-        assert_same(sample, expected)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("transforms", [None, v2.RandomHorizontalFlip(0.5)])
 def test_a_loader_of_slow_shards_gives_the_batches_of_fast_ones(near_and_far, workers, transforms):
     loaders = []
