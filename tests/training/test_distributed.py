@@ -41,7 +41,6 @@ from colab_utils.training.checkpoint import CheckpointFolder
 from colab_utils.training.ranks import join_ranks
 from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import train
-from tests.loading.test_loader import join_group
 from tests.tiny_model import TINY_MODEL
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -619,25 +618,3 @@ def test_the_command_under_torchrun_speaks_once(shards, tmp_path):
     assert json.loads((tmp_path / "out.json").read_text())["plan"]["ranks"] == 2
     assert done.stdout.count("1 steps, loss") == 1
     assert done.stderr.count("on cpu in float32 by 2 processes") == 1
-
-
-@pytest.mark.parametrize("ranks", [2, 8])
-def test_shares_of_a_loader_make_up_its_batches(shards, ranks):
-    dataset = ShardDataset(shards)
-    complete = [
-        batch.image_ids.tolist()
-        for batch in make_loader(dataset, batch_size=4, workers=0, deliver="packed")
-    ]
-    parts = []
-    totals = []
-    for rank in range(ranks):
-        with join_group(rank, ranks):
-            loader = make_loader(dataset, batch_size=4, workers=0, deliver="packed")
-            parts.append([])
-            for batch in loader:
-                parts[-1].append([] if batch is None else batch.image_ids.tolist())
-                totals.append(loader.total)
-    assert {len(part) for part in parts} == {len(complete)}
-    together = [sorted(chain.from_iterable(shares)) for shares in zip(*parts, strict=True)]
-    assert together == [sorted(batch) for batch in complete]
-    assert totals == [len(batch) for batch in complete] * ranks

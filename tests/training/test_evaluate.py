@@ -43,28 +43,17 @@ class ScriptedModel(nn.Module):
         return [next(self.predictions) for _ in images]
 
 
-def predict_truth(dataset: ShardDataset) -> list[dict]:
-    """What is annotated, as predictions with a score of 1, crowds left out."""
-    labels = {number: label for label, number in dataset.category_ids.items()}
+def predict_targets(dataset) -> list[dict]:
+    """What is annotated, as predictions; crowds are left out."""
     predictions = []
     for i in range(len(dataset)):
-        record = dataset.record(i)
-        objects = [annotation for annotation in record["annotations"] if not annotation["iscrowd"]]
-        boxes = np.array([annotation["bbox"] for annotation in objects], np.float32).reshape(
-            -1,
-            4,
-        )
-        boxes[:, 2:] += boxes[:, :2]
-        masks = torch.zeros(len(objects), 1, record["height"], record["width"])
-        for mask, annotation in zip(masks, objects, strict=True):
-            mask[0] = torch.from_numpy(coco_mask.decode(annotation["segmentation"]))
-        numbers = [labels[annotation["category_id"]] for annotation in objects]
+        _, target = dataset[i]
         predictions.append(
             {
-                "boxes": torch.from_numpy(boxes),
-                "labels": torch.tensor(numbers),
-                "scores": torch.ones(len(objects)),
-                "masks": masks,
+                "boxes": target["boxes"],
+                "labels": target["labels"],
+                "scores": torch.linspace(1, 0.5, len(target["labels"])),
+                "masks": target["masks"][:, None].float(),
             }
         )
     return predictions
@@ -98,7 +87,7 @@ def dataset(tiny_shards):
 
 
 def test_perfect_model_reaches_one(dataset, capsys):
-    model = ScriptedModel(predict_truth(dataset)).train()
+    model = ScriptedModel(predict_targets(dataset)).train()
     model.frozen_part.eval()
     ap = evaluate(model, dataset)
     assert (ap.bbox, ap.segm, ap.bbox_50, ap.segm_50) == pytest.approx((1, 1, 1, 1), abs=1e-6)
@@ -110,13 +99,13 @@ def test_perfect_model_reaches_one(dataset, capsys):
 
 
 def test_model_that_finds_nothing_reaches_zero(dataset):
-    nothing = [{k: v[:0] for k, v in prediction.items()} for prediction in predict_truth(dataset)]
+    nothing = [{k: v[:0] for k, v in prediction.items()} for prediction in predict_targets(dataset)]
     ap = evaluate(ScriptedModel(nothing), dataset)
     assert (ap.bbox, ap.segm) == (0, 0)
 
 
 def test_agrees_with_pycocotools_on_the_annotation_file(dataset, tiny_dataset):
-    predictions = spoil(predict_truth(dataset))
+    predictions = spoil(predict_targets(dataset))
     ap = evaluate(ScriptedModel(predictions), dataset)
     # The truth comes from the polygons of the file, and not from the package's records.
     truth = json.loads(tiny_dataset.annotations.read_text())
@@ -176,21 +165,6 @@ def draw_squares(folder, count):
     coco = {"images": images, "annotations": annotations, "categories": categories}
     (folder / "coco.json").write_text(json.dumps(coco))
     return CocoFolder(folder, folder / "coco.json")
-
-
-def predict_targets(dataset):
-    predictions = []
-    for i in range(len(dataset)):
-        _, target = dataset[i]
-        predictions.append(
-            {
-                "boxes": target["boxes"],
-                "labels": target["labels"],
-                "scores": torch.linspace(1, 0.5, len(target["labels"])),
-                "masks": target["masks"][:, None].float(),
-            }
-        )
-    return predictions
 
 
 @pytest.mark.parametrize("count", [100, 300])

@@ -12,7 +12,6 @@ from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
 from colab_utils.course.sample_data import make_dataset
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.batch import collate_packed
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.copy import Copying
@@ -129,15 +128,6 @@ def gate(monkeypatch):
     monkeypatch.setattr(Copying, "copy_file", copy_file)
     yield opened
     opened.set()
-
-
-def test_the_plan_waits_for_no_shard(dataset, tmp_path, monkeypatch, gate):
-    arriving = ArrivingShards(dataset.folder, tmp_path / "ssd", contiguous_labels=True)
-    shard_plan, _ = plan(arriving, monkeypatch)
-    assert not arriving.arrival.arrived
-    gate.set()
-    arriving.stop()
-    assert shard_plan == plan(dataset, monkeypatch)[0]
 
 
 def test_on_a_gpu_training_begins_with_the_first_shard(tiny_shards, tmp_path, monkeypatch, gate):

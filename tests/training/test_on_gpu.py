@@ -353,23 +353,6 @@ def test_losses_in_half_precision_are_those_of_torchvision(shards, device, preci
 
 
 @real
-def test_steps_in_float16_train(shards, monkeypatch):
-    monkeypatch.setattr("colab_utils.training.step.choose_precision", lambda device: torch.float16)
-    step = TrainingStep(make_model(shards), "cuda")
-    batch = read_batch(shards).to("cuda")
-    before = [
-        parameter.detach().clone()
-        for parameter in step.model.parameters()
-        if parameter.requires_grad
-    ]
-    losses = torch.stack([step(batch) for _ in range(20)]).tolist()
-    assert step.scaler.is_enabled()
-    assert all(map(math.isfinite, losses))
-    moved = (parameter for parameter in step.model.parameters() if parameter.requires_grad)
-    assert any(not torch.equal(a, b) for a, b in zip(before, moved, strict=True))
-
-
-@real
 def test_workers_and_evaluation_start_after_cuda(shards):
     dataset = ShardDataset(shards, contiguous_labels=True)
     model = make_model(shards).to("cuda")
