@@ -22,7 +22,7 @@ from urllib.parse import unquote, urlsplit
 import colab_utils
 from colab_utils.errors import ColabUtilsError
 from tools.cells import PLACEHOLDER, ROOT, read_slug, set_title
-from tools.pages import collapse_progress
+from tools.pages import WIDGET, collapse_progress
 from tools.run_notebooks import run_demo
 
 __all__ = ["build_site", "find_broken_links", "main", "prepare_notebook", "write_first_page"]
@@ -38,6 +38,10 @@ _FLOORS = {
     "show": "Charts, pictures and pages",
     "course": "What only the notebooks need",
 }
+_SLIDERS = (
+    '<p>Sliders move in a running notebook. On this site they are on the <a href="../index.html">'
+    "first page</a>.</p>"
+)
 
 
 def build_site(demo: Path, output: Path, *, root: Path = ROOT) -> list[str]:
@@ -114,13 +118,15 @@ def prepare_notebook(notebook: Any, slug: str) -> Any:
     """Return an executed notebook as the site shows it; the one given is not changed.
 
     The badge opens the notebook where a repository is known. Folded cells are folded, a figure
-    carries its alternative text, and the cell that set the folders of the demo is left out.
+    carries its alternative text, sliders, which cannot move here, are named, and the cell that set
+    the folders of the demo is left out.
 
     Args:
         notebook: an nbformat notebook.
         slug: the repository, as ``owner/name``; the placeholder where there is none.
     """
     prepared = copy.deepcopy(notebook)
+    prepared.metadata.pop("widgets", None)
     prepared.cells = [
         cell
         for cell in prepared.cells
@@ -142,7 +148,9 @@ def prepare_notebook(notebook: Any, slug: str) -> Any:
 
 def _prepare_output(output: Any, section: str) -> Any:
     data = output.get("data", {})
-    if "image/png" in data:
+    if WIDGET in data:
+        output.data = {"text/html": _SLIDERS}
+    elif "image/png" in data:
         known = output.get("metadata", {}).get("image/png", {}).get("alt")
         text = known or f"Figure of the section “{section}”; the text beside it says what it shows."
         picture = "".join("".join(data["image/png"]).split())

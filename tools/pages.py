@@ -31,6 +31,7 @@ __all__ = [
     "write_notebook_page",
 ]
 
+WIDGET = "application/vnd.jupyter.widget-view+json"
 
 _CELLS = """
 body { max-width: 62rem; }
@@ -239,7 +240,12 @@ def _draw_bars(bars: Sequence[tuple[str, float, str]]) -> str:
 def _convert_cell(exporter: Any, notebook: Any, cell: Any) -> str:
     import nbformat.v4 as v4
 
-    shown = v4.new_notebook(cells=[collapse_progress(cell)], metadata=notebook.metadata)
+    # Every cell would carry the state of all widgets, which do nothing offline.
+    metadata = {name: value for name, value in notebook.metadata.items() if name != "widgets"}
+    cell = collapse_progress(cell)
+    if "outputs" in cell:
+        cell.outputs = [output for output in cell.outputs if WIDGET not in output.get("data", {})]
+    shown = v4.new_notebook(cells=[cell], metadata=metadata)
     body, _ = exporter.from_notebook_node(shown)
     # The badges are of no use offline.
     body = re.sub(r'<a href="[^"]*(colab[.]research|kaggle)[^"]*"><img[^>]*></a>', "", body)

@@ -1,5 +1,5 @@
 """The notebooks as a reader has them: JupyterLab in a browser, *Run All* from the menu, every
-animation dragged.
+slider dragged.
 
 Each notebook is the file that `make workshop` hands out. It lies alone in an empty folder, and its
 kernel runs where the package is not installed. `make test-browser` runs this; screenshots are left
@@ -50,6 +50,11 @@ COUNT_CELLS = """() => {
 FIND_ERRORS = """() => [...document.querySelectorAll(
     '[data-mime-type="application/vnd.jupyter.error"]')]
   .map(one => one.innerText)"""
+READ_PICTURE = """handle => {
+  const box = handle.closest('.widget-vbox, .jp-OutputArea');
+  return [...box.querySelectorAll('img')].map(one => one.src).join() +
+    [...box.querySelectorAll('.widget-html-content, svg')].map(one => one.innerHTML).join();
+}"""
 FIND_UNREADABLE = """() => {
   const parse = text => (text.match(/[0-9.]+/g) || []).map(Number);
   const light = colour => colour.slice(0, 3).map(c => c / 255)
@@ -267,6 +272,28 @@ def take_pictures(page, name):
         page.screenshot(path=PICTURES / f"{name}_{number:02d}.png")
 
 
+def drag_sliders(page):
+    """Drag each slider of the simulation; its picture must change. Answers how many there are."""
+    handles = page.locator(".widget-slider .noUi-handle").all()
+    for handle in handles:
+        handle.scroll_into_view_if_needed()
+        before = handle.evaluate(READ_PICTURE)
+        box = handle.bounding_box()
+        rail = handle.locator("xpath=ancestor::*[contains(@class, 'noUi-target')]").bounding_box()
+        x = box["x"] + box["width"] / 2
+        y = box["y"] + box["height"] / 2
+        middle = rail["x"] + rail["width"] / 2
+        page.mouse.move(x, y)
+        page.mouse.down()
+        page.mouse.move(x + (60 if x < middle else -60), y, steps=5)
+        page.mouse.up()
+        until = time.monotonic() + 120
+        while handle.evaluate(READ_PICTURE) == before:
+            assert time.monotonic() < until, f"slider {handles.index(handle)} changes nothing"
+            time.sleep(0.1)
+    return len(handles)
+
+
 def drag_animations(page):
     """Drag each animation to two moments; answers how many there are."""
     roots = page.locator(".colab-sim").all()
@@ -291,8 +318,10 @@ def drag_animations(page):
 def test_all_cells_run_from_the_menu(opened):
     name, page, messages = opened
     run_all(page)
+    sliders = drag_sliders(page)
     animations = drag_animations(page)
     if name.startswith("01"):
+        assert sliders >= 3
         assert animations >= 3
     assert page.locator(".jp-OutputArea-output img, .jp-OutputArea-output svg").count() >= 2
     take_pictures(page, f"{name}_light")

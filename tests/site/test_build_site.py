@@ -13,6 +13,7 @@ BADGE = (
     "[![Open In Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
     "(https://colab.research.google.com/github/OWNER/REPO/blob/colab/notebooks/01_a.ipynb)"
 )
+WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
 def make_notebook(*outputs):
@@ -59,11 +60,12 @@ def test_each_figure_has_its_alternative_text():
     assert all('src="data:image/png;base64,cG5n"' in html for html in (known, unknown))
 
 
-def test_a_page_without_a_name_gets_one():
+def test_what_cannot_move_or_has_no_name_says_what_it_is():
     frame = {"text/html": '<iframe srcdoc="x"></iframe>'}
     named = {"text/html": '<iframe class="a" title="b"></iframe>'}
-    notebook = make_notebook(show(frame), show(named))
-    framed, kept = read_html(prepare_notebook(notebook, PLACEHOLDER))
+    notebook = make_notebook(show({WIDGET: {}, "text/plain": "VBox()"}), show(frame), show(named))
+    sliders, framed, kept = read_html(prepare_notebook(notebook, PLACEHOLDER))
+    assert '<a href="../index.html">' in sliders
     assert framed.startswith('<iframe title="')
     assert kept == named["text/html"]
 
