@@ -276,6 +276,8 @@ def _find_in_all(dataset: CocoDataset, findings: Sequence[Findings]) -> Iterator
     """Yield the defects of the dataset as a whole, which no single image shows."""
     if not len(dataset):
         yield "no images", "the list of images is empty"
+    elif not len(dataset.ids):
+        yield "no objects", "the list of annotations is empty"
     yield from _find_in_ids(dataset)
     for name, is_same in list_repeated_names(dataset):
         kind = "repeated file_name" if is_same else "objects in several entries of an image"

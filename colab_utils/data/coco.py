@@ -229,7 +229,7 @@ def read_coco(annotations: PlaceLike | CocoDataset) -> CocoDataset:
     Segmentations may be polygons, uncompressed RLE or compressed RLE. Category ids may have gaps.
     Files of tools that deviate from the format are read, too: numbers may be in quotes, the ids of
     annotations and images may be text, LVIS's ``coco_url`` may take the place of ``file_name``, and
-    ``annotations`` may be an object with the ids as keys. A missing box or area is computed from
+    each list may be an object with the ids as keys. A missing box or area is computed from
     the mask, as pycocotools does. A faulty annotation raises no error here: see
     `CocoDataset.annotations`.
 

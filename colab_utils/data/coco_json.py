@@ -284,7 +284,7 @@ def _read_sections(reader: _Reader, columns: Columns) -> None:
 
 def _read_list(reader: _Reader, section: str, columns: Columns) -> None:
     """Read the entries of a list, or of an object that has each entry by its id, as LIVECell's."""
-    is_object = section == "annotations" and reader.is_next("{")
+    is_object = reader.is_next("{")
     if not (is_object or reader.is_next("[")):
         raise _OtherFormatError(f"no list of {section}. {_NAME_INSTANCES}")
     reader.read_mark("[{")

@@ -44,6 +44,7 @@ EFFECTS = {
     "image in validation, too": (
         "average precision comes out too high: --repair with --val-annotations leaves the image out"
     ),
+    "no objects": "note: nothing to train on, and nothing to evaluate",
     "box without area": "note: left out of training",
     "empty annotation": "note: left out of training",
     "crowd": "note: left out of training",

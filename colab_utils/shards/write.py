@@ -23,7 +23,7 @@ from colab_utils.drive import Retries, explain_write, is_on_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.file_cache import FileCache
 from colab_utils.files import has_files, list_names, require_room
-from colab_utils.places import Place, open_place
+from colab_utils.places import Place, identify_place, open_place
 from colab_utils.processes import ThreadPool
 from colab_utils.progress import show_progress
 from colab_utils.require import require_max_bad, require_part
@@ -81,6 +81,8 @@ class ShardReport:
                 f"; {self.crowds:,} of {self.annotations:,} objects are crowds and left "
                 "out of training"
             )
+        if self.annotations == self.crowds:
+            text += "; no object to train on"
         if self.faults:
             text += f"; defects: {describe_faults(self.faults)}. Run check to see which."
         return text
@@ -178,6 +180,8 @@ def write_shards(
     started_s = perf_counter()
     images = open_place(images)
     folder = open_place(shards)
+    if identify_place(folder) == identify_place(images):
+        raise ColabUtilsError(f"{shards} is the image folder. Name another folder for the shards.")
     processes = count_processes(workers)
     recipe = make_recipe(storage, exif, min_size=min_size, max_size=max_size, shard_mb=shard_mb)
     max_bad = require_max_bad(max_bad)

@@ -447,7 +447,8 @@ WHOLE = json.dumps(make_coco()).encode()
         (make_coco(images=[{"id": 7, "file_name": 5000 * "a"}]), "longer than a path may be"),
         # The number has more digits than Python reads.
         (b'{"info": ' + b"1" * 5000 + b"}", "text that is not JSON"),
-        ({"images": {}, "annotations": [], "categories": []}, "no list of images"),
+        ({"images": 5, "annotations": [], "categories": []}, "no list of images"),
+        (make_coco(categories={"90": "car"}), "'categories' (id 'car') with str where"),
         (make_coco(images=[5]), "'images' (id 5)"),
         (make_coco(images=["a\nb" * 99]), "'images'"),
         (make_coco(images=[{"id": 7}]), "no 'file_name'"),
@@ -995,10 +996,11 @@ def test_at_a_url_the_name_itself_is_tried_first(path, name):
     bucket.rm("/names", recursive=True)
 
 
-def test_annotations_may_be_an_object_with_ids_as_keys(path):
+@pytest.mark.parametrize("section", ["images", "annotations", "categories"])
+def test_a_list_may_be_an_object_with_ids_as_keys(path, section):
     coco = make_coco()
-    by_id = {str(entry["id"]): entry for entry in coco["annotations"]}
-    assert read(path, coco | {"annotations": by_id}).texts == read(path, coco).texts
+    by_id = {str(entry["id"]): entry for entry in coco[section]}
+    assert_same(read(path, coco | {section: by_id}), coco)
 
 
 @pytest.mark.parametrize("value", [2**63, 2**70, -(2**63)])

@@ -170,6 +170,15 @@ def test_an_image_of_an_empty_annotation_alone_is_one_without_objects(export):
     assert dataset.image_ids[~dataset.has_objects].tolist() == [1]
 
 
+def test_a_set_without_objects_and_shards_among_the_images_are_told(export):
+    export.coco["annotations"] = []
+    assert export.check() == {"no objects": 1, "image without objects": 4}
+    assert "no object to train on" in str(export.write())
+    export.shards = export.images
+    with pytest.raises(ColabUtilsError, match="is the image folder"):
+        export.write()
+
+
 @pytest.mark.parametrize(
     "change",
     [
