@@ -16,7 +16,6 @@ from PIL import Image
 
 from colab_utils import files
 from colab_utils.data.checks import check_dataset
-from colab_utils.data.coco import read_coco
 from colab_utils.data.repair import repair_annotations
 from colab_utils.data.sizes import fit_size
 from colab_utils.drive import DriveLostError
@@ -254,6 +253,14 @@ def share_id(dataset):
     four["id"] = three["id"]
 
 
+def name_id(dataset):
+    image = dataset.coco["images"][4]
+    for annotation in dataset.coco["annotations"]:
+        if annotation["image_id"] == image["id"]:
+            annotation["image_id"] = "frame_1"
+    image["id"] = "frame_1"
+
+
 def repeat_annotation(dataset):
     dataset.coco["annotations"].append({**dataset.coco["annotations"][2], "id": 999})
 
@@ -326,6 +333,7 @@ DEFECTS = [
     ),
     # Nobody knows which image these objects belong to.
     (share_id, "repeated image id", True, 10),
+    (name_id, "image id that is text", False, 12),
     (spoil_annotation(category_id=10**9), "unknown category", True, 11),
     (spoil_annotation(segmentation=[]), "object without mask", True, 11),
     (spoil_annotation(segmentation=[[1, 2, 3]]), "bad mask", True, 11),
@@ -464,6 +472,7 @@ def test_each_defect_has_a_name_and_a_cure(dataset, spoil, kind, serious, kept, 
         if problem.kind == kind:
             named = (
                 "annotation",
+                "frame_1",
                 dataset.coco["images"][4]["file_name"],
                 dataset.coco["categories"][-1]["name"],
             )
@@ -508,31 +517,6 @@ def test_a_good_dataset_has_only_harmless_problems(tiny_dataset, coco_mini):
     )
 
 
-def test_a_repair_leaves_out_what_is_in_validation_too(dataset, tmp_path):
-    """Two entries of the training set show one picture of the validation set."""
-    others = tmp_path / "val"
-    others.mkdir()
-    shutil.copy(dataset.file(2), others / "renamed.jpg")
-    shutil.copy(dataset.file(2), dataset.file(3))
-    images = [{**dataset.coco["images"][2], "file_name": "renamed.jpg"}]
-    (tmp_path / "val.json").write_text(
-        json.dumps({**dataset.coco, "images": images, "annotations": []})
-    )
-    validation = (others, tmp_path / "val.json")
-    report = repair_annotations(
-        dataset.images,
-        dataset.annotations,
-        output=tmp_path / "out.json",
-        validation=validation,
-    )
-    counts = {repair.kind: repair.count for repair in report.repairs}
-    assert counts["image in validation, too"] == 2
-    assert report.ok
-    again = check_dataset(dataset.images, tmp_path / "out.json", validation=validation)
-    assert again.ok
-    assert again.images == len(dataset.coco["images"]) - 2
-
-
 def test_a_deep_repair_leaves_out_what_a_deep_check_finds(dataset, tmp_path):
     image = dataset.file(1)
     with Image.open(image) as opened:
@@ -547,26 +531,6 @@ def test_a_deep_repair_leaves_out_what_a_deep_check_finds(dataset, tmp_path):
     )
     assert report.ok
     assert check_dataset(dataset.images, tmp_path / "out.json", deep=True).ok
-
-
-def test_image_ids_that_are_names_are_told_and_repaired(dataset, tmp_path):
-    names = {image["id"]: f"frame_{image['id']}" for image in dataset.coco["images"]}
-    for image in dataset.coco["images"]:
-        image["id"] = names[image["id"]]
-    for annotation in dataset.coco["annotations"]:
-        annotation["image_id"] = names[annotation["image_id"]]
-    dataset.annotations.write_text(json.dumps(dataset.coco))
-    report = check_dataset(dataset.images, dataset.annotations)
-    assert report.ok
-    counts = {problem.kind: problem.count for problem in report.problems}
-    assert counts["image id that is text"] == len(names)
-    repaired = repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
-    assert "image id that is text" not in {problem.kind for problem in repaired.problems}
-    content = json.loads((tmp_path / "out.json").read_text())
-    numbers = {image["id"] for image in content["images"]}
-    assert all(isinstance(number, int) for number in numbers)
-    assert {annotation["image_id"] for annotation in content["annotations"]} <= numbers
-    assert len(content["annotations"]) == len(dataset.coco["annotations"])
 
 
 def test_pictures_of_training_in_validation(dataset, tmp_path):
@@ -594,6 +558,16 @@ def test_pictures_of_training_in_validation(dataset, tmp_path):
         f"{names[0]} is {names[0]}",
         f"{dataset.file(3).name} is renamed.jpg",
     )
+    repaired = repair_annotations(
+        dataset.images,
+        dataset.annotations,
+        output=tmp_path / "out.json",
+        validation=(others, tmp_path / "val.json"),
+    )
+    assert repaired.ok
+    counts = {repair.kind: repair.count for repair in repaired.repairs}
+    assert counts["image in validation, too"] == 2
+    assert repaired.images == len(dataset.coco["images"]) - 2
 
 
 def test_masks_painted_with_cvat_are_crowds_unless_taken_as_objects(dataset, tmp_path):
@@ -747,36 +721,6 @@ def test_many_defects_are_counted_and_a_few_shown(dataset):
         dataset.file(i).unlink()
     problem = dataset.check().problems[0]
     assert (problem.count, len(problem.examples)) == (9, 5)
-
-
-def test_merged_exports_that_each_count_from_one(dataset, tmp_path):
-    """Nothing tells whose the annotations of an id are: the images of such ids are left out, and
-    counted.
-    """
-    images = dataset.coco["images"]
-    numbers = {image["id"]: i % 6 + 1 for i, image in enumerate(images[:10])} | {
-        images[10]["id"]: 7,
-        images[11]["id"]: 8,
-    }
-    dataset.coco["images"] = [{**image, "id": numbers[image["id"]]} for image in images]
-    rows = [
-        {**annotation, "image_id": numbers[annotation["image_id"]], "iscrowd": 0}
-        for annotation in dataset.coco["annotations"]
-    ]
-    dataset.coco["annotations"] = rows
-    assert ("repeated image id", 4) in list_kinds(dataset.check()).items()
-    with pytest.raises(
-        ColabUtilsError, match=r"has 4 images with the id of another image.*\(--repair OUT.json\)"
-    ):
-        write_shards(dataset.images, dataset.annotations, shards=tmp_path / "shards", workers=1)
-    report = repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
-    assert report.ok
-    assert read_coco(tmp_path / "out.json").image_ids.tolist() == [5, 6, 7, 8]
-    assert report.annotations == sum(annotation["image_id"] > 4 for annotation in rows)
-    [lost] = report.repairs
-    assert (lost.kind, lost.count) == ("id of several images", 8)
-    objects = sum(annotation["image_id"] < 5 for annotation in rows)
-    assert f"with {objects} objects, so that no object becomes background" in lost.effect
 
 
 def test_repair_without_ids_in_utf_16(dataset, tmp_path):

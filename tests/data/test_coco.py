@@ -521,23 +521,6 @@ def test_another_format_is_named(path, content, name):
 
 
 @pytest.mark.parametrize(
-    "extra",
-    [
-        {"info": {"shapes": [], "coordinates": 1, "data_row": 2, "type": "Feature"}},
-        {"features": [], "imagePath": "", "item": {"slots": []}, "tags": [], "size": {"height": 1}},
-        {"tasks": [{"polygonlabels": [], "regions": []}] * 2000},
-    ],
-)
-def test_keys_of_another_format_beside_the_lists_of_coco_are_coco(path, extra):
-    fields = {"predicted_iou": 0.9, "result": 1, "coordinates": {"x": 1}}
-    annotations = [{**fields, **make_coco()["annotations"][0]}]
-    names = [{"id": number, "name": f"{number} item"} for number in range(200)]
-    coco = make_coco(annotations=annotations, categories=names)
-    for keys in (["categories", "annotations", "images"], ["annotations", "images", "categories"]):
-        assert_same(read(path, {**extra, **{key: coco[key] for key in keys}}), coco)
-
-
-@pytest.mark.parametrize(
     ("content", "words"),
     [
         # Dataloop's, a dump of CVAT's tasks, and results of a model.

@@ -521,7 +521,7 @@ def paint_deep(brightest, channels):
         (4, "PNG"),
     ],
 )
-def test_an_image_of_few_bits_stored_in_16_is_refused_everywhere(bits, channels, kind, tmp_path):
+def test_an_image_of_few_bits_stored_in_16_is_refused_everywhere(bits, channels, kind):
     """It would become almost black, without a word."""
     data = save_deep(paint_deep((1 << bits) - 1, channels), kind)
     peak = (1 << bits) - 1 >> 8
@@ -532,20 +532,6 @@ def test_an_image_of_few_bits_stored_in_16_is_refused_everywhere(bits, channels,
     for read in readers:
         with pytest.raises(ColabUtilsError, match=match):
             read(data)
-    (tmp_path / "a.png").write_bytes(data)
-    annotations = tmp_path / "coco.json"
-    annotations.write_text(
-        json.dumps(
-            {
-                "images": [{"id": 1, "file_name": "a.png", "width": 24, "height": 16}],
-                "annotations": [],
-                "categories": [{"id": 1, "name": "roof"}],
-            }
-        )
-    )
-    problems = check_dataset(tmp_path, annotations).problems
-    bad = next(problem for problem in problems if problem.kind == "bad image")
-    assert "almost black" in str(bad)
 
 
 def store(data):

@@ -1,5 +1,4 @@
 import json
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -489,25 +488,6 @@ def test_outlines_of_smaller_images_are_told(export):
     assert problem.examples == (
         "all 8 objects lie in the left 15% and the upper 13% of their images",
     )
-
-
-@pytest.mark.parametrize("orientation", [1, 2, 3, 6, 8])
-def test_a_photo_that_exif_may_turn_is_told(export, orientation):
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    export.save_photo(0, WIDTH, HEIGHT, exif=exif)
-    is_unclear = orientation in (2, 3)
-
-    def expect():
-        return pytest.warns(match="used as stored") if is_unclear else nullcontext()
-
-    with expect():
-        report = export.write()
-    assert report.faults == ({"EXIF rotation, unclear": 1} if is_unclear else {})
-    dataset = CocoFolder(export.images, export.annotations)
-    dataset[1]
-    with expect():
-        dataset[0]
 
 
 @pytest.mark.parametrize(
