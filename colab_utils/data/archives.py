@@ -20,7 +20,7 @@ from colab_utils.data.coco import read_coco
 from colab_utils.data.decoding import name_kind
 from colab_utils.data.image_paths import list_meanings, take_base_name
 from colab_utils.drive import explain_write
-from colab_utils.errors import ColabUtilsError, escape
+from colab_utils.errors import DAMAGE, ColabUtilsError, escape
 from colab_utils.files import write_file
 from colab_utils.machine import require_space
 from colab_utils.places import require_local_path
@@ -40,9 +40,9 @@ _DAMAGE = (
     LZMAError,
     EOFError,
     RuntimeError,
-    ValueError,
     HTTPException,
     OSError,
+    *DAMAGE,
 )
 # Google Drive divides a large folder into zips with such names.
 _PART = re.compile(r"-\d{3}\.zip$")

@@ -26,11 +26,11 @@ from colab_utils.data.coco_json import (
     read_columns,
     read_content,
 )
-from colab_utils.data.fields import FAULTS, read_annotation
+from colab_utils.data.fields import read_annotation
 from colab_utils.data.image_paths import find_file, list_meanings, require_folder
 from colab_utils.data.masks import number_within
 from colab_utils.data.segmentations import Entry
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.errors import DAMAGE, ColabUtilsError, ColabUtilsWarning
 from colab_utils.files import FileStamp, write_file
 from colab_utils.places import Place, PlaceLike, open_place
 from colab_utils.require import require_packages
@@ -179,7 +179,7 @@ class CocoDataset:
                         f"category_id {annotation['category_id']} is the id of no category"
                     )
                 sound.append(annotation)
-            except (*FAULTS, ColabUtilsError) as error:
+            except (*DAMAGE, ColabUtilsError) as error:
                 faults.append((number, str(error)))
         return sound, faults
 

@@ -12,10 +12,10 @@ from contextlib import suppress
 from typing import Any
 
 from colab_utils.data.decoding import name_kind
-from colab_utils.data.fields import FAULTS, read_crowd, to_integer
+from colab_utils.data.fields import read_crowd, to_integer
 from colab_utils.data.image_paths import take_base_name
 from colab_utils.data.segmentations import Entry
-from colab_utils.errors import ColabUtilsError, escape
+from colab_utils.errors import DAMAGE, ColabUtilsError, escape
 from colab_utils.files import FileStamp, read_file, stamp_file
 from colab_utils.machine import find_free_memory
 from colab_utils.os_errors import explain_os_error
@@ -53,7 +53,7 @@ _decode = json.JSONDecoder().raw_decode
 
 
 class Columns:
-    """Collect the entries of a COCO JSON in flat arrays. A faulty entry raises one of `FAULTS`."""
+    """Collect the entries of a COCO JSON in flat arrays. A faulty entry raises one of `DAMAGE`."""
 
     def __init__(self) -> None:
         self.images = array("q")
@@ -125,10 +125,10 @@ class Columns:
         self.annotations += 1
         ids = {"id": self.annotations, "image_id": UNREADABLE, "category_id": UNREADABLE}
         for name in ids:
-            with suppress(*FAULTS):
+            with suppress(*DAMAGE):
                 ids[name] = to_integer(entry.get(name), name)
         is_crowd = 0
-        with suppress(*FAULTS):
+        with suppress(*DAMAGE):
             is_crowd = read_crowd(entry.get("iscrowd"))
         self.rows.extend((*ids.values(), is_crowd, *span))
         self.ignored += entry.get("ignore") in (1, "1")
@@ -296,7 +296,7 @@ def _read_list(reader: _Reader, section: str, columns: Columns) -> None:
         entry = reader.read_value()
         try:
             columns.add(section, entry, (start, reader.position))
-        except FAULTS as error:
+        except DAMAGE as error:
             name = entry.get("id") if isinstance(entry, dict) else entry
             known = repr(name) if isinstance(name, int | float | str) else "?"
             raise ColabUtilsError(

@@ -12,8 +12,6 @@ from colab_utils.files import hash_bytes
 
 # Integers must be smaller than this to fit into int64.
 _INTEGER_BITS = 63
-FAULTS = (TypeError, ValueError, OverflowError, RecursionError)
-"""The exceptions that a faulty entry raises when it is read."""
 _LARGEST_NUMBER = 1e15
 # Text that counts as an integer id. Python would also read "1e3" as 1000 and "1_0" as 10, but 1000
 # and 10 may be the ids of other images.

@@ -18,7 +18,7 @@ from colab_utils.data.segmentations import (
     read_numbers,
     read_polygons,
 )
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import DAMAGE, ColabUtilsError
 
 # Number of polygons that are merged at a time. For each further polygon, pycocotools goes through
 # all that it has merged, so merging many at once is slow.
@@ -134,7 +134,7 @@ def _encode_rle(rle: Rle, height: int, width: int) -> Rle:
     if isinstance(counts, str):
         counts = counts.encode("ascii", "xmlcharrefreplace")
     runs: list[Any] = []
-    with suppress(TypeError, ValueError, OverflowError):
+    with suppress(*DAMAGE):
         # Some tools write runs as floats without a fraction, or as text.
         numbers = read_numbers(counts) if isinstance(counts, list) else read_counts(counts)
         # A list within the list is no run.

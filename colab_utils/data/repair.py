@@ -23,7 +23,7 @@ from colab_utils.data.checks import (
     inspect_images,
 )
 from colab_utils.data.coco import CocoDataset, read_coco, write_coco
-from colab_utils.data.fields import FAULTS, read_field
+from colab_utils.data.fields import read_field
 from colab_utils.data.image_checks import Header
 from colab_utils.data.masks import encode_segmentation, measure_mask
 from colab_utils.data.object_checks import APART, NEAR, check_object, compare_box, is_normalised
@@ -37,7 +37,7 @@ from colab_utils.data.segmentations import (
 )
 from colab_utils.data.sizes import Size
 from colab_utils.drive import explain_write
-from colab_utils.errors import ColabUtilsError, escape
+from colab_utils.errors import DAMAGE, ColabUtilsError, escape
 from colab_utils.files import require_new
 from colab_utils.places import PlaceLike, open_place, require_local_path
 
@@ -398,7 +398,7 @@ def _is_of_other_units(area: float | None, box: list[float], pixels: int) -> boo
 def _try_field(entry: Entry, name: str) -> Any:
     try:
         return read_field(entry, name)
-    except FAULTS:
+    except DAMAGE:
         return None
 
 

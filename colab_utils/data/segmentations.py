@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import DAMAGE, ColabUtilsError
 
 Entry = dict[str, Any]
 """An image, an annotation or a category, as COCO has it."""
@@ -40,7 +40,7 @@ def identify_segmentation(segmentation: Any) -> tuple[str, Any] | None:
         >>> identify_segmentation([[0, 0, 4, 4]]) is None
         True
     """
-    with suppress(ColabUtilsError, LookupError, TypeError, ValueError, RecursionError):
+    with suppress(ColabUtilsError, *DAMAGE):
         text = segmentation if isinstance(segmentation, str) else json.dumps(segmentation)
         plain = json.loads(text, object_hook=_read_point)
         while isinstance(plain, list) and len(plain) == 1:
@@ -146,7 +146,7 @@ def read_polygons(segmentation: list[Any]) -> list[NDArray[np.float64]]:
     polygons = segmentation if isinstance(segmentation[0], list) else [segmentation]
     try:
         parts = [read_numbers(polygon) for polygon in polygons]
-    except (TypeError, ValueError, OverflowError):
+    except DAMAGE:
         text = "a polygon holds something that is no number"
         raise ColabUtilsError(text) from None
     drawn = [part for part in parts if not _is_short(part)] or parts
