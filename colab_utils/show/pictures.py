@@ -70,35 +70,19 @@ class DescribedFigure(Figure):
         return {}, {"image/png": {"alt": self.alternative_text}}
 
 
-def draw_pair(
-    before: tuple[Any, _Objects],
-    after: tuple[Any, _Objects],
-    *,
-    class_names: Mapping[int, str],
+def draw_samples(
+    samples: Mapping[str, tuple[Any, _Objects]], *, title: str, class_names: Mapping[int, str]
 ) -> DescribedFigure:
-    """Draw a sample before and after a change, side by side. The title says what differs.
+    """Draw samples side by side.
 
     Args:
-        before: ``(image, target)``: image uint8 [3, H, W], and a target with ``boxes`` [N, 4] (x0,
-            y0, x1, y1 in pixels), ``labels`` [N] and ``masks`` uint8 [N, H, W].
-        after: The same sample after the change.
+        samples: Dict from a heading to ``(image, target)``: image uint8 [3, H, W], and a target
+            with ``boxes`` [N, 4] (x0, y0, x1, y1 in pixels), ``labels`` [N] and ``masks`` uint8
+            [N, H, W].
+        title: Title, which states the finding.
         class_names: Dict from a label to the name of its class.
     """
-    image_before, target_before = before
-    image_after, target_after = after
-
-    def compare(key: str) -> str:
-        is_same = np.array_equal(target_before[key], target_after[key])
-        return "the same" if is_same else "other"
-
-    times = math.prod(image_before.shape) / math.prod(image_after.shape)
-    if times != 1:
-        title = f"{times:.2g} times fewer pixels, {compare('labels')} objects"
-    elif np.array_equal(image_before, image_after):
-        title = f"Pixel for pixel the same image, {compare('masks')} masks"
-    else:
-        title = f"Another image, {compare('masks')} masks"
-    return _draw_grid(title, [("before", *before), ("after", *after)], class_names)
+    return _draw_grid(title, [(name, *sample) for name, sample in samples.items()], class_names)
 
 
 def draw_predictions(
@@ -111,7 +95,7 @@ def draw_predictions(
 
     Args:
         dataset: A `ShardDataset`, a `CocoFolder` or your own dataset. It gives ``(image, target)``
-            as in `draw_pair`, and has ``class_names``, a dict from a label to the name of its
+            as in `draw_samples`, and has ``class_names``, a dict from a label to the name of its
             class.
         predictions: One dict for each sample: the first is for ``dataset[0]``, the second for
             ``dataset[1]``, and so on. Each dict is as torchvision's models return it in evaluation:

@@ -22,7 +22,7 @@ from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.contract import check_objects
 from colab_utils.loading.mask_targets import sample_masks
 from colab_utils.loading.masks import flip_boxes
-from colab_utils.training.torch_defaults import use_cpu
+from colab_utils.training.precision import use_cpu
 
 _COMPARED_OBJECTS = 16
 

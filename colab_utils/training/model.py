@@ -30,8 +30,8 @@ from colab_utils.progress import is_watched
 from colab_utils.require import require_choice
 from colab_utils.training.checkpoint import CheckpointFolder, State, explain_state, load_weights
 from colab_utils.training.norms import freeze_norms
+from colab_utils.training.precision import use_cpu
 from colab_utils.training.small_models import assemble_light, assemble_tiny
-from colab_utils.training.torch_defaults import use_cpu
 
 GPU_MODEL = "maskrcnn_resnet50_fpn_v2"
 

@@ -10,12 +10,12 @@ from colab_utils.data.statistics import describe_full_images
 from colab_utils.errors import ColabUtilsWarning
 from colab_utils.loading.ranks import Ranks
 from colab_utils.places import PlaceLike
-from colab_utils.training.agreement import share_errors
 from colab_utils.training.checkpoint import State, explain_state
 from colab_utils.training.data import OpenData
 from colab_utils.training.memory import MemoryPlan, plan_memory
 from colab_utils.training.model import allow_detections, assemble_mask_rcnn, build_mask_rcnn
 from colab_utils.training.norms import fold_norms
+from colab_utils.training.ranks import share_errors
 from colab_utils.training.schedule import choose_rate, make_optimizer
 from colab_utils.training.settings import OWN_TRANSFORMS, TrainSettings
 from colab_utils.training.step import TrainingStep

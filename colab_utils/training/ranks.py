@@ -1,13 +1,20 @@
-"""The process group of torch, if ``torchrun`` starts several processes to train together."""
+"""The processes that ``torchrun`` starts to train together: how they join, and how they agree.
+
+If one process loads other images, or stops at an error, the others would wait for it in the middle
+of a step. So all processes compare their data and settings before the first step. If these differ,
+all end with the same message.
+"""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import distributed
 
+from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.loading.ranks import Ranks, find_ranks
 
 # How long the other processes wait for the first one, for example while it evaluates.
@@ -39,3 +46,65 @@ def join_ranks(device: torch.device) -> Iterator[Ranks]:
     finally:
         if joins:
             distributed.destroy_process_group()
+
+
+@contextmanager
+def share_errors(ranks: Ranks) -> Iterator[None]:
+    """Raise an error in every process if one process has an error in the block.
+
+    So no process waits for one that has stopped. The block must not wait for another process.
+
+    Raises:
+        ColabUtilsError: Another process had an error. The message has that error and its rank.
+
+    Example:
+        >>> with share_errors(Ranks()):
+        ...     raise ColabUtilsError("There are no shards. Copy them first.")
+        Traceback (most recent call last):
+        colab_utils.errors.ColabUtilsError: There are no shards. Copy them first.
+    """
+    try:
+        yield
+    except Exception as error:
+        ranks.gather(describe_error(error))
+        raise
+    for rank, text in enumerate(ranks.gather(None)):
+        if text is not None:
+            raise ColabUtilsError(
+                f"Rank {rank} stopped before the first step, and so did all others. It says: {text}"
+            )
+
+
+def require_same(ranks: Ranks, facts: Mapping[str, Any]) -> None:
+    """Raise an error in every process if a fact is not the same in all processes.
+
+    Args:
+        ranks: The processes that train together.
+        facts: What this process has: texts, numbers or None. The keys are names for the message.
+
+    Raises:
+        ColabUtilsError: Some facts differ. The message lists their values, with the first ranks.
+
+    Example:
+        >>> require_same(Ranks(), {"seed": 0})
+    """
+    facts_of_ranks = ranks.gather(dict(facts))
+    # A process with another version of colab_utils may have more facts, or fewer.
+    names = dict.fromkeys(name for one_rank in facts_of_ranks for name in one_rank)
+    differences = []
+    for name in names:
+        values = [one_rank.get(name) for one_rank in facts_of_ranks]
+        if len(set(values)) > 1:
+            differences.append(f"{name} ({_describe_values(values)})")
+    if differences:
+        raise ColabUtilsError(
+            f"The processes that train together differ in {'; '.join(differences)}. "
+            "Start all of them with the same version, the same settings and complete copies "
+            "of the same shards."
+        )
+
+
+def _describe_values(values: list[Any]) -> str:
+    """Return each value with the first rank that has it, such as "0 on rank 0, 7 on rank 2"."""
+    parts = [f"{value} on rank {values.index(value)}" for value in dict.fromkeys(values)]
+    return ", ".join(parts)

@@ -22,13 +22,13 @@ from colab_utils.loading.ranks import Ranks
 from colab_utils.places import PlaceLike, open_place
 from colab_utils.require import require_choice
 from colab_utils.shards.lock import hold_folder
-from colab_utils.training.agreement import require_same, share_errors
 from colab_utils.training.checkpoint import CheckpointFolder, State, explain_state
 from colab_utils.training.data import DataSource, OpenData, find_images
 from colab_utils.training.model import GPU_MODEL
 from colab_utils.training.plan import TrainingPlan, make_plan
+from colab_utils.training.precision import use_training_defaults
 from colab_utils.training.prepare import PreparedStep, prepare_step
-from colab_utils.training.ranks import join_ranks
+from colab_utils.training.ranks import join_ranks, require_same, share_errors
 from colab_utils.training.report import Log, TrainReport
 from colab_utils.training.settings import (
     OWN_TRANSFORMS,
@@ -38,7 +38,6 @@ from colab_utils.training.settings import (
     read_settings,
     read_stored,
 )
-from colab_utils.training.torch_defaults import use_training_defaults
 from colab_utils.training.trainer import Trainer
 
 # A sample that takes longer than these seconds is tried once more by a new process.

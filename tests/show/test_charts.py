@@ -10,7 +10,7 @@ from matplotlib.text import Text
 from colab_utils.errors import ColabUtilsError
 from colab_utils.show import charts
 from colab_utils.show.charts import plot_bars
-from colab_utils.show.pictures import draw_pair
+from colab_utils.show.pictures import draw_samples
 from colab_utils.streams import StreamTrial
 
 
@@ -196,7 +196,7 @@ def make_odd_figures():
         "masks": np.ones((4, 8, 8), np.uint8),
     }
     sample = (np.zeros((3, 8, 8), np.uint8), target)
-    yield draw_pair(sample, sample, class_names=dict(enumerate(NAMES)))
+    yield draw_samples({"a": sample}, title="T", class_names=dict(enumerate(NAMES)))
 
 
 def test_names_in_figures_are_shown_as_they_are():

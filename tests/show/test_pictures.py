@@ -10,7 +10,7 @@ from matplotlib.patches import Rectangle
 
 from colab_utils import ShardDataset
 from colab_utils.errors import ColabUtilsError
-from colab_utils.show.pictures import draw_pair, draw_predictions
+from colab_utils.show.pictures import draw_predictions, draw_samples
 
 
 class Samples(list):
@@ -31,7 +31,7 @@ def make_sample(*boxes, height=40, width=60):
 
 def draw_twice(sample, names=Samples.class_names):
     """Both axes show the same sample."""
-    return draw_pair(sample, sample, class_names=names)
+    return draw_samples({"before": sample, "after": sample}, title="T", class_names=names)
 
 
 def list_boxes(axis):
@@ -120,32 +120,12 @@ def test_nothing_is_left_open_in_pyplot():
     assert plt.get_fignums() == []
 
 
-def test_a_pair_says_whether_it_is_equal():
-    names = Samples.class_names
-    (image, target) = make_sample((3, 3, 9, 9))
-    same = draw_pair((image, target), (image.copy(), target), class_names=names)
-    assert same.get_suptitle() == "Pixel for pixel the same image, the same masks"
-    other = image.copy()
-    other[0, 0, 0] += 1
-    differing = draw_pair((image, target), (other, target), class_names=names)
-    assert differing.get_suptitle() == "Another image, the same masks"
-    moved = {**target, "masks": np.roll(target["masks"], 1)}
-    assert (
-        "other masks"
-        in draw_pair((image, target), (image, moved), class_names=names).get_suptitle()
-    )
-    small = make_sample((3, 2, 9, 6), height=20, width=30)
-    figure = draw_pair((image, target), small, class_names=names)
-    assert figure.get_suptitle() == "4 times fewer pixels, the same objects"
-    assert [axis.get_title(loc="left") for axis in figure.axes] == [
-        "before, 60 x 40",
-        "after, 30 x 20",
-    ]
-    relabelled = {**small[1], "labels": small[1]["labels"] + 1}
-    assert (
-        "other objects"
-        in draw_pair((image, target), (small[0], relabelled), class_names=names).get_suptitle()
-    )
+def test_samples_have_their_headings_and_sizes():
+    samples = {"before": make_sample((3, 3, 9, 9)), "after": make_sample(height=20, width=30)}
+    figure = draw_samples(samples, title="A finding", class_names=Samples.class_names)
+    assert figure.get_suptitle() == "A finding"
+    headings = [axis.get_title(loc="left") for axis in figure.axes]
+    assert headings == ["before, 60 x 40", "after, 30 x 20"]
 
 
 def make_prediction(scores):

@@ -36,9 +36,8 @@ from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import DriveProfile, slow_down
 from colab_utils.training import train as train_module
 from colab_utils.training import trainer
-from colab_utils.training.agreement import require_same
 from colab_utils.training.checkpoint import CheckpointFolder
-from colab_utils.training.ranks import join_ranks
+from colab_utils.training.ranks import join_ranks, require_same
 from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import train
 from tests.tiny_model import TINY_MODEL
