@@ -1,11 +1,10 @@
-"""Run jobs on processes of this machine, a few at a time, and count the images that are done."""
+"""Run jobs on processes of this machine, and count the images that are done."""
 
 import multiprocessing
-from collections.abc import Callable, Generator, Iterable
+import queue
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain, islice
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -20,8 +19,6 @@ from colab_utils.processes import (
 
 _Job = TypeVar("_Job")
 _Result = TypeVar("_Result")
-# Jobs that are submitted for each process, so that no process waits for its next job.
-_AHEAD = 4
 # Seconds to wait until running jobs stop.
 _STOP_S = 60.0
 
@@ -48,27 +45,69 @@ class JobProgress:
                 self.images_done.value += images
 
 
-# The progress of this process's run. It is a global, as shared memory cannot be sent with a job.
-_progress = JobProgress()
+Work = Callable[[Iterator[_Job], JobProgress], Iterator[_Result]]
+"""Takes jobs, and yields a result for each, in any order. It may take a job before the jobs before
+it are done, to begin to read its files.
+"""
 
 
-def _join(progress: JobProgress) -> None:
+@dataclass(frozen=True)
+class _Run:
+    """What the processes of one run share."""
+
+    work: Work[Any, Any]
+    jobs: Sequence[Any]
+    progress: JobProgress
+    taken: Any
+    """Number of jobs that were taken, in shared memory."""
+    results: Any
+    """Queue of the results."""
+
+    def take(self) -> Iterator[Any]:
+        """Yield the jobs that no other process takes, until none is left or the run is stopped."""
+        while True:
+            # A run that was stopped asks nothing of a server that may be gone.
+            self.progress.add(0)
+            with self.taken.get_lock():
+                number = self.taken.value
+                self.taken.value += 1
+            if number >= len(self.jobs):
+                return
+            yield self.jobs[number]
+
+    def serve(self) -> None:
+        """Do jobs until none is left."""
+        for result in self.work(self.take(), self.progress):
+            self.results.put(result)
+
+    def pop_results(self) -> list[Any]:
+        """Return the results that came since the last call."""
+        results = []
+        while not self.results.empty():
+            results.append(self.results.get())
+        return results
+
+
+# The run of this process. It is a global, as shared memory cannot be sent to a process.
+_run: _Run | None = None
+
+
+def _join(run: _Run) -> None:
     """Make this process, which was just forked, a worker of a run."""
-    global _progress
-    _progress = progress
+    global _run
+    _run = run
 
 
-def _work(
-    work: Callable[[_Job, JobProgress], _Result], progress: JobProgress | None, job: _Job
-) -> _Result:
-    """Do a job. Without ``progress``, it is done in a process that has joined a run."""
-    return work(job, progress or _progress)
+def _serve() -> None:
+    """Do jobs in a process that has joined a run."""
+    if _run is not None:
+        _run.serve()
 
 
 def run_jobs(
-    work: Callable[[_Job, JobProgress], _Result], jobs: Iterable[_Job], processes: int
+    work: Work[_Job, _Result], jobs: Sequence[_Job], processes: int
 ) -> Generator[tuple[list[_Result], int], None, None]:
-    """Call ``work`` for every job on processes of this machine.
+    """Do all jobs on processes of this machine.
 
     Several times a second, the results that came since the last time are yielded, and the number of
     images that are done in all. With one process, the jobs run in a thread of this process. Workers
@@ -77,51 +116,44 @@ def run_jobs(
     Raises:
         ColabUtilsError: if a job failed, or the system ended a process.
     """
+    # There are no more processes than jobs.
+    processes = max(1, min(processes, len(jobs)))
     context = multiprocessing.get_context("fork")
     with explain_shared_memory():
-        images_done = context.Value("q", 0)
-        progress = JobProgress(images_done, context.Event())
-    waiting = iter(jobs)
-    # There are no more processes than jobs.
-    first = list(islice(waiting, processes))
-    run: Callable[[_Job], _Result] = partial(_work, work, None)
+        progress = JobProgress(context.Value("q", 0), context.Event())
+        results = queue.SimpleQueue[Any]() if processes == 1 else context.SimpleQueue()
+        run = _Run(work, jobs, progress, context.Value("q", 0), results)
     pool: Executor
     if processes == 1:
-        run = partial(_work, work, progress)
         pool = ThreadPool(1)
+        serve = run.serve
     else:
-        pool = fork_pool(len(first) or 1, _join, progress)
+        pool = fork_pool(processes, _join, run)
+        serve = _serve
     with pool:
-        for finished in _run(pool, run, chain(first, waiting), processes * _AHEAD, progress):
+        with defer_interrupt():
+            running = {pool.submit(serve) for _ in range(processes)}
+        for finished in _watch(running, run):
             # The counter is read without its lock, because a killed worker may hold the lock.
-            yield finished, images_done.get_obj().value
+            yield finished, progress.images_done.get_obj().value
 
 
-def _run(
-    pool: Executor,
-    run: Callable[[_Job], _Result],
-    jobs: Iterable[_Job],
-    ahead: int,
-    progress: JobProgress,
-) -> Generator[list[_Result], None, None]:
+def _watch(running: set[Future[None]], run: _Run) -> Generator[list[Any], None, None]:
     """Yield the results that came, several times a second.
 
-    ``ahead`` jobs are submitted at the same time. After an error, running jobs are stopped and
-    waited for. No job is cancelled: a job that has not begun gives up at its start.
+    After an error, the other processes are stopped and waited for.
     """
-    waiting = iter(jobs)
-    running: set[Future[_Result]] = set()
     try:
-        while True:
-            with defer_interrupt():
-                for job in islice(waiting, ahead - len(running)):
-                    running.add(pool.submit(run, job))
-            if not running:
-                return
-            yield [future.result() for future in pop_done(running)]
+        while running:
+            done = pop_done(running)
+            yield run.pop_results()
+            for future in done:
+                future.result()
     except BaseException:
-        progress.stop.set()
+        run.progress.stop.set()
         until_s = monotonic() + _STOP_S
         while running and monotonic() < until_s:
+            # A process ends only once its results are taken.
             pop_done(running)
+            run.pop_results()
         raise

@@ -175,12 +175,11 @@ def inspect_images(images: Place, dataset: CocoDataset, *, deep: bool = False) -
     size = min(_PART_IMAGES, math.ceil(len(dataset) / count_cores()) or 1)
     starts = range(0, len(dataset), size)
     processes = max(1, min(count_cores(), len(starts)))
-    jobs = ((start, dataset.subset(start, min(start + size, len(dataset)))) for start in starts)
-    work = partial(_inspect_subset, images, deep)
+    work = partial(_inspect_parts, images, dataset, deep, size)
     inspected: dict[int, list[Findings]] = {}
     with (
         show_progress("check", total=len(dataset), unit="image") as bar,
-        closing(run_jobs(work, jobs, processes)) as runs,
+        closing(run_jobs(work, starts, processes)) as runs,
     ):
         for finished, images_done in runs:
             inspected.update(finished)
@@ -192,24 +191,30 @@ def inspect_images(images: Place, dataset: CocoDataset, *, deep: bool = False) -
     ]
     if Retries().find_again([dataset.find_image(images, i)[0] for i in missing]):
         for i in missing:
-            job = (i, dataset.subset(i, i + 1))
-            findings[i] = _inspect_subset(images, deep, job, JobProgress())[1][0]
+            parts = _inspect_parts(images, dataset, deep, 1, [i], JobProgress())
+            findings[i] = next(parts)[1][0]
     return findings
 
 
-def _inspect_subset(
-    images: Place, deep: bool, job: tuple[int, CocoDataset], progress: JobProgress
-) -> tuple[int, list[Findings]]:
-    """Return the place of the first image of a subset, and the findings of all its images."""
-    start, subset = job
-    retries = Retries()
-    read = partial(read_header, images, subset, retries=retries, deep=deep)
-    findings = []
-    with closing(Reader(read, place=images, retries=retries)) as reader:
-        for i, reading in enumerate(reader.read_all(range(len(subset)))):
-            findings.append(check_image(subset, i, reading.take()))
-            progress.add(1)
-    return start, findings
+def _inspect_parts(
+    images: Place,
+    dataset: CocoDataset,
+    deep: bool,
+    size: int,
+    starts: Iterable[int],
+    progress: JobProgress,
+) -> Iterator[tuple[int, list[Findings]]]:
+    """Yield the place of the first image of each part, and the findings of all its images."""
+    for start in starts:
+        subset = dataset.subset(start, min(start + size, len(dataset)))
+        retries = Retries()
+        read = partial(read_header, images, subset, retries=retries, deep=deep)
+        findings = []
+        with closing(Reader(read, place=images, retries=retries)) as reader:
+            for i, reading in enumerate(reader.read_all(range(len(subset)))):
+                findings.append(check_image(subset, i, reading.take()))
+                progress.add(1)
+        yield start, findings
 
 
 def _settle_turns(

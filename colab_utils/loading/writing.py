@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +18,10 @@ from typing import Any, cast
 import numpy as np
 
 from colab_utils.data.coco import CocoDataset
-from colab_utils.drive import Retries, explain_write
+from colab_utils.drive import Retries, explain_write, is_on_drive
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.file_cache import FileCache
+from colab_utils.files import list_names
 from colab_utils.places import Place, identify_place
 from colab_utils.processes import (
     end_process,
@@ -32,11 +33,10 @@ from colab_utils.processes import (
 from colab_utils.running import JobProgress
 from colab_utils.shards.copy import Copying
 from colab_utils.shards.index import ShardIndex, ShardInfo, write_index
-from colab_utils.shards.jobs import ShardJob, write_shard
+from colab_utils.shards.jobs import ShardJob, write_in_turn
 from colab_utils.shards.lock import hold_folder
-from colab_utils.shards.records import MISSING
 from colab_utils.shards.source import describe_source, keep_source
-from colab_utils.shards.write import ShardRun, begin_folder, check_bad, cut_jobs, join_index
+from colab_utils.shards.write import ShardRun, are_there, begin_folder, check_bad, join_index
 
 # The lowest priority: training goes before.
 _PRIORITY = 19
@@ -99,27 +99,46 @@ class ShardWriter:
 
     def _write_all(self) -> None:
         run = ShardRun(self.ssd, self.images, self.dataset, self.recipe)
-        jobs = list(cut_jobs(run, self.streams, self.drive))
-        done: list[ShardIndex] = []
-        for number in self.order:
-            done.append(self._write(jobs[number]._replace(cache=self.cache)))
-            self.done[[_WRITTEN, _CPU_S]] = len(done), process_time()
-            check_bad(self.dataset, done, self.max_bad)
-            if done[-1].images:
-                self._try_on_drive(self._send, done[-1].shards[0])
+        done = self._write_once(run)
+        if are_there(run, done):
+            # Drive did not show these images for a while. Their shards are written again.
+            done = self._write_once(run)
+        check_bad(self.dataset, done, self.max_bad)
         index = join_index(run, done)
         write_index(self.ssd, index)
         self._try_on_drive(self._retries.write, self.drive, write_index, self.drive, index)
         for folder in {self.ssd, self.drive or self.ssd}:
             keep_source(folder, describe_source(self.dataset))
 
-    def _write(self, job: ShardJob) -> ShardIndex:
-        index = write_shard(job, self._progress)
-        names = [image.file_name for image in index.skipped if image.reason == MISSING]
-        if names and self._retries.find_again([job.images / name for name in names]):
-            # Drive did not show these images for a while. The shard is written again.
-            index = write_shard(job, self._progress)
-        return index
+    def _write_once(self, run: ShardRun) -> list[ShardIndex]:
+        """Write and send all shards that are not finished; return an index of each shard."""
+        done: list[ShardIndex] = []
+        is_patient = is_on_drive(self.images)
+        for index in write_in_turn(
+            self.images.absolute(), self._list_jobs(run), self._progress, streams=self.streams
+        ):
+            done.append(index)
+            self.done[[_WRITTEN, _CPU_S]] = len(done), process_time()
+            check_bad(self.dataset, done, self.max_bad, is_patient=is_patient)
+            if index.images:
+                self._try_on_drive(self._send, index.shards[0])
+        return done
+
+    def _list_jobs(self, run: ShardRun) -> Iterator[ShardJob]:
+        """Yield the job of each shard.
+
+        Finished shards of an earlier session are copied from Drive. Later, Drive is not asked for
+        other shards: it may hang, and the shards can be written without it.
+        """
+        drive = self.drive
+        finished: set[str] = set()
+        if drive is not None:
+            finished = set(self._retries.write(drive, list_names, drive, "shard-*.arrays"))
+        shards = run.list_shards()
+        for number in self.order:
+            job = run.make_job(*shards[number])
+            has_finished = job.path.with_suffix(".arrays").name in finished
+            yield job._replace(cache=self.cache, drive=drive if has_finished else None)
 
     def _try_on_drive(self, call: Callable[..., object], *arguments: Any) -> None:
         """Call a function that writes on Drive. After an error, nothing more is sent, but shards

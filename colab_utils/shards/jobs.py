@@ -1,11 +1,12 @@
-"""Write one shard: build it in memory and write it, unless it is finished."""
+"""Write shards one after the other: each is built in memory, unless it is finished."""
 
 import tarfile
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from colab_utils.data.coco import CocoDataset
@@ -37,16 +38,13 @@ def name_shard(folder: Place, number: int) -> Place:
 
 
 class ShardJob(NamedTuple):
-    """The images that become one shard, and what a process needs to write it."""
+    """The images that become one shard."""
 
     path: Place
     """The tar to write."""
     dataset: CocoDataset
     """The images of this shard alone."""
-    images: Place
     recipe: dict[str, Any]
-    streams: int | str = "auto"
-    """Number of files that the process reads at the same time."""
     drive: Place | None = None
     """Folder that may hold the finished shard. If it does, the shard is copied from there."""
     keeps_empty: bool = False
@@ -57,28 +55,70 @@ class ShardJob(NamedTuple):
     """Keeps the image files; None if they are not kept."""
 
 
-def write_shard(job: ShardJob, progress: JobProgress) -> ShardIndex:
-    """Write one shard unless it is finished; return an index that lists only this shard.
+def write_in_turn(
+    images: Place,
+    jobs: Iterable[ShardJob],
+    progress: JobProgress,
+    *,
+    streams: int | str = "auto",
+) -> Iterator[ShardIndex]:
+    """Write shards one after the other, and yield an index of each, which lists only this shard.
+
+    A finished shard is left as it is. While a shard is built and written, the files of the next
+    ones are read: each file on Drive takes long to open, so reading must not pause between shards.
+
+    Args:
+        images: the image folder.
+        jobs: the shards. A job is taken before the jobs before it are done.
+        progress: counts the images, and ends the work.
+        streams: number of files that are read at the same time.
+
+    Raises:
+        ColabUtilsError: if a shard cannot be written.
+        DriveLostError: if Drive went away.
+    """
+    retries = Retries(progress.stop)
+    finished: list[ShardIndex] = []
+
+    def list_files() -> Iterator[tuple[ShardJob, int]]:
+        for job in jobs:
+            index = _find_or_copy(images, job, retries)
+            if index is None:
+                yield from ((job, i) for i in range(len(job.dataset)))
+            else:
+                progress.add(len(job.dataset))
+                finished.append(index)
+
+    def read(file: tuple[ShardJob, int]) -> bytes:
+        job, i = file
+        return read_image(images, job.dataset, i, retries=retries, cache=job.cache)
+
+    with (
+        closing(Reader(read, place=images, streams=streams, retries=retries)) as reader,
+        closing(reader.read_all(list_files())) as readings,
+    ):
+        for job, files in groupby(readings, key=lambda reading: reading.name[0]):
+            yield _write_shard(images, job, files, progress, retries)
+            while finished:
+                yield finished.pop()
+    yield from finished
+
+
+def _write_shard(
+    images: Place,
+    job: ShardJob,
+    files: Iterable[Reading],
+    progress: JobProgress,
+    retries: Retries,
+) -> ShardIndex:
+    """Write a shard; return an index of it.
 
     The arrays are written before the tar. Their head holds the checksum of the tar. A shard whose
     images are all bad has no tar.
-
-    Raises:
-        ColabUtilsError: if the shard cannot be written.
-        DriveLostError: if Drive went away.
     """
-    folder = job.path.parent
-    retries = Retries(progress.stop)
-    # A job that waited while the run was stopped asks nothing of a server that may be gone.
-    progress.add(0)
-    finished = retries.write(folder, _find_finished, job)
-    if finished is None and job.drive is not None:
-        finished = _copy_shard(job, job.drive, retries)
-    if finished is not None:
-        progress.add(len(job.dataset))
-        return finished
-    tar, arrays = _build_shard(job, progress)
+    tar, arrays = _build_shard(images, job, files, progress)
     index = _parse_shard_index(arrays)
+    folder = job.path.parent
     # If the run was stopped, this raises an error: another run may be writing already.
     progress.add(0)
     # Arrays come first, since a tar without arrays could be a file of the user.
@@ -136,23 +176,20 @@ def are_still_bad(index: ShardIndex, images: Place, dataset: CocoDataset) -> boo
         )
 
 
-def _find_finished(job: ShardJob) -> ShardIndex | None:
-    """Return an index of the shard if an earlier run finished it; None if it has to be written."""
-    index = find_shard(job.path, job.dataset.fingerprint, job.recipe)
-    if index is None or not are_still_bad(index, job.images, job.dataset):
-        return None
-    return index
+def _find_or_copy(images: Place, job: ShardJob, retries: Retries) -> ShardIndex | None:
+    """Return an index of a shard that an earlier run finished; None if it has to be written.
 
-
-def _copy_shard(job: ShardJob, drive: Place, retries: Retries) -> ShardIndex | None:
-    """Copy the finished shard of an earlier session; return an index of it.
-
-    Return None if there is no such shard, or if it is damaged. Then the shard has to be written.
+    If only ``job.drive`` holds the shard, it is copied from there, unless it is damaged.
     """
-    index = retries.run(partial(_find_finished, job._replace(path=drive / job.path.name)))
+    folder = job.path.parent
+    index = retries.write(folder, _find_finished, images, job)
+    if index is not None or job.drive is None:
+        return index
+    there = job._replace(path=job.drive / job.path.name)
+    index = retries.run(partial(_find_finished, images, there))
     if index is None:
         return None
-    copying = Copying(drive, job.path.parent, retries, overwrite=True)
+    copying = Copying(job.drive, folder, retries, overwrite=True)
     try:
         for name, size, checksum in index.files():
             copying.copy_file(name, size, checksum)
@@ -163,7 +200,16 @@ def _copy_shard(job: ShardJob, drive: Place, retries: Retries) -> ShardIndex | N
     return index
 
 
-def _build_shard(job: ShardJob, progress: JobProgress) -> tuple[list[bytes], bytes]:
+def _find_finished(images: Place, job: ShardJob) -> ShardIndex | None:
+    index = find_shard(job.path, job.dataset.fingerprint, job.recipe)
+    if index is None or not are_still_bad(index, images, job.dataset):
+        return None
+    return index
+
+
+def _build_shard(
+    images: Place, job: ShardJob, files: Iterable[Reading], progress: JobProgress
+) -> tuple[list[bytes], bytes]:
     """Build a shard in memory; return the pieces of its tar and the content of its arrays file."""
     # The pieces stay in a list: joining them would copy them, and they are megabytes.
     tar: list[bytes] = []
@@ -172,24 +218,23 @@ def _build_shard(job: ShardJob, progress: JobProgress) -> tuple[list[bytes], byt
     annotations = 0
     skipped: list[SkippedImage] = []
     faults = Counter[str]()
-    with closing(_read_ahead(job, progress)) as readings:
-        for i, reading in enumerate(readings):
-            progress.add(1)
-            sample = try_sample(reading.take, job.dataset, i, job.recipe)
-            if isinstance(sample, SkippedImage):
-                skipped.append(sample)
-                if job.cache is not None:
-                    # Once the file is repaired, its bytes must be read anew.
-                    job.cache.forget(name_image(job.images, job.dataset, i))
-                continue
-            starts = []
-            for member in sample.members:
-                starts.append(tar_bytes + len(member.header))
-                tar_bytes += sum(map(len, member))
-                tar.extend(member)
-            builder.add(sample.record, [member.data for member in sample.members], starts)
-            annotations += len(sample.record["annotations"])
-            faults.update(sample.faults)
+    for i, reading in enumerate(files):
+        progress.add(1)
+        sample = try_sample(reading.take, job.dataset, i, job.recipe)
+        if isinstance(sample, SkippedImage):
+            skipped.append(sample)
+            if job.cache is not None:
+                # Once the file is repaired, its bytes must be read anew.
+                job.cache.forget(name_image(images, job.dataset, i))
+            continue
+        starts = []
+        for member in sample.members:
+            starts.append(tar_bytes + len(member.header))
+            tar_bytes += sum(map(len, member))
+            tar.extend(member)
+        builder.add(sample.record, [member.data for member in sample.members], starts)
+        annotations += len(sample.record["annotations"])
+        faults.update(sample.faults)
     tar.append(bytes(2 * tarfile.BLOCKSIZE))
     head = {
         "fingerprint": job.dataset.fingerprint,
@@ -204,18 +249,6 @@ def _build_shard(job: ShardJob, progress: JobProgress) -> tuple[list[bytes], byt
     if faults:
         head["faults"] = dict(faults)
     return tar, dump_arrays(head, builder.build())
-
-
-def _read_ahead(job: ShardJob, progress: JobProgress) -> Generator[Reading, None, None]:
-    """Yield the files of the images in order.
-
-    Files are read before they are needed, because each file on Drive takes long to open.
-    """
-    retries = Retries(progress.stop)
-    read = partial(read_image, job.images, job.dataset, retries=retries, cache=job.cache)
-
-    with closing(Reader(read, place=job.images, streams=job.streams, retries=retries)) as reader:
-        yield from reader.read_all(range(len(job.dataset)))
 
 
 def _parse_shard_index(content: bytes) -> ShardIndex:

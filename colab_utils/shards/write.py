@@ -27,10 +27,10 @@ from colab_utils.places import Place, identify_place, open_place
 from colab_utils.processes import ThreadPool
 from colab_utils.progress import show_progress
 from colab_utils.require import require_max_bad, require_part
-from colab_utils.running import run_jobs
+from colab_utils.running import JobProgress, run_jobs
 from colab_utils.shards.folder_state import confirm_finished, find_source, inspect_folder
 from colab_utils.shards.index import INDEX_NAME, ShardIndex, SkippedImage, Storage, write_index
-from colab_utils.shards.jobs import ShardJob, name_shard, write_shard
+from colab_utils.shards.jobs import ShardJob, name_shard, write_in_turn
 from colab_utils.shards.lock import hold_folder
 from colab_utils.shards.plan import (
     Annotations,
@@ -104,6 +104,15 @@ class ShardRun:
         number, parts = self.part or (1, 1)
         shards = enumerate(split_images(self.recipe, len(self.dataset)))
         return list(shards)[number - 1 :: parts]
+
+    def make_job(self, number: int, places: NDArray[np.int64]) -> ShardJob:
+        """Return the job of a shard: its number, and its images."""
+        return ShardJob(
+            path=name_shard(self.folder.absolute(), number),
+            dataset=self.dataset.select(places),
+            recipe=self.recipe,
+            keeps_empty=self.part is not None,
+        )
 
 
 def write_shards(
@@ -281,28 +290,6 @@ def begin_folder(
     return recipe
 
 
-def cut_jobs(run: ShardRun, streams: int | str, drive: Place | None = None) -> Iterator[ShardJob]:
-    """Yield the job of each shard of a run.
-
-    If ``drive`` holds finished shards of an earlier session, they are copied from there. Later,
-    Drive is not asked for other shards: it may hang, and the shards can be written without it.
-    """
-    finished: set[str] = set()
-    if drive is not None:
-        finished = set(Retries().write(drive, list_names, drive, "shard-*.arrays"))
-    for number, places in run.list_shards():
-        path = name_shard(run.folder.absolute(), number)
-        yield ShardJob(
-            path=path,
-            dataset=run.dataset.select(places),
-            images=run.images.absolute(),
-            recipe=run.recipe,
-            streams=streams,
-            drive=drive if path.with_suffix(".arrays").name in finished else None,
-            keeps_empty=run.part is not None,
-        )
-
-
 def write_all(
     run: ShardRun, processes: int, streams: int | str, max_bad: float
 ) -> list[ShardIndex]:
@@ -319,14 +306,17 @@ def write_all(
             system ended a process.
     """
     done = _watch(run, processes, streams, max_bad)
-    missing = [
-        run.images / image.file_name for image in _join_skipped(done) if image.reason == MISSING
-    ]
-    if Retries().find_again(missing):
+    if are_there(run, done):
         # Only the shards of these images are written again: the others are finished.
         done = _watch(run, processes, streams, max_bad)
     check_bad(run.dataset, done, max_bad)
     return done
+
+
+def are_there(run: ShardRun, done: Iterable[ShardIndex]) -> bool:
+    """Look again for images that seemed to be missing; return whether some are there after all."""
+    names = [image.file_name for image in _join_skipped(done) if image.reason == MISSING]
+    return bool(Retries().find_again([run.images / name for name in names]))
 
 
 def _watch(run: ShardRun, processes: int, streams: int | str, max_bad: float) -> list[ShardIndex]:
@@ -334,8 +324,10 @@ def _watch(run: ShardRun, processes: int, streams: int | str, max_bad: float) ->
     done: list[ShardIndex] = []
     # Drive may show a file late, so missing images are looked for again at the end.
     is_patient = is_on_drive(run.images)
-    total = sum(len(places) for _, places in run.list_shards())
-    runs = run_jobs(write_shard, cut_jobs(run, streams), processes)
+    # The largest come first, so that all processes are busy until the end.
+    shards = sorted(run.list_shards(), key=lambda shard: len(shard[1]), reverse=True)
+    total = sum(len(places) for _, places in shards)
+    runs = run_jobs(partial(_write, run, streams), shards, processes)
     with show_progress("preprocess", total=total, unit="image") as bar, closing(runs):
         for finished, images_done in runs:
             done += finished
@@ -344,6 +336,17 @@ def _watch(run: ShardRun, processes: int, streams: int | str, max_bad: float) ->
             bar.update(max(count, images_done) - bar.n)
             check_bad(run.dataset, done, max_bad, is_patient=is_patient)
     return done
+
+
+def _write(
+    run: ShardRun,
+    streams: int | str,
+    shards: Iterator[tuple[int, NDArray[np.int64]]],
+    progress: JobProgress,
+) -> Iterator[ShardIndex]:
+    """Write these shards in a process of its own; see `run_jobs`."""
+    jobs = (run.make_job(number, places) for number, places in shards)
+    return write_in_turn(run.images.absolute(), jobs, progress, streams=streams)
 
 
 def finish_folder(run: ShardRun, done: Collection[ShardIndex]) -> ShardIndex:

@@ -32,10 +32,10 @@ from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.opening import LooseFiles
 from colab_utils.running import JobProgress
-from colab_utils.shards import plan, write
+from colab_utils.shards import jobs, plan, write
 from colab_utils.shards.copy import Copying
 from colab_utils.shards.index import read_index, write_index
-from colab_utils.shards.jobs import write_shard
+from colab_utils.shards.jobs import write_in_turn
 from colab_utils.shards.lock import WRITER_NAME, hold_folder
 from colab_utils.shards.plan import make_recipe
 from colab_utils.shards.write import write_shards
@@ -203,18 +203,18 @@ def test_small_shards_come_first_and_are_those_of_write_shards(
 
 
 def test_shards_are_written_in_the_order_of_the_first_epoch(tiny_dataset, places, monkeypatch):
-    begun = places["ssd"].parent / "begun"
+    log = places["ssd"].parent / "written"
 
-    def note(job, progress):
-        with open(begun, "a") as file:
-            file.write(f"{job.path.stem}\n")
-        return write_shard(job, progress)
+    def note(path, *parts):
+        with open(log, "a") as file:
+            file.write(f"{path.name}\n")
+        files.write_file(path, *parts)
 
-    monkeypatch.setattr(writing, "write_shard", note)
+    monkeypatch.setattr(jobs, "write_file", note)
     dataset = open_tiny(tiny_dataset, places)
     dataset.wait()
-    expected = [f"shard-{number:06d}" for number in chain(*dataset.windows)]
-    assert begun.read_text().split() == expected
+    tars = [name for name in log.read_text().split() if name.endswith(".tar")]
+    assert tars == [f"shard-{number:06d}.tar" for number in chain(*dataset.windows)]
     assert re.search(r"the writing took [\d.]+ s of CPU time", str(dataset))
 
 
@@ -235,11 +235,11 @@ def test_shards_of_slow_files_are_those_of_write_shards(own_dataset, places, tmp
 
 
 def test_the_writer_has_the_lowest_priority(tiny_dataset, places, tmp_path, monkeypatch):
-    def note_priority(part, progress):
+    def note_priority(path, *parts):
         (tmp_path / "priority").write_text(str(os.nice(0)))
-        return write_shard(part, progress)
+        files.write_file(path, *parts)
 
-    monkeypatch.setattr(writing, "write_shard", note_priority)
+    monkeypatch.setattr(jobs, "write_file", note_priority)
     open_tiny(tiny_dataset, places).wait()
     assert (tmp_path / "priority").read_text() == "19"
 
@@ -310,7 +310,8 @@ def write_old_shards(dataset, folder):
     coco = open_coco(dataset.images, dataset.annotations)
     folder.mkdir()
     run = write.ShardRun(folder, dataset.images, coco, recipe)
-    done = [write_shard(job, JobProgress()) for job in write.cut_jobs(run, 1)]
+    shards = [run.make_job(number, places) for number, places in run.list_shards()]
+    done = [*write_in_turn(dataset.images, shards, JobProgress())]
     write_index(folder, write.join_index(run, done))
 
 
@@ -826,7 +827,7 @@ print("opened")
 
 
 def test_a_writing_process_that_the_system_ends_is_told(tiny_dataset, places, monkeypatch):
-    monkeypatch.setattr(writing, "write_shard", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(jobs, "write_file", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     dataset = open_tiny(tiny_dataset, places)
     with pytest.raises(ColabUtilsError, match="The system ended a process"):
         dataset.wait()
@@ -835,7 +836,7 @@ def test_a_writing_process_that_the_system_ends_is_told(tiny_dataset, places, mo
 
 def test_a_writing_that_is_stopped_is_told(tiny_dataset, places, monkeypatch):
     monkeypatch.setattr(writing, "_STOP_S", 0.1)
-    monkeypatch.setattr(writing, "write_shard", lambda *_: time.sleep(60))
+    monkeypatch.setattr(jobs, "write_file", lambda *_: time.sleep(60))
     dataset = open_tiny(tiny_dataset, places)
     dataset.stop()
     with pytest.raises(ColabUtilsError, match=r"was stopped\. Run the same again"):
@@ -843,7 +844,7 @@ def test_a_writing_that_is_stopped_is_told(tiny_dataset, places, monkeypatch):
 
 
 def test_a_fault_of_the_writer_is_told(tiny_dataset, places, monkeypatch):
-    monkeypatch.setattr(writing, "write_shard", lambda *_: 1 / 0)
+    monkeypatch.setattr(jobs, "write_file", lambda *_: 1 / 0)
     dataset = open_tiny(tiny_dataset, places)
     with pytest.raises(ColabUtilsError, match="The writing of shards failed: ZeroDivisionError"):
         dataset.wait()

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 import traceback
 import warnings
@@ -82,6 +83,29 @@ def test_files_are_read_ahead(dataset, folder, undisturbed, monkeypatch):
     run(dataset, folder, workers=1, streams=3)
     assert snapshot(folder) == snapshot(undisturbed)
     assert 2 <= max(peaks) <= 3
+
+
+def test_reading_goes_on_while_a_shard_is_written(dataset, folder, undisturbed, monkeypatch):
+    """Else a slow Drive would wait at the end of each shard."""
+    real = jobs.read_image, jobs.write_file
+    read = set()
+    are_read = threading.Event()
+
+    def read_image(images, dataset, i, **options):
+        content = real[0](images, dataset, i, **options)
+        read.add(dataset.file_name(i))
+        if len(read) == 12:
+            are_read.set()
+        return content
+
+    def write_file(path, *parts):
+        assert are_read.wait(60)
+        real[1](path, *parts)
+
+    monkeypatch.setattr(jobs, "read_image", read_image)
+    monkeypatch.setattr(jobs, "write_file", write_file)
+    run(dataset, folder, streams=2)
+    assert snapshot(folder) == snapshot(undisturbed)
 
 
 def names(annotations) -> list[str]:
@@ -288,7 +312,7 @@ def test_an_interrupt_while_drive_is_waited_for_is_not_kept_waiting(
 ):
     real = jobs.read_image
 
-    def fail(images, dataset, i, retries=None):
+    def fail(images, dataset, i, *, retries=None, cache=None):
         return retries.run(lose) if retries else real(images, dataset, i)
 
     def lose():
