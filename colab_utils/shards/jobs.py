@@ -185,8 +185,8 @@ def _find_or_copy(images: Place, job: ShardJob, retries: Retries) -> ShardIndex 
     index = retries.write(folder, _find_finished, images, job)
     if index is not None or job.drive is None:
         return index
-    there = job._replace(path=job.drive / job.path.name)
-    index = retries.run(partial(_find_finished, images, there))
+    sent = job._replace(path=job.drive / job.path.name)
+    index = retries.run(partial(_find_finished, images, sent))
     if index is None:
         return None
     copying = Copying(job.drive, folder, retries, overwrite=True)
