@@ -1,6 +1,6 @@
 # make setup | demo | slides | site | workshop | badges | setup-cells
-# make test | lint | fuse | fuzz | test-browser | test-colab | test-lowest | test-formats
-# make test-engines | stress
+# make test | lint | fuse | fuzz | test-browser | test-overlay | test-colab | test-today | test-lowest
+# make test-formats | test-engines | stress
 # make peers | benchmark | gpu
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 LOWEST := runs/lowest/bin/python
 
 .PHONY: setup demo slides site workshop badges setup-cells test fuse fuzz lint test-browser test-colab
-.PHONY: test-lowest test-formats test-engines stress peers benchmark gpu
+.PHONY: test-overlay test-today test-lowest test-formats test-engines stress peers benchmark gpu
 
 # A .venv with everything; it is made again from scratch when you delete it.
 setup: $(INSTALLED)
@@ -62,9 +62,19 @@ test-browser: setup
 		echo "note: no npm: the site's accessibility is not judged"
 	$(RUN) -m pytest -m browser tests/site tests/notebooks/test_browser.py
 
-# The notebooks with the versions that Colab has; downloads them once, about 3 GB, to runs/colab
+# What sees versions, and one small notebook, with the small packages of one of Colab's runtimes, such
+# as RUNTIME=2026.04; downloads them once, about 50 MB, to runs/overlay
+test-overlay: setup
+	$(RUN) -m tests.colab.run_overlay --runtime "$(or $(RUNTIME),now)"
+
+# The notebooks with all versions of one of Colab's runtimes, Python's and torch's, too; downloads them
+# once, about 3 GB, to runs/colab
 test-colab: setup
-	$(RUN) -m tests.colab.run_scenarios
+	$(RUN) -m tests.colab.run_scenarios --runtime "$(or $(RUNTIME),now)"
+
+# Both with the packages that Colab has today; with ISSUE=1 a failure opens an issue on GitHub
+test-today: setup
+	$(RUN) -m tests.colab.check_today $(if $(ISSUE),--issue)
 
 # The tests with the lowest versions that requirements.txt allows; downloads 3 GB to runs/lowest.
 # The newest ones, which make test has, would hide what these do not know yet

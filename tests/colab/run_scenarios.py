@@ -1,5 +1,5 @@
-"""The five notebooks in Colab's own versions, with a stand-in for ``google.colab`` that keeps its
-rules.
+"""The five notebooks in the versions of a runtime of Colab's, with a stand-in for ``google.colab``
+that keeps its rules.
 
 Each notebook starts on a machine of its own, as on Colab: an empty /content, and no colab_utils
 until the setup cell installs it. /content needs root; without it, plain folders take its place, and
@@ -9,7 +9,6 @@ Google Drive is left out.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import shutil
@@ -25,11 +24,13 @@ from time import perf_counter
 from typing import Any
 
 from colab_utils.errors import ColabUtilsError
+from tests.colab.environments import ROOT, build_environment, lay_over
+from tests.colab.runtimes import read_runtime
 from tests.notebooks.test_run_notebooks import TINY
-from tools.cells import ROOT, write_workshop
+from tools.cells import write_workshop
 from tools.run_notebooks import _list_settings, inject_parameters
 
-__all__ = ["Run", "Scenario", "build_environment", "main", "run_notebook"]
+__all__ = ["Run", "Scenario", "main", "run_notebook"]
 
 COLAB = Path(__file__).parent
 _CONTENT = Path("/content")
@@ -103,50 +104,6 @@ class Run:
     faults: tuple[str, ...]
 
 
-def find_python() -> str:
-    """Find Python 3.13, as Colab has it, where there is one, else the Python that runs this."""
-    versions = sorted(Path.home().glob(".pyenv/versions/3.13*/bin/python3.13"))
-    for path in (shutil.which("python3.13"), *map(str, versions)):
-        if (
-            path
-            and subprocess.run([path, "-c", "import venv"], capture_output=True).returncode == 0
-        ):
-            return path
-    return sys.executable
-
-
-def build_environment(folder: Path) -> Path:
-    """Make an environment with Colab's versions, once, and return its Python.
-
-    Args:
-        folder: where it lies; made again when ``tests/colab/requirements.txt`` changes.
-
-    Raises:
-        ColabUtilsError: a package cannot be had.
-    """
-    requirements = COLAB / "requirements.txt"
-    source = find_python()
-    key = hashlib.sha256(source.encode() + requirements.read_bytes()).hexdigest()
-    python = folder / "bin" / "python"
-    done = folder / "installed.txt"
-    if not (done.is_file() and done.read_text() == key):
-        shutil.rmtree(folder, ignore_errors=True)
-        subprocess.run([source, "-m", "venv", "--without-pip", str(folder)], check=True)
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "--python",
-            str(python),
-            "install",
-            "--disable-pip-version-check",
-        ]
-        if subprocess.run([*pip, "-r", str(requirements)]).returncode:
-            raise ColabUtilsError(f"pip could not install {requirements}. See its lines above.")
-        done.write_text(key)
-    return python
-
-
 @contextmanager
 def make_content() -> Iterator[bool]:
     """Say whether a notebook can have a /content of its own, for as long as the block lasts;
@@ -211,7 +168,7 @@ def run_notebook(
         )
         target.parent.mkdir(parents=True, exist_ok=True)
         nbformat.write(notebook, target)
-        own = _make_machine(home / "python", python)
+        own = lay_over(home / "python", python)
         command = [str(own), str(COLAB / "execute.py"), str(target.resolve())]
         if content:
             command = [
@@ -245,24 +202,6 @@ def run_notebook(
         seconds = perf_counter() - started
         asked = (home / "asked.txt").read_text().split() if (home / "asked.txt").exists() else []
     return Run(target, seconds, tuple(_find_faults(target, scenario, done, asked)))
-
-
-def _make_machine(folder: Path, python: Path) -> Path:
-    """Make a Python of its own, into which the setup cell installs, on top of the shared
-    environment.
-    """
-    subprocess.run([str(python), "-m", "venv", "--without-pip", str(folder)], check=True)
-    find = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    own_python = folder / "bin" / "python"
-    own = _read_output([str(own_python), "-c", find])
-    shared = _read_output([str(python), "-c", find])
-    Path(own, "shared.pth").write_text(shared)
-    return own_python
-
-
-def _read_output(command: Sequence[str]) -> str:
-    """Return what a command prints."""
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def _find_faults(
@@ -318,6 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--work", metavar="DIR", type=Path, default=ROOT / "runs" / "colab", help="runs/colab"
     )
+    parser.add_argument("--runtime", default="now", help="a name of runtimes.txt, or a list: now")
     parser.add_argument(
         "--scenarios", metavar="NAME,...", default="", help="some of them, separated by commas"
     )
@@ -326,13 +266,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # The folder /content is removed then, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        python = build_environment(work / "env")
+        versions = read_runtime(options.runtime)
+        folder = Path(options.runtime).name.removesuffix(".txt")
+        python = build_environment(work / "env" / folder, versions)
         notebooks = write_workshop(work / "notebooks")
     except ColabUtilsError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    version = _read_output([str(python), "--version"])
-    print(version, "" if "3.13" in version else "(Colab has 3.13: there is none here)")
+    _print_python(python, versions["python"])
     failed = 0
     count = 0
     with make_content() as content:
@@ -355,6 +296,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 _print_run(run, f"{scenario.name}: {source.stem}")
     print(f"{count - failed} passed, {failed} failed; the executed notebooks are in {work}")
     return 1 if failed else 0
+
+
+def _print_python(python: Path, wanted: str) -> None:
+    done = subprocess.run([python, "--version"], check=True, capture_output=True, text=True)
+    version = done.stdout.split()[1]
+    is_same = version.split(".")[:2] == wanted.split(".")[:2]
+    print(f"Python {version}", "" if is_same else f"(Colab has {wanted}: there is none here)")
 
 
 def _print_run(run: Run, title: str) -> None:

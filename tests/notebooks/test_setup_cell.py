@@ -4,6 +4,7 @@ stops.
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import re
@@ -11,11 +12,13 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import types
 import venv
 from pathlib import Path
 
 import pytest
 
+from tests.colab.runtimes import read_runtime, read_runtimes
 from tools.cells import ROOT, build_wheel, carry_wheel, main, read_setup_cell, write_setup_cells
 
 # Mail and learning platforms take such a notebook, and Colab opens it at once.
@@ -123,7 +126,9 @@ def test_setup_cells_are_written_where_they_differ(tmp_path):
 
 def test_a_checkout_around_the_notebook_is_used(run_cell):
     status, printed = run_cell(read_setup_cell(), folder=ROOT / "notebooks")
-    assert (status, printed) == (0, f"{ROOT}/colab_utils/__init__.py ShardDataset")
+    met, used = printed.splitlines()
+    assert (status, used) == (0, f"{ROOT}/colab_utils/__init__.py ShardDataset")
+    assert re.fullmatch(r"Python 3\.\d+, torch 2\.\d+\.", met)
 
 
 def test_a_copy_without_the_package_says_how_to_get_one_that_has_it(run_cell):
@@ -143,13 +148,77 @@ def test_a_failed_install_is_one_sentence(run_cell, tmp_path):
     assert "run this cell again" in printed
 
 
-@pytest.mark.parametrize("name", ["pycocotools", "torch"])
-def test_a_missing_package_is_one_sentence(run_cell, wheel, name):
-    status, printed = run_cell(carry_wheel(read_setup_cell(), wheel), missing=[name])
+def test_a_missing_package_is_one_sentence(run_cell, wheel):
+    status, printed = run_cell(carry_wheel(read_setup_cell(), wheel), missing=["pycocotools"])
     assert status == 1
     assert printed.count("\n") == 0, printed
-    assert printed.startswith(f"{name} cannot be imported (ModuleNotFoundError: ")
+    assert printed.startswith("pycocotools cannot be imported (ModuleNotFoundError: ")
     assert "CPU or T4 GPU" in printed
+
+
+@pytest.fixture
+def meet_runtime(monkeypatch, capsys):
+    """Runs the setup cell beside modules that have versions alone; answers what it prints."""
+    import IPython
+
+    assert IPython.get_ipython() is None
+
+    def run(python, torch, *, is_colab=True):
+        names = re.findall(r'^    "(\w+)",$', read_setup_cell(), flags=re.MULTILINE)
+        for name in [*names, "google.colab"]:
+            monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        if not is_colab:
+            monkeypatch.delitem(sys.modules, "google.colab")
+        sys.modules["torch"].__version__ = torch
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        monkeypatch.setattr(sys, "version_info", tuple(map(int, python.split("."))))
+        monkeypatch.chdir(ROOT)
+        exec(compile(read_setup_cell(), "setup", "exec"), {"__name__": "__main__"})
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.mark.parametrize("name", read_runtimes())
+def test_the_setup_knows_each_runtime_that_is_tested(meet_runtime, name):
+    runtime = read_runtime(name)
+    month = datetime.date.fromisoformat(runtime["date"]).strftime("of %B %Y")
+    printed = meet_runtime(runtime["python"], f"{runtime['torch']}+cu128")
+    assert printed.startswith(f"Colab's runtime {month if name == 'now' else name}: Python 3.")
+    assert printed.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("python", "torch", "is_colab", "line"),
+    [
+        (
+            "3.11.13",
+            "2.6.0+cu124",
+            True,
+            "Warning: this runtime (Python 3.11, torch 2.6) is older than the oldest one that is "
+            "tested, 2025.10: choose a newer one at Runtime > Change runtime type > Runtime "
+            "version.\n",
+        ),
+        (
+            "3.14.1",
+            "3.0.1",
+            True,
+            "A runtime of Colab's that is not tested yet: Python 3.14, torch 3.0.\n",
+        ),
+        ("3.11.13", "2.6.0", False, "Python 3.11, torch 2.6.\n"),
+    ],
+)
+def test_the_setup_warns_of_a_runtime_older_than_the_tested_ones(
+    meet_runtime, python, torch, is_colab, line
+):
+    assert meet_runtime(python, torch, is_colab=is_colab) == line
+
+
+def test_the_oldest_runtime_of_the_setup_is_that_of_the_table():
+    name, runtime = next(iter(read_runtimes().items()))
+    major, minor, _ = runtime["torch"].split(".")
+    assert f"< ({major}, {minor}):" in read_setup_cell()
+    assert f"that is tested, {name}:" in read_setup_cell()
 
 
 def test_the_notebooks_of_a_workshop_carry_the_package(run_cell, bare_python, workshop, tmp_path):
@@ -168,9 +237,10 @@ def test_the_notebooks_of_a_workshop_carry_the_package(run_cell, bare_python, wo
     # A plain folder of that name is no package.
     (folder / "colab_utils" / "shards").mkdir(parents=True)
     status, printed = run_cell(read_cells(handed_out[0])["setup"], folder=folder)
-    assert (status, printed.split()[1]) == (0, "ShardDataset")
+    used = printed.splitlines()[-1].split()
+    assert (status, used[1]) == (0, "ShardDataset")
     # The package is the installed one, and not that of the checkout.
-    assert Path(printed.split()[0]).is_relative_to(bare_python.parents[1])
+    assert Path(used[0]).is_relative_to(bare_python.parents[1])
 
 
 def test_the_checkout_stays_clean(wheel):
