@@ -36,6 +36,8 @@ CURES = {
     "restarts": "Workers start again in each pass: make the loader once, with "
     "persistent_workers=True. This does not help if workers do something in each pass before the "
     "first batch, such as filling a buffer.",
+    "iterator": "next(iter(loader)) starts a new pass, with new workers. Make the iterator once, "
+    "batches = iter(loader), and call next(batches) in each step.",
     "starts": "No batch is ready when a pass begins: make passes longer. With a ShardDataset or a "
     "CocoFolder, the workers of make_loader go on to the next pass.",
     "too_many_workers": "Use fewer workers: num_workers={cores}. Make a sample cheaper: more "

@@ -25,8 +25,8 @@ from colab_utils.diagnosis.fixes import (
     time_loop,
 )
 from colab_utils.diagnosis.memory_growth import MemoryLog
-from colab_utils.diagnosis.stages import LoadingStages, Stage, find_tensors, time_stages
-from colab_utils.diagnosis.timing import BatchTimes, time_batches
+from colab_utils.diagnosis.stages import LoadingStages, Stage, time_stages
+from colab_utils.diagnosis.timing import BatchTimes, find_tensors, time_batches
 from colab_utils.diagnosis.watch import WatchedLoader, take_watched
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.loader import Loader

@@ -1,15 +1,18 @@
 """Growing memory of a loop's processes: how fast it grows, and when it will be full."""
 
 import os
+import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter, thread_time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
 
 from colab_utils.diagnosis.system_calls import measure_memory_part
+from colab_utils.diagnosis.timing import find_tensors
 from colab_utils.machine import find_free_memory
 from colab_utils.processes import list_processes
 
@@ -29,6 +32,9 @@ _SURE = 3
 # Growth counts if it is more than this share of the memory of all processes. Allocators cause
 # smaller changes.
 _LEAST_GROWTH = 0.05
+# Tensors of each `_EVERY`th batch are followed. Those with fewer bytes than this are left out.
+_EVERY = 8
+_LEAST_BYTES = 4096
 
 
 _OWN_NAME = "this process"
@@ -39,7 +45,8 @@ class Reading(NamedTuple):
 
     batches: int
     own_bytes: Mapping[int, int]
-    """Bytes of each process, by its pid, without files and /dev/shm. Several workers may share a
+    """Bytes of each process, by its pid, without files and /dev/shm. Batches of workers lie in
+    /dev/shm, and count for this process while somebody keeps them. Several workers may share a
     page of memory; each then counts a part of it. When a worker writes to the page, it gets
     its own copy and counts all of it. Reading a Python object writes too: it changes the count of
     references.
@@ -100,6 +107,26 @@ class MemoryLog:
         # What was measured last of each worker, and when the next measurement may come.
         self._worker_bytes = dict[int, int]()
         self._worker_due_s = 0.0
+        self._batches = 0
+        # Tensors in shared memory, and their bytes.
+        self._shared: deque[tuple[weakref.ref[Any], int]] = deque()
+
+    def note(self, batch: Any) -> None:
+        """Follow the tensors of some batches that lie in shared memory, until they are freed."""
+        self._batches += 1
+        if self._batches % _EVERY:
+            return
+        for tensor in find_tensors(batch):
+            if tensor.nbytes > _LEAST_BYTES and tensor.is_cpu and tensor.is_shared():
+                self._shared.append((weakref.ref(tensor), _EVERY * tensor.nbytes))
+                # Two tensors are looked at for each new one, so that those that are freed go.
+                self._drop_freed()
+                self._drop_freed()
+
+    def _drop_freed(self) -> None:
+        tensor, size = self._shared.popleft()
+        if tensor() is not None:
+            self._shared.append((tensor, size))
 
     def look(self, batches: int) -> None:
         """Take a reading if one is due, after ``batches`` batches so far."""
@@ -109,7 +136,8 @@ class MemoryLog:
         if now_s >= self._worker_due_s:
             self._measure_workers(now_s)
         memory = psutil.Process().memory_info()
-        own_bytes = {os.getpid(): memory.rss - memory.shared - self.known_bytes}
+        kept_bytes = sum(size for tensor, size in self._shared.copy() if tensor() is not None)
+        own_bytes = {os.getpid(): memory.rss - memory.shared + kept_bytes - self.known_bytes}
         self.readings.append(Reading(batches, own_bytes | self._worker_bytes))
         self._due_s = now_s + max(_PAUSE_S, (now_s - self._began_s) * _PAUSE_SHARE)
 
@@ -139,8 +167,11 @@ def find_growth(readings: Sequence[Reading]) -> Growth | None:
         own.append((batches, own_part))
         # For the workers, a reading counts only if it has the same workers as the newest reading.
         # Memory that comes or goes with a worker is no growth.
-        if own_bytes.keys() == newest.keys():
-            workers.append((batches, sum(own_bytes.values()) - own_part))
+        # A reading may repeat what was measured before, which would look like a sudden growth.
+        worker_part = sum(own_bytes.values()) - own_part
+        is_fresh = not workers or worker_part != workers[-1][1]
+        if own_bytes.keys() == newest.keys() and is_fresh:
+            workers.append((batches, worker_part))
     by_process = {}
     for name, points in ((_OWN_NAME, own), ("workers", workers)):
         slope = _find_slope(points, _LEAST_GROWTH * sum(newest.values()))

@@ -1,6 +1,8 @@
 """One pass over a watched loader. The caller waits for batches, and a thread watches its waits."""
 
 import os
+import re
+import resource
 import signal
 import sys
 import threading
@@ -15,8 +17,12 @@ from colab_utils.diagnosis.looks import HANDOFF, WORKERS
 from colab_utils.diagnosis.processes import Activity, list_other_workers, waiting
 from colab_utils.diagnosis.stalls import FINDINGS, Stall
 from colab_utils.diagnosis.summary import LoopRecord
-from colab_utils.diagnosis.system_calls import find_wait, read_call, read_ending
-from colab_utils.diagnosis.timing import count_images
+from colab_utils.diagnosis.system_calls import (
+    count_open_files,
+    find_wait,
+    read_call,
+    read_ending,
+)
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.workers import (
     WorkerDiedError,
@@ -36,6 +42,8 @@ _TICK_S = 0.1
 _BUSY_S = 0.025
 # After this many seconds of a wait, the sample that the worker is loading is noted.
 _LATE_S = 0.1
+# A process that has opened this share of the files that it may open has none left for a batch.
+_MANY_FILES = 0.9
 # This signal interrupts a system call that the main thread is in. By default, the signal is
 # ignored, so one that comes late does no harm. Windows does not have it.
 INTERRUPT = getattr(signal, "SIGURG", 0)
@@ -81,6 +89,7 @@ class Pass:
         self._prints = prints
         self._monitor = record.monitor
         self._batches: Iterator[Any] | None = None
+        self._count = 0
         self._over = threading.Event()
         self._oom_kills = count_oom_kills()
         # The thread that waits for batches, and its wait; None while it does not wait.
@@ -100,8 +109,12 @@ class Pass:
                     batch = self._fetch(_Wait(self._record.ask(), self._timeout_s))
                     if batch is _END:
                         break
-                    self._record.receive(count_images(batch))
+                    self._count += 1
+                    self._record.receive(batch)
                     yield batch
+        except GeneratorExit:
+            self._record.left_at_once += self._count == 1
+            raise
         finally:
             self._over.set()
             thread.join()
@@ -122,17 +135,71 @@ class Pass:
             # The error is raised below, outside of this handler, so that it does not show the
             # interrupt.
             batch = None
+        except StopIteration as end:
+            batch = _END
+            self._explain_short_pass(end)
         except Exception as error:
-            stall = wait.reason or self._explain_end(error, wait)
-            if stall is None:
+            reason = wait.reason or self._explain_end(error, wait) or self._explain_files(error)
+            if not reason:
+                self._name_sample(error)
                 raise
-            raise ColabUtilsError(str(stall)) from error
+            raise ColabUtilsError(str(reason)) from error
         if wait.reason is not None:
             raise ColabUtilsError(str(wait.reason))
         return batch
 
+    def _explain_short_pass(self, end: StopIteration) -> None:
+        """Warn of a pass that ends before the last batch of its loader.
+
+        The length of a stream is a guess. A loader that goes on where it stood has fewer batches.
+        """
+        sample = self._monitor.find_failed(end)
+        length = 0
+        with suppress(Exception):
+            length = len(self._loader)
+        is_sure = not (self._record.is_stream or hasattr(self._loader, "state_dict"))
+        if sample is not None:
+            why = f"sample {sample} raised StopIteration. Mend the __getitem__ of your dataset"
+        elif is_sure and self._count < length:
+            why = (
+                "no error came. A StopIteration in the dataset or in collate_fn ends a pass like "
+                "this, and so does a sampler that gives too few indices"
+            )
+        else:
+            return
+        text = f"The pass ended after {self._count} of {length} batches: {why}."
+        warnings.warn(text, ColabUtilsWarning, stacklevel=4)
+
+    def _name_sample(self, error: Exception) -> None:
+        """Say at which sample the loader raised an error. Our own loaders say it themselves."""
+        sample = None if self._knows_jobs else self._monitor.find_failed(error)
+        if sample is None:
+            return
+        text = error.args[0] if error.args else None
+        if isinstance(text, str) and text.startswith("Caught "):
+            # These are torch's own words, so they may have a beginning.
+            error.args = (type(text)(f"Sample {sample} failed. {text}"), *error.args[1:])
+        else:
+            error.add_note(f"Sample {sample} of the dataset raised this error.")
+
+    def _explain_files(self, error: Exception) -> str:
+        """Say that a process has used up the files that it may open; "" if that is not so."""
+        if not isinstance(error, EOFError | OSError | RuntimeError):
+            return ""
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        count = max(map(count_open_files, (os.getpid(), *self._monitor.list_samples())))
+        is_sure = re.search("ancdata|Too many open files", str(error))
+        if count < _MANY_FILES * limit and not is_sure:
+            return ""
+        return (
+            f"A process has {count} of at most {limit} files open: each tensor that a worker sends "
+            "takes one until the batch is freed. Raise the limit (`ulimit -n 65536`, before Python "
+            'starts), call torch.multiprocessing.set_sharing_strategy("file_system"), or keep no '
+            "batches. make_loader sends a batch in few files."
+        )
+
     def _take(self, wait: _Wait) -> Any:
-        """Return the next batch, or `_END`. The monitor sees workers that are forked meanwhile."""
+        """Return the next batch. The monitor sees workers that are forked meanwhile."""
         waiting.monitor = self._monitor
         self._thread = threading.current_thread()
         is_main = self._thread is threading.main_thread()
@@ -142,11 +209,11 @@ class Pass:
         self._wait = wait
         try:
             if self._batches is not None:
-                return next(self._batches, _END)
+                return next(self._batches)
             # A generator forks its workers at its first batch.
             with quiet_fork():
                 self._batches = iter(self._loader)
-                return next(self._batches, _END)
+                return next(self._batches)
         finally:
             self._wait = None
             waiting.monitor = None
@@ -169,6 +236,8 @@ class Pass:
             with suppress(RuntimeError):
                 sleep(_TICK_S)
             dead = self._find_dead(error)
+        if dead is None and "DataLoader timed out" in str(error):
+            dead = self._find_blamed(), ""
         if dead is None:
             return None
         job, ending = dead

@@ -8,14 +8,16 @@ import mmap
 import multiprocessing
 import operator
 import os
+import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import wraps
 from inspect import ismethod
 from time import monotonic_ns, process_time
-from traceback import walk_stack
+from traceback import walk_stack, walk_tb
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +34,9 @@ _METHODS = ("__getitem__", "__getitems__", "read_packed", "read_into")
 # known.
 NO_SAMPLE = -1
 _UNNUMBERED = -2
+# A worker notes this on an error of its dataset. torch sends the text to this process.
+_BLAMES = "Sample {} of the dataset raised this error."
+_BLAMED = re.compile(_BLAMES.format(r"(\d+)"))
 # The notes of one worker.
 _ROW = np.dtype(
     [
@@ -116,8 +121,15 @@ class _SampleNotes:
         self._row["sample"] = sample
         try:
             yield
+        except Exception as error:
+            # The first of several samples is not blamed for the others.
+            if count == 1 or self._row["sample"] != sample:
+                error.add_note(_BLAMES.format(self._row["sample"]))
+            raise
         finally:
-            self._row["sample"] = NO_SAMPLE
+            # A worker that calls sys.exit() ends at this sample.
+            if not isinstance(sys.exception(), SystemExit):
+                self._row["sample"] = NO_SAMPLE
             wall_s = (monotonic_ns() - began_ns) / 1e9
             cpu_s, called, stored = self._count() - counts
             self._row["sums"] += (count, wall_s, cpu_s, max(called, stored))
@@ -249,9 +261,19 @@ class WorkerMonitor:
         Its sample is the index that was passed to a method of the dataset that loads samples. If
         one of these methods called another, it is the index of the outermost call.
         """
+        return self._read_frames(walk_stack(sys._current_frames()[thread.ident or 0]))
+
+    def find_failed(self, error: BaseException) -> int | None:
+        """Return the sample at which a loader raised an error; None if it is not known."""
+        blamed = _BLAMED.search(str(error))
+        if blamed:
+            return int(blamed[1])
+        return self._read_frames(reversed([*walk_tb(error.__traceback__)])).sample
+
+    def _read_frames(self, frames: Iterable[tuple[FrameType, int]]) -> Activity:
         lines = []
         sample = None
-        for frame, line in walk_stack(sys._current_frames()[thread.ident or 0]):
+        for frame, line in frames:
             code = frame.f_code
             # Our own frame called the loader. Neither this frame nor those outside of it say what
             # the thread does now.

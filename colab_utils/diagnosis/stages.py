@@ -1,9 +1,9 @@
 """Each stage of loading, timed alone: what it takes per image, in wall time and in CPU time."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from time import perf_counter, thread_time
@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from colab_utils.data.masks import unpack_masks
-from colab_utils.diagnosis.timing import fetch_batches, time_batches
+from colab_utils.diagnosis.timing import fetch_batches, find_tensors, time_batches
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
@@ -255,23 +254,3 @@ def time_handoff(batch: Any, *, images: int, seconds: float) -> Stage:
     wall_ms = np.array(times.wait_s) * 1000 / images - copying.mean_ms
     cpu_ms = times.cpu_s * 1000 / len(wall_ms) / images - copying.cpu_ms
     return Stage.from_calls("hand-off", np.maximum(wall_ms, 0.0), max(cpu_ms, 0.0))
-
-
-def find_tensors(batch: Any) -> list[Tensor]:
-    """Find every tensor in lists, tuples, dicts and dataclasses.
-
-    Example:
-        >>> import torch
-        >>> batch = {"image": torch.zeros(2)}, [torch.zeros(3)], 4
-        >>> [tensor.nbytes for tensor in find_tensors(batch)]
-        [8, 12]
-    """
-    if isinstance(batch, Tensor):
-        return [batch]
-    if is_dataclass(batch):
-        batch = vars(batch)
-    if isinstance(batch, Mapping):
-        batch = [*batch.values()]
-    if not isinstance(batch, list | tuple):
-        return []
-    return [tensor for value in batch for tensor in find_tensors(value)]

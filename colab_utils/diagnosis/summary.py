@@ -19,7 +19,7 @@ from colab_utils.diagnosis.looks import BACKWARD, Looks
 from colab_utils.diagnosis.memory_growth import Growth, MemoryLog, find_growth
 from colab_utils.diagnosis.noise import find_error
 from colab_utils.diagnosis.processes import WorkerMonitor
-from colab_utils.diagnosis.timing import CpuClock, CpuUse, count_workers
+from colab_utils.diagnosis.timing import CpuClock, CpuUse, count_images, count_workers
 from colab_utils.diagnosis.waits import LoopFacts
 from colab_utils.loading.clock import LoopClock
 from colab_utils.loading.ranks import find_ranks
@@ -130,6 +130,7 @@ class LoopRecord(LoopFacts):
 
     Attributes:
         clock: Times of batches.
+        is_stream: Whether the dataset has no indices.
         monitor: What workers note of their samples.
         memory: Readings of the memory of this process and its children.
         phase: What the loop does now: "first start", "start" (of a later pass), "wait", "step" or
@@ -141,7 +142,8 @@ class LoopRecord(LoopFacts):
         dataset = getattr(loader, "dataset", None)
         # An iterable dataset may work between the samples of a dataset within it, so these samples
         # say too little.
-        self.monitor = WorkerMonitor(None if isinstance(dataset, IterableDataset) else dataset)
+        self.is_stream = isinstance(dataset, IterableDataset)
+        self.monitor = WorkerMonitor(None if self.is_stream else dataset)
         self.memory = MemoryLog()
         self.phase = ""
         self._printed: Summary | None = None
@@ -194,10 +196,11 @@ class LoopRecord(LoopFacts):
             self.phase = "start" if self.clock.count else "first start"
         return self.clock.ask()
 
-    def receive(self, images: int) -> None:
-        """Note that the batch came, with this many images."""
+    def receive(self, batch: Any) -> None:
+        """Note that a batch came."""
         self.phase = "step"
-        self.clock.receive(images)
+        self.memory.note(batch)
+        self.clock.receive(count_images(batch))
 
     def _end_step(self, *_: Any) -> None:
         """Note that the optimizer stepped."""
@@ -262,7 +265,9 @@ class LoopRecord(LoopFacts):
         """
         unseen = []
         steps = np.count_nonzero(parts_s[:, 2])
-        if steps == 0:
+        if self.left_at_once:
+            unseen.append("Steps that follow a pass were not seen.")
+        elif steps == 0:
             unseen.append(
                 "No optimizer of torch stepped at the end of a batch: all that the loop does with "
                 "a batch counts as its step."

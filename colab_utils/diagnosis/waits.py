@@ -81,6 +81,8 @@ class LoopFacts:
     """
     stalls: list[Stall] = field(default_factory=list)
     """Every stall so far."""
+    left_at_once: int = 0
+    """Number of passes that the loop left after one batch."""
 
 
 def find_rare(seconds: Array) -> NDArray[np.int64]:
@@ -97,6 +99,12 @@ def explain_starts(starts: Array, batches: int, loop_s: float, facts: LoopFacts)
     workers start again, or any batch takes about as long to load. ``batches`` were loaded in all.
     """
     share = float(starts.sum()) / loop_s
+    if facts.left_at_once > len(starts) / 2:
+        why = (
+            f"The loop left {facts.left_at_once} passes after one batch, and waited "
+            f"{starts.mean():.2g} s for each."
+        )
+        return make_cause("restarts", share, why, cure="iterator")
     why = (
         f"Each pass after the first waits {starts.mean():.2g} s for its first batch (later "
         f"passes: {len(starts)})."

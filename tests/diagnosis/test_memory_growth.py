@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 
 import pytest
+import torch
 from torch.utils.data import DataLoader, Dataset
 
 from colab_utils.diagnosis.memory_growth import MemoryLog, Reading, find_growth
@@ -115,6 +117,19 @@ def test_a_process_that_hardly_grows_is_not_named():
     for number, reading in enumerate(readings):
         reading.own_bytes[FIRST] += 4096 * number
     assert list(find_growth(readings).by_process) == ["this process"]
+
+
+def test_batches_of_workers_count_while_somebody_keeps_them():
+    def measure(kept):
+        log = MemoryLog()
+        for _ in range(16):
+            batch = {"image": torch.zeros(1_000_000).share_memory_(), "id": [3]}
+            log.note(batch)
+            kept.append(batch)
+        log.look(batches=0)
+        return log.readings[0].own_bytes[os.getpid()]
+
+    assert measure([]) - measure(deque(maxlen=1)) == pytest.approx(64 * MB, abs=10 * MB)
 
 
 class Hoarder(Dataset):

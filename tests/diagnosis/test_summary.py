@@ -186,6 +186,18 @@ def test_workers_have_started_when_each_has_given_a_batch():
     assert starts == [True, True, False] * 2
 
 
+def test_passes_of_one_batch_have_a_cure_of_their_own(capsys):
+    watched = watch(DataLoader(_Items(8), num_workers=1))
+    step = make_step()
+    for _ in range(12):
+        values, _ = next(iter(watched))
+        step(values)
+    summary = watched.summary()
+    assert "The loop left 12 passes after one batch" in summary.causes[0].why
+    assert "batches = iter(loader)" in summary.causes[0].next
+    assert not any("No optimizer" in text for text in summary.unseen)
+
+
 def test_a_few_quick_batches_are_no_verdict(capsys):
     watched = watch([torch.zeros(2)])
     for _ in watched:

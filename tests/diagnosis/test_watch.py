@@ -542,9 +542,92 @@ class _Broken(Dataset):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_the_loaders_own_errors_come_through(workers):
-    with pytest.raises(KeyError, match="no such photo"):
-        list(watch(DataLoader(_Broken(), num_workers=workers), timeout_s=20))
+@pytest.mark.parametrize("batches", [{}, {"batch_size": 2}])
+def test_the_loaders_own_errors_come_through_and_name_the_sample(workers, batches):
+    loader = DataLoader(Subset(_Broken(), [2, 1]), num_workers=workers, **batches)
+    with pytest.raises(KeyError, match="no such photo") as caught:
+        list(watch(loader, timeout_s=20))
+    text = str(caught.value) if workers else caught.value.__notes__[0]
+    assert text.startswith("Sample 2 ")
+    _end_workers()
+
+
+class _Ending(_Broken):
+    def __getitem__(self, index):
+        if index == BAD:
+            next(iter(()))
+        return index
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_ends_the_pass_is_named(workers):
+    watched = watch(DataLoader(_Ending(), num_workers=workers))
+    with pytest.warns(
+        ColabUtilsWarning, match=f"after 3 of 4 batches: sample {BAD} raised StopIteration"
+    ):
+        assert len(list(watched)) == 3
+
+
+class _Short(Sampler):
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        return iter([0, 1])
+
+
+class _Resumed(_Short):
+    """A loader that goes on where it stood."""
+
+    def state_dict(self):
+        return {}
+
+
+class _Guessing(_Stream):
+    def __len__(self):
+        return 9
+
+    def __iter__(self):
+        return iter([0, 1])
+
+
+@pytest.mark.filterwarnings("error::colab_utils.errors.ColabUtilsWarning")
+def test_only_a_pass_that_ends_too_early_is_reported():
+    with pytest.raises(ColabUtilsWarning, match="after 2 of 4 batches: no error came"):
+        list(watch(DataLoader(range(4), sampler=_Short())))
+    assert list(watch(_Resumed())) == [0, 1]
+    assert len(list(watch(DataLoader(_Guessing())))) == 2
+
+
+def _open_no_more(_worker):
+    limit = len(os.listdir("/proc/self/fd")) + 20
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    )
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_worker_that_may_open_no_more_files():
+    loader = DataLoader(
+        torch.zeros(60, 2), 30, num_workers=1, collate_fn=list, worker_init_fn=_open_no_more
+    )
+    with pytest.raises(ColabUtilsError, match=r"has \d+ of at most \d+ files open.*ulimit -n"):
+        list(watch(loader, timeout_s=5, on_stall="raise"))
+    _end_workers()
+
+
+def test_the_sample_of_a_worker_that_exits_or_that_torch_gives_up_is_named(tmp_path):
+    leaving = DataLoader(_Photos(tmp_path, act=sys.exit), num_workers=1, collate_fn=_collate)
+    with pytest.raises(ColabUtilsError, match=rf"ended \(exit code 0\), at sample {BAD} "):
+        list(watch(leaving))
+    sleeping = DataLoader(
+        _Photos(tmp_path, act=partial(time.sleep, 60)),
+        num_workers=1,
+        collate_fn=_collate,
+        timeout=1,
+    )
+    with pytest.raises(ColabUtilsError, match=f"waits in clock_nanosleep, at sample {BAD} "):
+        list(watch(sleeping))
     _end_workers()
 
 
