@@ -2,6 +2,8 @@
 next.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from colab_utils.diagnosis.cures import Cause, make_cause
@@ -26,9 +28,10 @@ _LEAST_S = 0.5
 _HALF = 0.5
 # On any other machine, the loop's own processes are a cause if the loop has no core for this share.
 _LEAST_LOST = 0.2
-# Another loader is a cause if it has this share of the loop's time. A look needs Python's lock,
-# which a loader often releases, so looks meet it too often.
+# Another loader, or work before the model, is a cause if it has this share of the loop's time. A
+# look needs Python's lock, which a loader often releases, so looks meet it too often.
 _LEAST_OTHER = 0.2
+_OVERLAPS = "This share overlaps with the others."
 # Ids of the causes in which the loop waits because workers compute.
 _LOADING = {"work", "collate"}
 
@@ -53,6 +56,7 @@ def find_causes(
     if rest >= between_share / 2:
         causes.append(_explain_between(between, rest, facts))
     causes += _explain_other_loader("step", step_share, facts)
+    causes += _explain_preparation(step_share, facts)
     is_start = is_first if facts.workers else np.arange(len(waits)) == 0
     late = np.where(is_start, 0.0, waits)
     lack = _explain_cores(waits, late, loop_s, facts)
@@ -72,6 +76,8 @@ def find_causes(
     is_loading = not _LOADING.isdisjoint(cause.id for cause in causes)
     comes_last = is_loading and not facts.looks.has_threads
     causes.sort(key=lambda cause: (comes_last and cause.id == "contention", -cause.share))
+    if lack in causes and sum(cause.share for cause in causes) > 1:
+        causes[causes.index(lack)] = replace(lack, why=f"{lack.why} {_OVERLAPS}")
     for stall in facts.stalls:
         causes.append(Cause("hang", 0.0, stall.why, stall.cure))
     if facts.growth:
@@ -102,7 +108,17 @@ def _explain_other_loader(phase: str, share: float, facts: LoopFacts) -> list[Ca
     if part * share < _LEAST_OTHER:
         return []
     why = f"Beside its own batches, the loop waits for another loader ({looks})."
+    why += facts.looks.describe_line("other")
     return [make_cause("other_loader", part * share, why)]
+
+
+def _explain_preparation(share: float, facts: LoopFacts) -> list[Cause]:
+    """Explain that this process works on batches before it calls the model."""
+    part, looks = facts.looks.measure_preparation()
+    if part * share < _LEAST_OTHER:
+        return []
+    why = f"This process works on each batch before it calls the model ({looks} at the step)."
+    return [make_cause("prepare", part * share, why + facts.looks.describe_line("step"))]
 
 
 def _explain_cores(waits: Array, late: Array, loop_s: float, facts: LoopFacts) -> Cause | None:

@@ -30,6 +30,8 @@ CURES = {
     "the dataset.",
     "hand-off": "Make batches smaller: uint8 images, packed masks; or use make_loader's own "
     "buffers.",
+    "prepare": "Do this work in the dataset or in collate_fn, where workers do it beside the step, "
+    "or do it on the device.",
     "main_process": "Make that line cheaper, or do its work once, before the loop. If it only "
     "waits, for the network for example, look at why that is late.",
     "idle": "Look at what this process does before it takes a batch: more workers would not help.",

@@ -20,12 +20,11 @@ from colab_utils.processes import list_processes
 # is longer.
 _PAUSE_S = 0.25
 _PAUSE_SHARE = 1 / 12
-# To measure workers is costly, because Linux goes through all of their pages. So readings repeat
-# what was measured last. If the workers have grown by `_GROWN_BYTES`, the next measurement comes
-# after `_GROWING_TIMES` the CPU time of this one, otherwise after `_STEADY_TIMES`.
-_GROWN_BYTES = 2_000_000
+# To measure workers is costly, because Linux goes through all of their pages. So the pause is also
+# this many times the CPU time of a reading; fewer if memory has grown by `_GROWN_BYTES`.
+_STEADY_TIMES = 500
 _GROWING_TIMES = 25
-_STEADY_TIMES = 1000
+_GROWN_BYTES = 2_000_000
 _LEAST_READINGS = 5
 # A slope counts if it is more than this many standard errors above 0.
 _SURE = 3
@@ -104,10 +103,8 @@ class MemoryLog:
         self.known_bytes = 0
         self._began_s = perf_counter()
         self._due_s = self._began_s
-        # What was measured last of each worker, and when the next measurement may come.
-        self._worker_bytes = dict[int, int]()
-        self._worker_due_s = 0.0
         self._batches = 0
+        self._used_bytes = 0
         # Tensors in shared memory, and their bytes.
         self._shared: deque[tuple[weakref.ref[Any], int]] = deque()
 
@@ -133,22 +130,18 @@ class MemoryLog:
         now_s = perf_counter()
         if now_s < self._due_s:
             return
-        if now_s >= self._worker_due_s:
-            self._measure_workers(now_s)
+        cpu_began_s = thread_time()
+        workers = list_processes()[1:]
+        own_bytes = {worker.pid: measure_memory_part(worker.pid) for worker in workers}
         memory = psutil.Process().memory_info()
         kept_bytes = sum(size for tensor, size in self._shared.copy() if tensor() is not None)
-        own_bytes = {os.getpid(): memory.rss - memory.shared + kept_bytes - self.known_bytes}
-        self.readings.append(Reading(batches, own_bytes | self._worker_bytes))
-        self._due_s = now_s + max(_PAUSE_S, (now_s - self._began_s) * _PAUSE_SHARE)
-
-    def _measure_workers(self, now_s: float) -> None:
-        """Measure all descendants of this process."""
-        cpu_began_s = thread_time()
-        sizes = {process.pid: measure_memory_part(process.pid) for process in list_processes()[1:]}
-        grown_bytes = sum(sizes.values()) - sum(self._worker_bytes.values())
-        times = _GROWING_TIMES if grown_bytes > _GROWN_BYTES else _STEADY_TIMES
-        self._worker_bytes = sizes
-        self._worker_due_s = now_s + times * (thread_time() - cpu_began_s)
+        own_bytes[os.getpid()] = memory.rss - memory.shared + kept_bytes - self.known_bytes
+        self.readings.append(Reading(batches, own_bytes))
+        used_bytes = sum(own_bytes.values())
+        times = _GROWING_TIMES if used_bytes - self._used_bytes > _GROWN_BYTES else _STEADY_TIMES
+        self._used_bytes = used_bytes
+        costs_s = times * (thread_time() - cpu_began_s)
+        self._due_s = now_s + max(_PAUSE_S, (now_s - self._began_s) * _PAUSE_SHARE, costs_s)
 
 
 def find_growth(readings: Sequence[Reading]) -> Growth | None:
@@ -167,11 +160,8 @@ def find_growth(readings: Sequence[Reading]) -> Growth | None:
         own.append((batches, own_part))
         # For the workers, a reading counts only if it has the same workers as the newest reading.
         # Memory that comes or goes with a worker is no growth.
-        # A reading may repeat what was measured before, which would look like a sudden growth.
-        worker_part = sum(own_bytes.values()) - own_part
-        is_fresh = not workers or worker_part != workers[-1][1]
-        if own_bytes.keys() == newest.keys() and is_fresh:
-            workers.append((batches, worker_part))
+        if own_bytes.keys() == newest.keys():
+            workers.append((batches, sum(own_bytes.values()) - own_part))
     by_process = {}
     for name, points in ((_OWN_NAME, own), ("workers", workers)):
         slope = _find_slope(points, _LEAST_GROWTH * sum(newest.values()))

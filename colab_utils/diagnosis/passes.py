@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from time import perf_counter, sleep
 from typing import Any
 
-from colab_utils.diagnosis.looks import HANDOFF, WORKERS
+from colab_utils.diagnosis.looks import HANDOFF, WORKERS, name_place
 from colab_utils.diagnosis.processes import Activity, list_other_workers, waiting
 from colab_utils.diagnosis.stalls import FINDINGS, Stall
 from colab_utils.diagnosis.summary import LoopRecord
@@ -69,25 +69,15 @@ class _Wait:
 
 
 class Pass:
-    """One pass over a watched loader.
+    """One pass over a `WatchedLoader`, which lives at least as long as the pass."""
 
-    Args:
-        loader: The loader that is watched.
-        record: Where to note what happens in this pass.
-        timeout_s: Seconds to wait for a batch before the wait is explained.
-        raises: Whether a wait that takes too long ends with an error.
-        prints: Whether to print a summary at the end of the pass.
-    """
-
-    def __init__(
-        self, loader: Any, record: LoopRecord, timeout_s: float, *, raises: bool, prints: bool
-    ) -> None:
-        self._loader = loader
-        self._record = record
-        self._timeout_s = timeout_s
-        self._raises = raises
-        self._prints = prints
-        self._monitor = record.monitor
+    def __init__(self, watched: Any) -> None:
+        self._watched = watched
+        self._loader = watched._loader
+        self._record: LoopRecord = watched._record
+        self._timeout_s = watched.timeout_s
+        self._raises = watched.on_stall == "raise"
+        self._monitor = self._record.monitor
         self._batches: Iterator[Any] | None = None
         self._count = 0
         self._over = threading.Event()
@@ -97,7 +87,7 @@ class Pass:
         self._wait: _Wait | None = None
         self._can_interrupt = False
         # Our own loader knows the batches that it has asked its workers for.
-        self._knows_jobs = hasattr(loader, "list_jobs")
+        self._knows_jobs = hasattr(self._loader, "list_jobs")
 
     def run(self) -> Iterator[Any]:
         """Yield the batches."""
@@ -118,7 +108,7 @@ class Pass:
         finally:
             self._over.set()
             thread.join()
-            if self._prints and not sys.is_finalizing():
+            if self._watched._prints and not sys.is_finalizing():
                 self._record.print_summary(only_news=True)
 
     # --- the thread that waits
@@ -139,7 +129,10 @@ class Pass:
             batch = _END
             self._explain_short_pass(end)
         except Exception as error:
-            reason = wait.reason or self._explain_end(error, wait) or self._explain_files(error)
+            reason = wait.reason or self._explain_end(error, wait)
+            if isinstance(error, EOFError | OSError | RuntimeError):
+                is_sure = re.search("ancdata|Too many open files", str(error)) is not None
+                reason = reason or self._describe_files(is_sure=is_sure)
             if not reason:
                 self._name_sample(error)
                 raise
@@ -182,13 +175,10 @@ class Pass:
         else:
             error.add_note(f"Sample {sample} of the dataset raised this error.")
 
-    def _explain_files(self, error: Exception) -> str:
-        """Say that a process has used up the files that it may open; "" if that is not so."""
-        if not isinstance(error, EOFError | OSError | RuntimeError):
-            return ""
+    def _describe_files(self, *, is_sure: bool = False) -> str:
+        """Say that a process has used up the files that it may open; "" if it has not."""
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         count = max(map(count_open_files, (os.getpid(), *self._monitor.list_samples())))
-        is_sure = re.search("ancdata|Too many open files", str(error))
         if count < _MANY_FILES * limit and not is_sure:
             return ""
         return (
@@ -200,8 +190,9 @@ class Pass:
 
     def _take(self, wait: _Wait) -> Any:
         """Return the next batch. The monitor sees workers that are forked meanwhile."""
-        waiting.monitor = self._monitor
         self._thread = threading.current_thread()
+        ident = threading.get_ident()
+        waiting[ident] = self._monitor
         is_main = self._thread is threading.main_thread()
         self._can_interrupt = self._raises and is_main and INTERRUPT > 0
         if self._can_interrupt:
@@ -216,7 +207,7 @@ class Pass:
                 return next(self._batches)
         finally:
             self._wait = None
-            waiting.monitor = None
+            waiting.pop(ident, None)
             if self._can_interrupt:
                 signal.signal(INTERRUPT, outer_handler)
 
@@ -301,6 +292,8 @@ class Pass:
         else:
             verdict, seen = self._observe(wait, job.pid)
             cure = FINDINGS[verdict].cure
+            if verdict == "lost":
+                cure = self._describe_files() or cure
         file = find_file(self._monitor.dataset, seen.sample)
         if verdict == "read":
             file = seen.path
@@ -351,7 +344,7 @@ class Pass:
         if not samples:
             # The samples of these workers are not seen. A worker that waits for work polls a pipe.
             alive = [pid for pid in pids if read_call(pid, pid)[0] != "poll"]
-        elif self._record.looks.look_at_loop("wait", self._thread) not in (WORKERS, HANDOFF):
+        elif name_place("wait", self._monitor.read_stack(self._thread)) not in (WORKERS, HANDOFF):
             alive = [pid for pid in alive if find_wait(pid, pid) != "process"]
         alive.sort(key=self._monitor.is_idle)
         if alive:

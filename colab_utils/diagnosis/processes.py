@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import wraps
+from functools import partial, wraps
 from inspect import ismethod
 from time import monotonic_ns, process_time
 from traceback import walk_stack, walk_tb
@@ -28,8 +28,13 @@ from colab_utils.diagnosis.system_calls import find_wait, measure_use, read_call
 # There are rows for the notes of this many workers.
 _ROWS = 128
 _HERE = os.path.dirname(__file__)
+_LOADER_FILE = "/torch/utils/data/dataloader.py"
 # Methods of a dataset that load samples.
 _METHODS = ("__getitem__", "__getitems__", "read_packed", "read_into")
+# A thread whose innermost line is in these files waits for somebody else.
+SERVES = re.compile("/threading.py:|/queue.py:|/selectors.py:|/multiprocessing/|/pin_memory.py:")
+# A worker looks at its own stack so often.
+_PAUSE_S = 0.25
 # In place of the number of a sample: the worker is at no sample, or at one whose number is not
 # known.
 NO_SAMPLE = -1
@@ -48,6 +53,8 @@ _ROW = np.dtype(
         ("sums", np.float64, 4),
         # These are the CPU seconds of earlier workers with this row, and of the present one.
         ("cpu", np.float64, 2),
+        # These are the lines of Python at which the worker was when it last looked.
+        ("stack", "S2048"),
     ]
 )
 
@@ -145,9 +152,9 @@ class _SampleNotes:
         return np.array([process_time(), int(words[1]), int(words[9])])
 
 
-# While a thread waits for a watched loader, `waiting.monitor` is the loader's monitor. The workers
-# that the thread forks then note their samples there.
-waiting = threading.local()
+# The monitors of watched loaders, by the thread that now waits for the loader. The workers that the
+# thread forks then note their samples there.
+waiting: dict[int, "WorkerMonitor"] = {}
 
 
 class WorkerMonitor:
@@ -160,24 +167,60 @@ class WorkerMonitor:
         dataset: The innermost dataset. Numbers of samples are its indices.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, *, hides_dataset: bool = False) -> None:
+        self._hides_dataset = hides_dataset
         # A Subset, or a wrapper like it, holds another dataset. The wrapper may work on samples,
         # too, so the methods of both are wrapped.
+        self.follow(dataset)
+        self._rows = np.frombuffer(mmap.mmap(-1, _ROWS * _ROW.itemsize), _ROW)
+        self._rows["sample"] = NO_SAMPLE
+
+    def follow(self, dataset: Any) -> None:
+        """Note the samples of this dataset from now on."""
         self._datasets = [dataset]
         while ismethod(getattr(getattr(dataset, "dataset", None), "__getitem__", None)):
             dataset = dataset.dataset
             self._datasets.append(dataset)
         self.dataset = dataset
-        self._rows = np.frombuffer(mmap.mmap(-1, _ROWS * _ROW.itemsize), _ROW)
-        self._rows["sample"] = NO_SAMPLE
 
-    def enter(self) -> None:
-        """Note the samples of this process, which is a worker, from now on."""
-        notes = _SampleNotes(self._rows[os.getpid() % _ROWS])
+    def enter(self, dataset: Any) -> None:
+        """Note the samples of this process, which is a worker, from now on. ``dataset`` is that of
+        the ``DataLoader`` that made the worker; None if it is not known.
+        """
+        # A wrapper around a DataLoader need not show its dataset.
+        if self._hides_dataset:
+            self.follow(dataset)
+        row = self._rows[os.getpid() % _ROWS]
+        notes = _SampleNotes(row)
+        looks = partial(self._note_stacks, row, threading.current_thread())
+        threading.Thread(target=looks, name="watch", daemon=True).start()
         for kind in {*map(type, self._datasets)}:
             for name in _METHODS:
                 if hasattr(kind, name):
                     setattr(kind, name, self._wrap(getattr(kind, name), notes))
+
+    def _note_stacks(self, row: Any, thread: threading.Thread) -> None:
+        """Note again and again where the worker is. A wait for an event is no sleep to `find_wait`,
+        which looks at all threads.
+        """
+        pause = threading.Event()
+        while not pause.wait(_PAUSE_S):
+            stack = self.read_stack(thread).stack
+            is_after = row["sample"] == NO_SAMPLE and row["sums"][0]
+            lines = ("collate" if is_after else "sample", *stack)
+            # A worker that is at no sample may be waiting for work.
+            is_idle = row["sample"] == NO_SAMPLE and SERVES.search("".join(stack[:1]))
+            row["stack"] = b"" if is_idle else "\n".join(lines).encode()
+
+    def take_stacks(self) -> list[list[str]]:
+        """Return where busy workers were since the last call: "sample" or "collate", and the lines
+        of Python, the innermost first.
+        """
+        stacks = [
+            stack.decode(errors="replace").split("\n") for stack in self._rows["stack"] if stack
+        ]
+        self._rows["stack"] = b""
+        return stacks
 
     def _wrap(self, method: Callable[..., Any], notes: _SampleNotes) -> Callable[..., Any]:
         """Return a method that does the same, and notes the sample that it loads."""
@@ -261,7 +304,8 @@ class WorkerMonitor:
         Its sample is the index that was passed to a method of the dataset that loads samples. If
         one of these methods called another, it is the index of the outermost call.
         """
-        return self._read_frames(walk_stack(sys._current_frames()[thread.ident or 0]))
+        frame = sys._current_frames().get(thread.ident or 0)
+        return self._read_frames(walk_stack(frame) if frame else ())
 
     def find_failed(self, error: BaseException) -> int | None:
         """Return the sample at which a loader raised an error; None if it is not known."""
@@ -307,15 +351,32 @@ def list_other_workers() -> list[int]:
     return [child.pid for child in children if child._popen.method != "fork"]
 
 
+def _find_dataset() -> Any:
+    """Return the map-style dataset of the ``DataLoader`` that forked this process; None if there is
+    no such loader on the stack.
+    """
+    for frame, _ in walk_stack(None):
+        loader = frame.f_locals.get("loader")
+        if frame.f_code.co_filename.endswith(_LOADER_FILE) and hasattr(loader, "dataset"):
+            kinds = [kind.__name__ for kind in type(loader.dataset).__mro__]
+            return None if "IterableDataset" in kinds else loader.dataset
+    return None
+
+
 def _enter_child() -> None:
     """Make a forked worker note its samples."""
-    monitor = getattr(waiting, "monitor", None)
-    if monitor is not None:
-        # A process that the worker forks is no worker.
-        waiting.monitor = None
-        # A worker must work even if it cannot note its samples.
-        with suppress(Exception):
-            monitor.enter()
+    monitor = waiting.get(threading.get_ident())
+    hidden = [other for other in waiting.values() if other._hides_dataset]
+    # A process that the worker forks is no worker.
+    waiting.clear()
+    # A worker must work even if it cannot note its samples.
+    with suppress(Exception):
+        dataset = _find_dataset()
+        # The loop may wait for a thread that takes batches from a DataLoader.
+        if monitor is None and dataset is not None and len(hidden) == 1:
+            (monitor,) = hidden
+        if monitor is not None:
+            monitor.enter(dataset)
 
 
 if hasattr(os, "register_at_fork"):

@@ -2,8 +2,9 @@
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from colab_utils.diagnosis.causes import find_causes, find_lost_share
 from colab_utils.diagnosis.cures import Cause
 from colab_utils.diagnosis.looks import BACKWARD, Looks
 from colab_utils.diagnosis.memory_growth import Growth, MemoryLog, find_growth
-from colab_utils.diagnosis.noise import find_error
 from colab_utils.diagnosis.processes import WorkerMonitor
 from colab_utils.diagnosis.timing import CpuClock, CpuUse, count_images, count_workers
 from colab_utils.diagnosis.waits import LoopFacts
@@ -59,7 +59,10 @@ class Summary:
     causes: tuple[Cause, ...]
     """Why the loop takes longer than its steps, the largest share first. Empty if it does not."""
     parts: tuple[Part, ...]
-    """*wait*, *step* and *between steps*. The waits do not include the first batch of a pass."""
+    """*wait*, *step* and *between steps*. The waits do not include the first batch of a pass. If
+    much of the step comes before the model is called, this is a part of its own, *before the model*
+    (estimated from looks at the loop).
+    """
     seconds: float
     """Time of all passes, and of what lay between them."""
     start_s: float
@@ -69,8 +72,6 @@ class Summary:
     batches: int
     passes: int
     images: int
-    error: float
-    """Standard error of the mean time of a batch, as a share of that mean."""
     growth: Growth | None
     """How memory grows; None if it does not."""
     unseen: tuple[str, ...]
@@ -95,11 +96,11 @@ class Summary:
     def __str__(self) -> str:
         largest = max(self.parts, key=lambda part: part.share)
         who = "" if self.rank is None else f"Rank {self.rank}: "
-        lines = [f"{who}{self.verdict}", "               share    median       p95"]
+        lines = [f"{who}{self.verdict}", "                 share    median       p95"]
         for part in self.parts:
             arrow = "  <--" if part is largest else ""
             lines.append(
-                f"{part.name:14}{part.share:6.0%}{part.median_ms:7.1f} ms{part.p95_ms:7.1f} "
+                f"{part.name:16}{part.share:6.0%}{part.median_ms:7.1f} ms{part.p95_ms:7.1f} "
                 f"ms{arrow}"
             )
         ends = f"; between passes {format_seconds(self.ends_s)}" if self.passes > 1 else ""
@@ -133,8 +134,8 @@ class LoopRecord(LoopFacts):
         is_stream: Whether the dataset has no indices.
         monitor: What workers note of their samples.
         memory: Readings of the memory of this process and its children.
-        phase: What the loop does now: "first start", "start" (of a later pass), "wait", "step" or
-            "between"; "" outside of passes.
+        phase: What the loop does now: "first start", "start" (of a later pass), "wait", "first
+            step", "step" or "between"; "" outside of passes.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -143,7 +144,14 @@ class LoopRecord(LoopFacts):
         # An iterable dataset may work between the samples of a dataset within it, so these samples
         # say too little.
         self.is_stream = isinstance(dataset, IterableDataset)
-        self.monitor = WorkerMonitor(None if self.is_stream else dataset)
+        self.monitor = WorkerMonitor(
+            None if self.is_stream else dataset, hides_dataset=dataset is None
+        )
+        self._settings = _list_settings(loader)
+        # A list cannot be referred to like this, so its loaders are never the same again.
+        self._dataset: Callable[[], Any] = lambda: None
+        with suppress(TypeError):
+            self._dataset = weakref.ref(dataset)
         self.memory = MemoryLog()
         self.phase = ""
         self._printed: Summary | None = None
@@ -153,6 +161,23 @@ class LoopRecord(LoopFacts):
         restarts = workers > 0 and not getattr(loader, "persistent_workers", True)
         is_slowed = _is_slowed(getattr(self.monitor.dataset, "folder", None))
         super().__init__(workers, restarts, is_slowed, Looks(self.monitor))
+
+    def goes_on(self, loader: Any) -> bool:
+        """Return whether a loader is the recorded one, made anew: it has the same dataset and the
+        same settings. Its passes are then recorded here, too.
+        """
+        dataset = self._dataset()
+        is_same = dataset is not None and dataset is getattr(loader, "dataset", None)
+        if not is_same or not self.clock.count or self._settings != _list_settings(loader):
+            return False
+        self.restarts = self.workers > 0
+        self.monitor.follow(None if self.is_stream else dataset)
+        return True
+
+    def end(self) -> None:
+        """Print a last summary, and let go of the dataset."""
+        self.print_summary(only_news=False)
+        self.monitor.follow(None)
 
     @contextmanager
     def measure_pass(self) -> Iterator[None]:
@@ -198,7 +223,8 @@ class LoopRecord(LoopFacts):
 
     def receive(self, batch: Any) -> None:
         """Note that a batch came."""
-        self.phase = "step"
+        # The first step may compile the model, for example.
+        self.phase = "step" if self.clock.count else "first step"
         self.memory.note(batch)
         self.clock.receive(count_images(batch))
 
@@ -234,13 +260,14 @@ class LoopRecord(LoopFacts):
         start_s = float(waits[is_first].sum())
         loop_s = float(parts_s.sum())
         whole_s = max(loop_s + clock.ends_s, 1e-9)
-        parts = (
+        parts: tuple[Part, ...] = (
             _make_part("wait", waits[~is_first], whole_s),
             _make_part("step", steps, whole_s),
             _make_part("between steps", between, whole_s),
         )
         causes = find_causes(waits, between, is_first, loop_s, self)
-        later_s = parts_s.sum(axis=1) - np.where(is_first, waits, 0.0)
+        if "prepare" in [cause.id for cause in causes]:
+            parts = _split_step(*parts, self.looks.measure_preparation()[0])
         ranks = find_ranks()
         return Summary(
             verdict=_describe(causes, parts, start_s / whole_s, self.looks),
@@ -252,7 +279,6 @@ class LoopRecord(LoopFacts):
             batches=len(waits),
             passes=int(is_first.sum()),
             images=clock.images,
-            error=find_error(later_s),
             growth=self.growth,
             unseen=unseen,
             lost_share=find_lost_share(loop_s, self),
@@ -302,6 +328,11 @@ class LoopRecord(LoopFacts):
             (sys.stdout if is_notebook() else sys.stderr).write(f"{summary}\n")
 
 
+def _list_settings(loader: Any) -> list[Any]:
+    names = ("num_workers", "workers", "batch_size", "prefetch_factor", "persistent_workers")
+    return [getattr(loader, name, None) for name in names]
+
+
 def _is_slowed(folder: Any) -> bool:
     """Return whether the folder of a dataset is slowed by `slow_down`."""
     if not isinstance(folder, Path):
@@ -348,13 +379,22 @@ def _make_part(name: str, seconds: _Array, whole_s: float) -> Part:
     return Part(name, float(seconds.sum()) / whole_s, *percentiles_ms)
 
 
-def _describe(causes: Sequence[Cause], parts: Sequence[Part], start: float, looks: Looks) -> str:
-    wait, step, between = parts
-    shares = (
-        f"wait {wait.share + start:.0%}, step {step.share:.0%}, between steps {between.share:.0%}"
+def _split_step(wait: Part, step: Part, between: Part, share: float) -> tuple[Part, ...]:
+    """Split the part of a step that comes before the call of the model from the rest."""
+    before, after = (
+        Part(name, step.share * part, step.median_ms * part, step.p95_ms * part)
+        for name, part in (("before the model", share), ("step", 1 - share))
     )
+    return wait, before, after, between
+
+
+def _describe(causes: Sequence[Cause], parts: Sequence[Part], start: float, looks: Looks) -> str:
+    wait, *rest = parts
+    names = [f"{part.name} {part.share:.0%}" for part in rest]
+    shares = ", ".join([f"wait {wait.share + start:.0%}", *names])
     if causes:
         return f"{causes[0].why} ({shares})"
+    step, between = rest
     if step.share < max(start, wait.share, between.share):
         return f"Too few batches for a verdict: {shares}."
     return (

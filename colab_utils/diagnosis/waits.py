@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colab_utils.diagnosis.cures import Cause, make_cause
-from colab_utils.diagnosis.looks import HANDOFF, WORKERS, Looks
+from colab_utils.diagnosis.looks import HANDOFF, LOADER_THREAD, THREAD, WORKERS, Looks
 from colab_utils.diagnosis.memory_growth import Growth
 from colab_utils.diagnosis.processes import SampleTimes
 from colab_utils.diagnosis.stalls import Stall
@@ -54,6 +54,11 @@ _EVIDENCE = {
     "thread": ("wait", "for another thread of the process, or a lock of its threads"),
     "unseen": ("wait", "for a reason that was not seen"),
     "collate": ("collate", "of work after it (collate_fn, or the hand-off of the batch)"),
+}
+_LOADED_BY = {
+    "": "This process loads the samples itself, between its steps.",
+    THREAD: "A thread of this process loads the samples.",
+    LOADER_THREAD: "A thread of this process takes batches from a DataLoader.",
 }
 
 
@@ -137,17 +142,17 @@ def explain_waits(waits: Array, loop_s: float, facts: LoopFacts) -> Cause:
         if slow_sample:
             return slow_sample
         is_rare = at_work_s < _MOSTLY_IDLE * facts.workers * loop_s
-        is_idle = is_rare and not facts.looks.is_usual(in_sample=True)
+        is_idle = is_rare and not facts.looks.is_usual("sample")
     part, looks = facts.looks.measure_place("wait", HANDOFF)
     if is_idle and part >= _TAKES_IN:
         why = f"During waits, this process is busy receiving what workers send ({looks})."
         return make_cause("hand-off", part * share, why)
-    is_after = facts.looks.is_usual(in_sample=False) and not facts.looks.is_usual(in_sample=True)
+    is_after = facts.looks.is_usual("collate") and not facts.looks.is_usual("sample")
     if not times.samples or not (is_idle or is_after):
         return _explain_samples(share, loop_s, facts)
     if is_after:
         why = "Workers are busy after their samples, in collate_fn or handing over batches."
-        return make_cause("collate", share, why)
+        return make_cause("collate", share, why + facts.looks.describe_line("collate", "A worker"))
     why = "Workers are mostly idle, and the loop waits for a batch. The reason was not seen."
     return make_cause("wait", share, why, cure="idle")
 
@@ -177,11 +182,13 @@ def _explain_samples(share: float, loop_s: float, facts: LoopFacts) -> Cause:
             id = "other_process"
             cure = "turns"
     why = _describe_evidence(evidence, times, facts.looks)
-    place, _ = facts.looks.find_place("wait")
-    if not facts.workers and place not in (WORKERS, HANDOFF):
-        why = f"This process loads the samples itself, between its steps. {why}"
-        # Workers load while this process trains, whatever a sample waits for.
-        cure = "read" if id == "read" else "alone"
+    place = facts.looks.find_place("wait")
+    is_alone = not facts.workers and place not in (WORKERS, HANDOFF)
+    if is_alone or place in (THREAD, LOADER_THREAD):
+        why = f"{_LOADED_BY.get(place, _LOADED_BY[''])} {why}"
+    # Workers load while this process trains, whatever a sample waits for.
+    if is_alone and id != "read" and (id, place) != ("wait", LOADER_THREAD):
+        cure = "alone"
     if id == "work":
         why += f" {facts.use.own_s / loop_s:.1f} of {count_cores()} cores are busy with it."
     if id == "read" and times.samples:
@@ -194,6 +201,8 @@ def _explain_samples(share: float, loop_s: float, facts: LoopFacts) -> Cause:
             f" A sample reads {format_bytes(times.bytes_read / times.samples)} at "
             f"{format_bytes(bytes_per_s)}/s: {limit}."
         )
+    phase = "collate" if id == "collate" else "sample"
+    why += facts.looks.describe_line(phase, "A worker" if facts.workers else "This process")
     return make_cause(id, share, why, cure=cure)
 
 

@@ -1,7 +1,6 @@
 """Each cause of a slow loop is named with its share and its cure."""
 
 import re
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -28,13 +27,15 @@ def make_record(*, looks=None, places=None, inside=0, outside=0, threads=10, **s
     not, ``threads`` those that ten running workers had to run.
     """
     record = LoopRecord([])
-    record.looks._workers_at[True] = inside
-    record.looks._workers_at[False] = outside
+    record.looks._busy.update({"sample": inside, "collate": outside})
     # In ten looks, a worker had so many threads to run.
     record.looks._extra_threads = threads - 20
     record.looks.waits.update(looks or {})
     for phase, counts in (places or {}).items():
-        record.looks._places[phase] = Counter(counts)
+        for place, count in counts.items():
+            kind, stack = ("", [place]) if ":" in place else (place, [])
+            for _ in range(count):
+                record.looks.places[phase].add(kind, stack)
     use = [settings.pop(name, usual) for name, usual in _USUAL_USE.items()]
     usual = {"workers": 2, "use": CpuUse(*use)}
     for name, value in {**usual, **settings}.items():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import multiprocessing
 import os
+import queue
+import re
 import sys
 import threading
 import time
@@ -15,7 +17,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from colab_utils.diagnosis.looks import OTHER_LOADER, SAMPLE, Looks
+from colab_utils.diagnosis.looks import MODEL, OTHER_LOADER, SAMPLE, Looks, Places
 from colab_utils.diagnosis.processes import WorkerMonitor, list_other_workers
 from colab_utils.diagnosis.system_calls import classify_call, find_wait, measure_memory_part
 from colab_utils.diagnosis.watch import watch
@@ -184,7 +186,7 @@ def test_workers_that_are_at_work_outside_of_samples_are_not_idle(work_s, capsys
     )
     watched = watch(loader)
     list(watched)
-    assert watched._record.looks.is_usual(in_sample=False) == (work_s > 0)
+    assert watched._record.looks.is_usual("collate") == (work_s > 0)
     assert (watched.summary().causes[0].id == "collate") == (work_s > 0)
 
 
@@ -196,14 +198,53 @@ def test_a_process_that_loads_samples_itself_says_what_they_wait_for(capsys):
     assert "This process loads the samples itself" in cause.why
 
 
-def test_a_place_is_evidence_where_half_of_five_looks_say_the_same():
+def make_looks(**phases):
+    """Looks that saw each line so often."""
     looks = Looks(WorkerMonitor(None))
-    for place, count in (("a.py:1", 3), ("b.py:2", 2)):
-        looks._places.setdefault("wait", Counter())[place] += count
-    assert looks.find_place("wait") == ("a.py:1", "in 3 of 5 looks")
-    looks._places["wait"]["c.py:3"] += 2
-    assert looks.find_place("wait") == ("", "")
-    assert looks.find_place("step") == ("", "")
+    for phase, lines in phases.items():
+        for line, count in lines.items():
+            for _ in range(count):
+                looks.places[phase].add("", line.split(" < "))
+    return looks
+
+
+def test_the_innermost_function_of_most_looks_is_named_with_the_code_that_calls_it(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import json\n\nfor line in file:\n    json.loads(line)\n")
+    outer = f"/usr/lib/python3.12/json/__init__.py:3 loads < {script}:4 <module>"
+    looks = make_looks(
+        step={
+            f"/usr/lib/python3.12/json/decoder.py:7 parse < {outer}": 3,
+            f"/usr/lib/python3.12/json/decoder.py:9 parse < {outer}": 2,
+            f"{script}:3 <module>": 4,
+        }
+    )
+    assert looks.describe_line("step", "A worker") == (
+        f" A worker was seen at json/decoder.py:7 parse < {tmp_path.name}/train.py:4 <module>"
+        " `json.loads(line)` (in 5 of 9 looks)."
+    )
+
+
+def test_what_comes_before_the_model_is_told_from_the_rest_of_a_step():
+    looks = make_looks(
+        step={
+            "a.py:9 resize < train.py:3 train < main.py:1 <module>": 6,
+            "train.py:3 train < main.py:1 <module>": 2,
+            "train.py:7 train < main.py:1 <module>": 4,
+            "main.py:1 <module>": 1,
+        },
+        **{MODEL: {"net.py:5 forward < train.py:4 train < main.py:1 <module>": 5}},
+    )
+    assert looks.measure_preparation() == (8 / 13, "in 8 of 13 looks")
+    looks.places[MODEL] = Places()
+    assert looks.measure_preparation()[0] == 0
+
+
+def test_a_place_is_evidence_where_half_of_five_looks_say_the_same():
+    looks = make_looks(wait={"a.py:1 f": 3, "b.py:2 g": 2})
+    assert looks.describe_line("wait") == " This process was seen at a.py:1 f (in 3 of 5 looks)."
+    looks = make_looks(wait={"a.py:1 f": 3, "b.py:2 g": 2, "c.py:3 h": 2})
+    assert looks.describe_line("wait") == looks.describe_line("step") == ""
 
 
 class _Looking(Dataset):
@@ -228,13 +269,21 @@ class _Looking(Dataset):
 def test_a_loop_is_seen_in_a_sample_and_in_another_loader():
     dataset = _Looking()
     list(DataLoader(dataset))
-    assert dataset.looks._places["wait"] == {SAMPLE: 8}
+    assert dataset.looks.places["wait"].kinds == {SAMPLE: 8}
+    assert "test_looks.py" in dataset.looks.describe_line("sample")
     dataset.phase = "step"
     list(DataLoader(dataset))
-    assert dataset.looks.find_place("step") == (OTHER_LOADER, "in 8 of 8 looks")
+    assert dataset.looks.find_place("step") == OTHER_LOADER
+    assert re.search(
+        "test_looks.py:.* `list.DataLoader.dataset..`", dataset.looks.describe_line("other")
+    )
     assert dataset.looks.measure_place("step", OTHER_LOADER) == (1.0, "in 8 of 8 looks")
     assert dataset.looks.measure_place("step", SAMPLE) == (0.0, "in 0 of 8 looks")
     assert dataset.looks.measure_place("between", OTHER_LOADER) == (0.0, "")
+
+
+def load_late():
+    time.sleep(0.06)
 
 
 class _Ahead:
@@ -242,16 +291,50 @@ class _Ahead:
 
     def __iter__(self):
         with ThreadPoolExecutor(1) as pool:
-            for _ in range(20):
-                yield pool.submit(time.sleep, 0.06).result()
+            for _ in range(40):
+                yield pool.submit(load_late).result()
 
 
 def test_a_loop_that_waits_for_its_own_thread_is_at_no_line_to_make_cheaper(capsys):
     watched = watch(_Ahead())
     list(watched)
     (cause,) = watched.summary().causes
-    assert cause.id == "wait"
-    assert "was not seen" in cause.why
+    assert cause.id == "sleep"
+    assert "A thread of this process loads the samples" in cause.why
+    assert re.search(r"test_looks.py:\d+ load_late ", cause.why)
+    assert "worker processes" in cause.next
+
+
+class _Around:
+    """Takes the batches of a DataLoader in a thread."""
+
+    def __init__(self, workers):
+        self.loader = DataLoader(_Uneven(), sampler=[3] * 20, num_workers=workers)
+
+    def __iter__(self):
+        batches = queue.SimpleQueue()
+
+        def fill():
+            for batch in self.loader:
+                batches.put(batch)
+            batches.put(None)
+
+        thread = threading.Thread(target=fill)
+        thread.start()
+        yield from iter(batches.get, None)
+        thread.join()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_in_a_thread_is_seen(workers, capsys):
+    watched = watch(_Around(workers))
+    list(watched)
+    (cause,) = watched.summary().causes
+    assert cause.id == "sleep"
+    assert cause.why.startswith("A thread of this process takes batches from a DataLoader.")
+    assert re.search(r"test_looks.py:\d+ __getitem__ `time.sleep", cause.why)
+    assert ("Use worker processes" in cause.next) == (workers == 0)
+    assert watched._record.monitor.read_times().samples == 20 * workers
 
 
 class _Locked(Dataset):
@@ -410,8 +493,8 @@ class _Sized(Dataset):
 def test_a_sample_without_a_number_is_a_sample(capsys):
     watched = watch(DataLoader(_Sized(), sampler=[(3, 32)] * 8, num_workers=1))
     list(watched)
-    assert watched._record.looks.is_usual(in_sample=True)
-    assert not watched._record.looks.is_usual(in_sample=False)
+    assert watched._record.looks.is_usual("sample")
+    assert not watched._record.looks.is_usual("collate")
 
 
 class _Blend(IterableDataset):
@@ -493,20 +576,17 @@ def test_a_look_at_the_profiler_of_a_loader_says_nothing(file, place):
     thread = threading.Thread(target=exec, args=(waits, {"over": over}))
     thread.start()
     time.sleep(0.1)
-    seen = Looks(WorkerMonitor(None)).look_at_loop("wait", thread)
+    looks = Looks(WorkerMonitor(None))
+    looks.take("wait", thread)
     over.set()
     thread.join()
-    assert bool(seen) == bool(place)
-    assert place in seen
+    assert looks.places["wait"].kinds == {place: 1}
+    assert looks.places["wait"].find_line() == ("", 0)
 
 
 def test_few_looks_are_evidence_at_a_start_where_all_show_the_same():
-    looks = Looks(WorkerMonitor(None))
-    looks._places = {
-        "start": Counter({"mine.py:3 sort": 3}),
-        "wait": Counter({"mine.py:3 sort": 3, "mine.py:4 sort": 1}),
-        "step": Counter({"mine.py:3 sort": 3}),
-    }
-    assert looks.find_place("start") == ("mine.py:3 sort", "in 3 of 3 looks")
-    assert looks.find_place("wait") == ("", "")
-    assert looks.find_place("step") == ("", "")
+    looks = make_looks(
+        start={"mine.py:3 sort": 3}, wait={"mine.py:3 sort": 4}, step={"mine.py:3 sort": 3}
+    )
+    assert "mine.py:3 sort (in 3 of 3 looks)" in looks.describe_line("start")
+    assert looks.describe_line("wait") == looks.describe_line("step") == ""

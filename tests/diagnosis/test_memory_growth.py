@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
 
 import pytest
 import torch
@@ -120,16 +119,18 @@ def test_a_process_that_hardly_grows_is_not_named():
 
 
 def test_batches_of_workers_count_while_somebody_keeps_them():
-    def measure(kept):
-        log = MemoryLog()
-        for _ in range(16):
-            batch = {"image": torch.zeros(1_000_000).share_memory_(), "id": [3]}
-            log.note(batch)
-            kept.append(batch)
-        log.look(batches=0)
-        return log.readings[0].own_bytes[os.getpid()]
-
-    assert measure([]) - measure(deque(maxlen=1)) == pytest.approx(64 * MB, abs=10 * MB)
+    batches = [{"image": torch.zeros(1_000_000).share_memory_(), "id": [3]} for _ in range(32)]
+    keeping = MemoryLog()
+    for batch in batches:
+        keeping.note(batch)
+    keeping.look(batches=0)
+    freeing = MemoryLog()
+    del batch
+    while batches:
+        freeing.note(batches.pop())
+    freeing.look(batches=0)
+    kept, freed = (log.readings[0].own_bytes[os.getpid()] for log in (keeping, freeing))
+    assert kept - freed == pytest.approx(128 * MB, abs=10 * MB)
 
 
 class Hoarder(Dataset):

@@ -332,6 +332,6 @@ def test_where_the_step_is_the_limit_its_line_is_named(capsys):
     for values, _ in watched:
         step(values, seconds=0.2)
     assert re.search(
-        r"This process was seen at .*test_summary.py:\d+ step \(in \d of \d looks\)",
+        r"This process was seen at .*test_summary.py:\d+ step .time.sleep.* \(in \d of \d looks\)",
         watched.summary().verdict,
     )

@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+import warnings
 import weakref
 from contextlib import suppress
 from functools import partial
@@ -591,44 +592,51 @@ class _Guessing(_Stream):
         return iter([0, 1])
 
 
-@pytest.mark.filterwarnings("error::colab_utils.errors.ColabUtilsWarning")
 def test_only_a_pass_that_ends_too_early_is_reported():
-    with pytest.raises(ColabUtilsWarning, match="after 2 of 4 batches: no error came"):
+    with pytest.warns(ColabUtilsWarning, match="after 2 of 4 batches: no error came"):
         list(watch(DataLoader(range(4), sampler=_Short())))
-    assert list(watch(_Resumed())) == [0, 1]
-    assert len(list(watch(DataLoader(_Guessing())))) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert list(watch(_Resumed())) == [0, 1]
+        assert len(list(watch(DataLoader(_Guessing())))) == 2
 
 
-def _open_no_more(_worker):
-    limit = len(os.listdir("/proc/self/fd")) + 20
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-    )
+def _clone(samples):
+    return [sample.clone() for sample in samples]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_worker_that_may_open_no_more_files():
-    loader = DataLoader(
-        torch.zeros(60, 2), 30, num_workers=1, collate_fn=list, worker_init_fn=_open_no_more
-    )
-    with pytest.raises(ColabUtilsError, match=r"has \d+ of at most \d+ files open.*ulimit -n"):
-        list(watch(loader, timeout_s=5, on_stall="raise"))
+def test_files_that_are_used_up_are_named():
+    loader = DataLoader(torch.zeros(240, 2), 30, num_workers=1, collate_fn=_clone)
+    watched = watch(loader, timeout_s=2, on_stall="raise")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, before[1]))
+    kept = []
+    try:
+        with pytest.raises(ColabUtilsError, match=r"\d+ of at most \d+ files open.*ulimit -n"):
+            kept.extend(watched)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
     _end_workers()
 
 
-def test_the_sample_of_a_worker_that_exits_or_that_torch_gives_up_is_named(tmp_path):
-    leaving = DataLoader(_Photos(tmp_path, act=sys.exit), num_workers=1, collate_fn=_collate)
-    with pytest.raises(ColabUtilsError, match=rf"ended \(exit code 0\), at sample {BAD} "):
-        list(watch(leaving))
-    sleeping = DataLoader(
-        _Photos(tmp_path, act=partial(time.sleep, 60)),
-        num_workers=1,
-        collate_fn=_collate,
-        timeout=1,
-    )
+def test_the_sample_of_a_worker_that_torch_gives_up_is_named(tmp_path):
+    photos = _Photos(tmp_path, act=partial(time.sleep, 60))
+    loader = DataLoader(photos, num_workers=1, collate_fn=_collate, timeout=1)
     with pytest.raises(ColabUtilsError, match=f"waits in clock_nanosleep, at sample {BAD} "):
-        list(watch(sleeping))
+        list(watch(loader))
     _end_workers()
+
+
+def test_a_worker_that_exits_stays_at_its_sample():
+    monitor = processes.WorkerMonitor(None)
+    notes = processes._SampleNotes(monitor._rows[0])
+    for error, sample in ((SystemExit(3), BAD), (ValueError("bad"), processes.NO_SAMPLE)):
+        with pytest.raises(type(error)), notes.mark_sample(BAD, 1):
+            raise error
+        assert monitor.list_samples()[os.getpid()] == sample
+        monitor._rows["sample"] = processes.NO_SAMPLE
+    assert error.__notes__ == [f"Sample {BAD} of the dataset raised this error."]
 
 
 def test_two_passes_with_workers_that_stay(tmp_path):
