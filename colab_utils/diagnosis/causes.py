@@ -71,11 +71,10 @@ def find_causes(
         if is_start.sum() > 1:
             causes.append(explain_starts(waits[is_start][1:], len(waits), loop_s, facts))
     causes = [cause for cause in causes if cause.share >= _LEAST_SHARE and loop_s >= _LEAST_S]
-    # Cheaper loading also cures "contention", unless workers run many threads. A cause in loading
-    # says what to make cheaper, so such a cause is named before "contention".
+    # Cheaper loading also cures "contention". A cause in loading says what to make cheaper, so such
+    # a cause is named before "contention".
     is_loading = not _LOADING.isdisjoint(cause.id for cause in causes)
-    comes_last = is_loading and not facts.looks.has_threads
-    causes.sort(key=lambda cause: (comes_last and cause.id == "contention", -cause.share))
+    causes.sort(key=lambda cause: (is_loading and cause.id == "contention", -cause.share))
     if lack in causes and sum(cause.share for cause in causes) > 1:
         causes[causes.index(lack)] = replace(lack, why=f"{lack.why} {_OVERLAPS}")
     for stall in facts.stalls:
@@ -151,8 +150,7 @@ def _explain_cores(waits: Array, late: Array, loop_s: float, facts: LoopFacts) -
         f"For {share:.0%} of its time, the loop is ready to run but has no core: its own workers "
         "and threads have all cores."
     )
-    cure = "threads" if facts.looks.has_threads else "contention"
-    return make_cause("contention", share, why, cure=cure)
+    return make_cause("contention", share, why)
 
 
 def _has_busy_machine(loop_s: float, facts: LoopFacts) -> bool:

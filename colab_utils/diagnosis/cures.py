@@ -51,9 +51,8 @@ CURES = {
     "often, or in a thread.",
     "between": "Look at what follows optimizer.step(). If it logs, or reads losses (.item()), do "
     "so less often, or in a thread.",
-    "contention": "Make loading cheaper, or do its work once, offline.",
-    "threads": "Use fewer threads in each worker, torch.set_num_threads(1) for example; then make "
-    "loading cheaper.",
+    "contention": "Make loading cheaper, or do its work once, offline. If workers have threads of "
+    "their own, use fewer: torch.set_num_threads(1), cv2.setNumThreads(0).",
 }
 """Texts that say what to do. A key is the id of a cause, or names a special kind of a cause."""
 

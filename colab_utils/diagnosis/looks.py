@@ -7,15 +7,13 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from linecache import getline
 
-from colab_utils.diagnosis.processes import NO_SAMPLE, SERVES, Activity, WorkerMonitor
-from colab_utils.diagnosis.system_calls import count_runnable, find_wait, read_call
+from colab_utils.diagnosis.processes import SERVES, Activity, WorkerMonitor
+from colab_utils.diagnosis.system_calls import find_wait, read_call
 
 # Fewer looks than this are no evidence. Otherwise, at least half of them must show the same. At the
 # start of a pass, fewer looks are enough if all of them show the same.
 _LEAST_LOOKS = 5
 _LEAST_AT_START = 3
-# A worker usually has up to this many threads that can run: one loads samples, one sends batches.
-_MANY_THREADS = 2
 _LOADERS = re.compile(r"/torch/utils/data/dataloader\.py:|/colab_utils/loading/loader\.py:")
 # Files whose code runs while a process waits for its workers, and while it receives a batch.
 _QUEUES = re.compile(r"/multiprocessing/|/queue\.py:|/colab_utils/loading/prefetcher\.py:")
@@ -131,9 +129,6 @@ class Looks:
         self._monitor = monitor
         self.waits = Counter[str]()
         self.places = defaultdict[str, Places](Places)
-        # Each look at a worker that could run adds the number of its threads that could run, minus
-        # two.
-        self._extra_threads = 0
         # How many looks at waits saw a worker at a "sample", and at "collate".
         self._busy = Counter[str]()
 
@@ -156,7 +151,12 @@ class Looks:
             self.places["other"].add("", _leave_loader(seen.stack))
         self.places[phase].add(kind, () if kind else seen.stack)
         samples = self._monitor.list_samples()
-        self._look_at_workers(phase, [pid for pid in samples if samples[pid] != NO_SAMPLE])
+        busy = Counter[str]()
+        for part, *stack in self._monitor.take_stacks():
+            busy[part] = 1
+            self.places[part].add("", stack)
+        if phase == "wait":
+            self._busy.update(busy)
         is_own = loading is not thread or (kind == SAMPLE and not samples)
         if is_own and not _QUEUES.search("\n".join(seen.stack)):
             self.waits[find_wait(os.getpid(), loading.native_id or 0)] += 1
@@ -183,26 +183,6 @@ class Looks:
             if activity.stack and not SERVES.search(activity.stack[0]):
                 result = THREAD, helper, activity
         return result
-
-    def _look_at_workers(self, phase: str, busy: list[int]) -> None:
-        """Look at workers that are busy with samples, and at what all workers noted."""
-        if busy:
-            # Each look counts the threads of only one worker. The workers are listed from the one
-            # with the oldest sample on, and each look at a phase takes the next place in the list.
-            count = count_runnable(busy[self.places[phase].kinds.total() % len(busy)])
-            if count:
-                self._extra_threads += count - _MANY_THREADS
-        seen = Counter[str]()
-        for part, *stack in self._monitor.take_stacks():
-            seen[part] = 1
-            self.places[part].add("", stack)
-        if phase == "wait":
-            self._busy.update(seen)
-
-    @property
-    def has_threads(self) -> bool:
-        """Return whether a worker that could run had more than two threads to run, on average."""
-        return self._extra_threads > 0
 
     def is_usual(self, part: str) -> bool:
         """Return whether most looks at waits saw a worker at a "sample", or at "collate"."""

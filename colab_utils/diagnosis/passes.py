@@ -129,14 +129,14 @@ class Pass:
             batch = _END
             self._explain_short_pass(end)
         except Exception as error:
-            reason = wait.reason or self._explain_end(error, wait)
+            reason = str(wait.reason or self._explain_end(error, wait) or "")
             if isinstance(error, EOFError | OSError | RuntimeError):
                 is_sure = re.search("ancdata|Too many open files", str(error)) is not None
                 reason = reason or self._describe_files(is_sure=is_sure)
             if not reason:
                 self._name_sample(error)
                 raise
-            raise ColabUtilsError(str(reason)) from error
+            raise ColabUtilsError(reason) from error
         if wait.reason is not None:
             raise ColabUtilsError(str(wait.reason))
         return batch

@@ -356,7 +356,7 @@ def _find_dataset() -> Any:
     no such loader on the stack.
     """
     for frame, _ in walk_stack(None):
-        loader = frame.f_locals.get("loader")
+        loader: Any = frame.f_locals.get("loader")
         if frame.f_code.co_filename.endswith(_LOADER_FILE) and hasattr(loader, "dataset"):
             kinds = [kind.__name__ for kind in type(loader.dataset).__mro__]
             return None if "IterableDataset" in kinds else loader.dataset

@@ -147,7 +147,7 @@ class LoopRecord(LoopFacts):
         self.monitor = WorkerMonitor(
             None if self.is_stream else dataset, hides_dataset=dataset is None
         )
-        self._settings = _list_settings(loader)
+        self._settings = count_workers(loader), getattr(loader, "batch_size", None)
         # A list cannot be referred to like this, so its loaders are never the same again.
         self._dataset: Callable[[], Any] = lambda: None
         with suppress(TypeError):
@@ -157,18 +157,19 @@ class LoopRecord(LoopFacts):
         self._printed: Summary | None = None
         self._worker_pids = set[int]()
         self._hides_workers = not (hasattr(loader, "workers") or hasattr(loader, "num_workers"))
-        workers = count_workers(loader)
+        workers, _ = self._settings
         restarts = workers > 0 and not getattr(loader, "persistent_workers", True)
         is_slowed = _is_slowed(getattr(self.monitor.dataset, "folder", None))
         super().__init__(workers, restarts, is_slowed, Looks(self.monitor))
 
     def goes_on(self, loader: Any) -> bool:
-        """Return whether a loader is the recorded one, made anew: it has the same dataset and the
-        same settings. Its passes are then recorded here, too.
+        """Return whether a loader is the recorded one, made anew: it has the same dataset, workers
+        and batch size. Its passes are then recorded here, too.
         """
         dataset = self._dataset()
         is_same = dataset is not None and dataset is getattr(loader, "dataset", None)
-        if not is_same or not self.clock.count or self._settings != _list_settings(loader):
+        settings = count_workers(loader), getattr(loader, "batch_size", None)
+        if not is_same or not self.clock.count or settings != self._settings:
             return False
         self.restarts = self.workers > 0
         self.monitor.follow(None if self.is_stream else dataset)
@@ -267,7 +268,7 @@ class LoopRecord(LoopFacts):
         )
         causes = find_causes(waits, between, is_first, loop_s, self)
         if "prepare" in [cause.id for cause in causes]:
-            parts = _split_step(*parts, self.looks.measure_preparation()[0])
+            parts = _split_step(parts, self.looks.measure_preparation()[0])
         ranks = find_ranks()
         return Summary(
             verdict=_describe(causes, parts, start_s / whole_s, self.looks),
@@ -328,11 +329,6 @@ class LoopRecord(LoopFacts):
             (sys.stdout if is_notebook() else sys.stderr).write(f"{summary}\n")
 
 
-def _list_settings(loader: Any) -> list[Any]:
-    names = ("num_workers", "workers", "batch_size", "prefetch_factor", "persistent_workers")
-    return [getattr(loader, name, None) for name in names]
-
-
 def _is_slowed(folder: Any) -> bool:
     """Return whether the folder of a dataset is slowed by `slow_down`."""
     if not isinstance(folder, Path):
@@ -379,8 +375,9 @@ def _make_part(name: str, seconds: _Array, whole_s: float) -> Part:
     return Part(name, float(seconds.sum()) / whole_s, *percentiles_ms)
 
 
-def _split_step(wait: Part, step: Part, between: Part, share: float) -> tuple[Part, ...]:
+def _split_step(parts: Sequence[Part], share: float) -> tuple[Part, ...]:
     """Split the part of a step that comes before the call of the model from the rest."""
+    wait, step, between = parts
     before, after = (
         Part(name, step.share * part, step.median_ms * part, step.p95_ms * part)
         for name, part in (("before the model", share), ("step", 1 - share))

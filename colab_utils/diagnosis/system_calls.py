@@ -73,20 +73,6 @@ def measure_memory_part(pid: int) -> int:
     return 1024 * int(line[1]) if line else 0
 
 
-def count_runnable(pid: int) -> int:
-    """Return how many threads of a process run, or could run but have no core.
-
-    Example:
-        >>> count_runnable(os.getpid()) >= 1
-        True
-    """
-    with suppress(OSError):
-        tasks = os.listdir(f"/proc/{pid}/task")
-        states = [_read(f"/proc/{pid}/task/{task}/stat").rpartition(")")[2][:2] for task in tasks]
-        return states.count(" R")
-    return 0
-
-
 def count_open_files(pid: int) -> int:
     """Return how many files a process has open; 0 if Linux does not say.
 

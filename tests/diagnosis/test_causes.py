@@ -19,17 +19,15 @@ from colab_utils.diagnosis.timing import CpuUse
 _USUAL_USE = {"cpu_s": 5.0, "others_s": 0.0, "queued_s": 0.0}
 
 
-def make_record(*, looks=None, places=None, inside=0, outside=0, threads=10, **settings):
+def make_record(*, looks=None, places=None, inside=0, outside=0, **settings):
     """Two workers that take turns with nobody, in a loop of ten seconds.
 
     ``looks`` counts what workers were seen to wait for, ``places`` where the loop was in a phase,
     ``inside`` and ``outside`` the looks at a wait in which a busy worker loaded a sample, or did
-    not, ``threads`` those that ten running workers had to run.
+    not.
     """
     record = LoopRecord([])
     record.looks._busy.update({"sample": inside, "collate": outside})
-    # In ten looks, a worker had so many threads to run.
-    record.looks._extra_threads = threads - 20
     record.looks.waits.update(looks or {})
     for phase, counts in (places or {}).items():
         for place, count in counts.items():
@@ -446,19 +444,13 @@ AT_WORKERS = {"wait": {"the workers": 20}}
             "",
         ),
         # Contention has its share of the loop, not of the step.
-        ({"queued_s": 2.5}, {"contention": 0.25}, ""),
+        ({"queued_s": 2.5}, {"contention": 0.25}, r"torch\.set_num_threads\(1\)"),
         ({"queued_s": 1.5}, {}, ""),
         # Cheaper loading comes before the cores that it takes.
         (
             {"waits": spread(0.02), "looks": RUNNING, "queued_s": 5.0},
             {"work": 0.2, "contention": 0.5},
             "",
-        ),
-        # Each worker has three threads to run.
-        (
-            {"waits": spread(0.02), "looks": RUNNING, "queued_s": 5.0, "threads": 30},
-            {"contention": 0.5, "work": 0.2},
-            r"torch\.set_num_threads\(1\)",
         ),
         # Another loader has its share of the step, or of what follows it.
         (
