@@ -28,7 +28,9 @@ _PROFILER = "/torch/autograd/profiler.py:"
 # Transforms are modules, too, but no model.
 _STEPS = re.compile(r"/torch/nn/modules/module\.py:|/loading/emulated_step\.py:")
 _TRANSFORMS = "/torchvision/transforms/"
-_LIBRARY = re.compile("/(site|dist)-packages/|/lib/python3|^<frozen")
+_LIBRARY = re.compile(
+    r".*/(site|dist)-packages/|.*/lib/python3[.\d]*/|.*/(?=colab_utils/)|<frozen "
+)
 _NUMBER = re.compile(r":(\d+) ")
 # A message shows at most this much of a line.
 _SHOWN_CHARACTERS = 70
@@ -78,9 +80,9 @@ class Places:
             return "", 0
         usual.sort(key=self._depths.__getitem__)
         inner = usual[-1]
-        own = [name for name in usual if not _LIBRARY.search(name)] or [inner]
+        own = [name for name in usual if not _LIBRARY.match(name)] or [inner]
         lines = [self._lines[name].most_common(1)[0][0] for name in (inner, own[-1])]
-        text = " < ".join(dict.fromkeys("/".join(line.split("/")[-2:]) for line in lines))
+        text = " < ".join(dict.fromkeys(map(_shorten, lines)))
         return text + _read_code(lines[-1]), self._lines[inner].total()
 
     def count_before(self, model: "Places") -> int:
@@ -96,6 +98,13 @@ class Places:
         first = min(map(_read_number, model._lines[caller]))
         lines = self._lines[caller].items()
         return sum(count for line, count in lines if _read_number(line) < first)
+
+
+def _shorten(line: str) -> str:
+    """Return a line without the folders above its library, or above the last folder."""
+    if _LIBRARY.match(line):
+        return _LIBRARY.sub("", line)
+    return "/".join(line.split("/")[-2:])
 
 
 def _read_number(line: str) -> int:
@@ -145,7 +154,7 @@ class Looks:
             kind, loading, seen = self._look_at_helpers(thread, kind, seen)
         if _PROFILER in "".join(seen.stack):
             seen = Activity()
-        if kind == MODEL:
+        if kind in (MODEL, BACKWARD):
             self.places[MODEL].add("", seen.stack)
         if kind == OTHER_LOADER:
             self.places["other"].add("", _leave_loader(seen.stack))

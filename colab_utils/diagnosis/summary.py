@@ -292,7 +292,7 @@ class LoopRecord(LoopFacts):
         """
         unseen = []
         steps = np.count_nonzero(parts_s[:, 2])
-        if self.left_at_once:
+        if self.left_at_once > 1:
             unseen.append("Steps that follow a pass were not seen.")
         elif steps == 0:
             unseen.append(
