@@ -378,11 +378,12 @@ def _make_part(name: str, seconds: _Array, whole_s: float) -> Part:
 def _split_step(parts: Sequence[Part], share: float) -> tuple[Part, ...]:
     """Split the part of a step that comes before the call of the model from the rest."""
     wait, step, between = parts
-    before, after = (
+    names = {"before the model": share, "step": 1 - share}
+    halves = [
         Part(name, step.share * part, step.median_ms * part, step.p95_ms * part)
-        for name, part in (("before the model", share), ("step", 1 - share))
-    )
-    return wait, before, after, between
+        for name, part in names.items()
+    ]
+    return wait, *halves, between
 
 
 def _describe(causes: Sequence[Cause], parts: Sequence[Part], start: float, looks: Looks) -> str:

@@ -129,8 +129,9 @@ def test_batches_of_workers_count_while_somebody_keeps_them():
     while batches:
         freeing.note(batches.pop())
     freeing.look(batches=0)
-    kept, freed = (log.readings[0].own_bytes[os.getpid()] for log in (keeping, freeing))
-    assert kept - freed == pytest.approx(128 * MB, abs=10 * MB)
+    kept_bytes = keeping.readings[0].own_bytes[os.getpid()]
+    freed_bytes = freeing.readings[0].own_bytes[os.getpid()]
+    assert kept_bytes - freed_bytes == pytest.approx(128 * MB, abs=10 * MB)
 
 
 class Hoarder(Dataset):
