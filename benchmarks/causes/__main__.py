@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.causes.everyday import EVERYDAY
 from benchmarks.causes.healthy import HEALTHY
 from benchmarks.causes.loop import run_loop
 from benchmarks.causes.planted import CAUSES
@@ -106,27 +105,6 @@ def try_healthy(name: str, *, seconds: float) -> dict[str, Any]:
     }
 
 
-def try_everyday(name: str, *, seconds: float) -> dict[str, Any]:
-    """Run a loop as people write it: is the first cause true, and is the code named?"""
-    everyday = EVERYDAY[name]
-    try:
-        with TemporaryDirectory() as folder:
-            seen, truth = watch_loop(everyday.make_loop, Path(folder), seconds, PATIENCE_S)
-    except ModuleNotFoundError as error:
-        return {"planted": f"everyday: {name}", "watch": f"not run: {error}"}
-    first, *_ = leave_out_machine(seen) or [Cause("", 0.0, "", "")]
-    keeps = "memory" in [cause.id for cause in seen]
-    return {
-        "planted": f"everyday: {name}",
-        "truth": truth,
-        "watch": describe_causes(seen),
-        "named": bool(re.fullmatch(everyday.expected, first.id)) and not keeps,
-        "code": not everyday.code or bool(re.search(everyday.code, first.why)),
-        "why": first.why,
-        "next": first.next,
-    }
-
-
 def leave_out_machine(causes: Sequence[Cause]) -> list[Cause]:
     """Leave out that other programs have the cores: that is no matter of the loop."""
     return [cause for cause in causes if cause.id != "other_programs"]
@@ -170,10 +148,7 @@ def load_cores(count: int) -> Iterator[None]:
 def tabulate(rows: Sequence[dict[str, Any]]) -> str:
     """One row a loop."""
     table = [
-        {
-            key: row.get(key)
-            for key in ("planted", "watch", "diagnose", "named", "advice fits", "code")
-        }
+        {key: row.get(key) for key in ("planted", "watch", "diagnose", "named", "advice fits")}
         for row in rows
     ]
     return str(make_table(table)) if table else "nothing was tried"
@@ -188,14 +163,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=12,
         help="of each loop, and of each diagnosis (%(default)s)",
     )
-    parser.add_argument("--names", nargs="+", help="only these; healthy or everyday (all of them)")
+    parser.add_argument("--names", nargs="+", help="only these, or healthy (all of them)")
     parser.add_argument("--load", type=int, default=0, help="other busy processes (%(default)s)")
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
-    groups = {"healthy": [*HEALTHY], "everyday": [*EVERYDAY]}
-    names = [
-        name for word in options.names or [*CAUSES, *HEALTHY] for name in groups.get(word, [word])
-    ]
+    names = options.names or [*CAUSES, *HEALTHY]
+    if names == ["healthy"]:
+        names = [*HEALTHY]
 
     def measure() -> None:
         torch.set_num_threads(1)
@@ -203,8 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         fixes._LATE = 0.0
         with load_cores(options.load):
             for name in names:
-                run = try_everyday if name in EVERYDAY else try_cause
-                row = (try_healthy if name in HEALTHY else run)(name, seconds=options.seconds)
+                row = (try_healthy if name in HEALTHY else try_cause)(name, seconds=options.seconds)
                 print(row, file=sys.stderr, flush=True)
                 rows.append(row)
                 content = {"seconds": options.seconds, "load": options.load, "rows": rows}
