@@ -128,8 +128,8 @@ def make_loader(
     pass, and nothing that a worker changed in the dataset stays. The start of two workers takes 70
     to 110 ms on two cores, and that of a ``DataLoader``'s takes 80 to 130 ms. Only the workers of a
     ``ShardDataset`` or ``CocoFolder`` without transforms, or of a ``Subset`` of one, stay for the
-    next pass, if the pass ran to its end. Call ``loader.close()`` after you change an attribute of
-    such a dataset other than its transforms.
+    next pass, unless the pass was interrupted. Call ``loader.close()`` after you change an
+    attribute of such a dataset other than its transforms.
 
     Args:
         dataset: A ``ShardDataset``, a ``Subset`` of one, or any map-style dataset with
@@ -452,6 +452,7 @@ class Loader:
     def _run(self) -> Iterator[Loaded]:
         """Yield the results of the workers, and end the workers of a pass that is interrupted."""
         prefetcher = self._open_prefetcher()
+        this_pass = self._passes
         try:
             seed = (self.seed, self.epoch, self._ranks.rank)
             yield from prefetcher.run(
@@ -460,10 +461,11 @@ class Loader:
                 skips_bad=self.max_bad > 0,
                 following=self._list_following(),
             )
-        except BaseException:
-            prefetcher.close()
-            # Another pass may have begun meanwhile, with workers of its own.
-            if self._prefetcher is prefetcher:
+        except BaseException as error:
+            # A pass that is left after its last batch is not interrupted.
+            is_over = isinstance(error, GeneratorExit) and prefetcher.is_idle
+            # Another pass may have begun meanwhile, and needs the workers.
+            if not is_over and this_pass == self._passes:
                 self.close()
             raise
 
@@ -471,7 +473,7 @@ class Loader:
         """Return the workers of the last pass, or new ones."""
         prefetcher = self._prefetcher
         is_same = not self.workers or self._fetcher.reads_as(self._forked)
-        if prefetcher is not None and is_same and not prefetcher.is_running:
+        if prefetcher is not None and is_same and prefetcher.is_idle:
             return prefetcher
         self.close()
         self._forked = copy(self._fetcher)

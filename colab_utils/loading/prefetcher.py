@@ -207,7 +207,6 @@ class Prefetcher:
         # Batches of the next pass whose files the workers read already.
         self._early: dict[int, list[int]] = {}
         self.streams: dict[int | None, StreamTrial] = {}
-        self.is_running = False
         self._seed: tuple[int, ...] = ()
         self._skips_bad = False
         # Requests, and the results that have arrived. The keys are the numbers of the batches.
@@ -229,7 +228,8 @@ class Prefetcher:
         ``batches`` yields the number and indices of each batch, or None if the next batch cannot be
         requested yet. `Loaded.batch` is None if a batch has no indices, or if all its samples are
         bad. ``following`` yields the batches of the next pass: while this pass ends, the files of
-        the first ones are read. If the pass is interrupted, close the prefetcher.
+        the first ones are read. If the pass is interrupted while batches are on their way, close
+        the prefetcher.
 
         Raises:
             WorkerDiedError: A worker died.
@@ -237,7 +237,6 @@ class Prefetcher:
         """
         self._seed = seed
         self._skips_bad = skips_bad
-        self.is_running = True
         todo = iter(batches)
         later = iter(following)
         is_over = False
@@ -252,10 +251,14 @@ class Prefetcher:
                 if self._wait_for(first):
                     yield self._finish(first)
             elif is_over:
-                self.is_running = False
                 return
             else:
                 sleep(_ARRIVAL_S)
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether no batch is requested or planned."""
+        return not (self._sent or self._planned)
 
     def list_jobs(self) -> list[WorkerJob]:
         """Return the requested batches that have not arrived yet, oldest first."""

@@ -14,18 +14,16 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from torch.utils.data import Subset
 
 from colab_utils import files
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading import prefetcher
 from colab_utils.loading.coco_folder import CocoFolder
-from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.late import LateError
 from colab_utils.loading.loader import make_loader
 
 from ..drive_mount import SERVER, mount_or_skip
-from .test_loader import Numbers, flatten, join_group, list_ids
+from .test_loader import Numbers, flatten, list_ids
 
 WAIT_S = 0.5
 SIZE = 24
@@ -173,16 +171,6 @@ def test_several_that_never_come_are_left_out(tmp_path, make, samples, workers):
     assert samples <= set(list_late(loader))
 
 
-def test_one_more_than_may_be_bad_is_an_error(tmp_path, make):
-    dataset = Numbers(SIZE, Hang(tmp_path, {5, 8}))
-    loader = make(dataset, max_bad=1)
-    with (
-        pytest.warns(ColabUtilsWarning, match="left out"),
-        pytest.raises(ColabUtilsError, match="at most 1 bad images"),
-    ):
-        list(loader)
-
-
 class ByBatch(Numbers):
     """A dataset that reads the samples of a batch at once, so that nobody sees at which it is."""
 
@@ -241,26 +229,6 @@ def test_the_other_batches_of_a_worker_that_hangs_come_in_order(tmp_path, make):
     loader = make(Numbers(SIZE, hang), workers=3, prefetch=4)
     assert flatten(list_ids(loader)) == EVERY
     assert loader.bad == []
-
-
-def test_a_state_after_a_late_batch_is_as_without_it(tmp_path, make):
-    loader = make(Numbers(SIZE, Hang(tmp_path, {5}, **ONCE)), shuffle=True)
-    states = [loader.state_dict() for _ in loader]
-    plain = make(Numbers(SIZE), shuffle=True, max_wait_s=None)
-    assert states == [plain.state_dict() for _ in plain]
-
-
-def test_every_rank_delivers_as_many_batches(tmp_path, make):
-    ids = []
-    for rank in range(2):
-        folder = tmp_path / str(rank)
-        folder.mkdir()
-        with join_group(rank=rank, ranks=2):
-            hang = Hang(folder, {4, 9}, **ONCE)
-            loader = make(Numbers(SIZE, hang), batch_size=4)
-            ids.append(list_ids(loader))
-    assert [len(batches) for batches in ids] == [6, 6]
-    assert sorted(flatten(flatten(ids))) == EVERY
 
 
 @pytest.mark.parametrize(
@@ -365,19 +333,3 @@ def test_processes_that_cannot_be_killed_are_not_waited_for(
             assert multiprocessing.active_children() == []
         # Drive answers again.
         assert sorted(flatten(list_ids(loader))) == sorted(loader.dataset.image_ids.tolist())
-
-
-def test_a_shard_that_hangs_is_named_by_its_image(tiny_shards, tmp_path, monkeypatch, make):
-    dataset = ShardDataset(tiny_shards)
-    hang = Hang(tmp_path, {7})
-    read = ShardDataset.read_into
-
-    def read_or_hang(self, index, *memory):
-        hang(index)
-        read(self, index, *memory)
-
-    monkeypatch.setattr(ShardDataset, "read_into", read_or_hang)
-    loader = make(Subset(dataset, [9, 7, 5, 3]), max_bad=1)
-    with pytest.warns(ColabUtilsWarning, match=rf"Sample 1 \(image {dataset.image_ids[7]}\)"):
-        ids = flatten(list_ids(loader))
-    assert sorted(ids) == sorted(dataset.image_ids[[9, 5, 3]].tolist())

@@ -339,6 +339,17 @@ def test_two_passes_at_once_are_refused(make, seen):
     assert len([*got, *second]) == 7
 
 
+def test_a_pass_that_is_forgotten_leaves_its_workers_to_the_next(tiny_shards, make):
+    # After each batch, nothing is requested.
+    loader = make(ShardDataset(tiny_shards), batch_size=3, workers=1, prefetch=1)
+    first = iter(loader)
+    next(first)
+    second = iter(loader)
+    next(second)
+    first.close()
+    assert len(list(second)) == 3
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_pass_of_another_thread_is_refused_and_changes_nothing(make, workers):
     options = {"batch_size": 3, "workers": workers, "deliver": "packed"}
@@ -601,6 +612,10 @@ def test_workers_persist_and_end_with_close(tiny_shards):
     list(loader)
     workers = {p.pid for p in find_workers()} - before
     assert len(workers) >= 2
+    batches = iter(loader)
+    assert sum(len(next(batches)[0]) for _ in range(len(loader))) == len(dataset)
+    # This pass was left after its last batch.
+    batches.close()
     list(loader)
     assert {p.pid for p in find_workers()} - before == workers
     # A pass that is broken off ends them.
