@@ -101,8 +101,7 @@ class Arrival:
         self.arrived: set[int] = set()
         self._workers = workers
         self._order = order
-        self._wanted = order
-        self._begun: set[int] = set()
+        self._waiting = iter(order)
         self._lock = threading.Lock()
         self._error: ColabUtilsError | None = None
         read_target(source, target, index)
@@ -143,7 +142,7 @@ class Arrival:
         return len(self.arrived) == len(self._order)
 
     def wait_for(self, shards: Collection[int]) -> Iterator[None]:
-        """Yield None until these shards have arrived. They are copied before all others.
+        """Yield None until these shards have arrived.
 
         Raises:
             DriveLostError: a shard is missing, and Drive is lost for good. The message says what is
@@ -151,8 +150,6 @@ class Arrival:
             ColabUtilsError: a shard is missing: it is damaged on Drive, the disk is full, or the
                 copy was stopped.
         """
-        with self._lock:
-            self._wanted = [*shards, *self._order]
         while not self.arrived.issuperset(shards):
             if self._error is not None:
                 raise self._error
@@ -237,19 +234,16 @@ class Arrival:
             CancelledError: the copy was stopped.
         """
         with self._lock:
-            begun = self._begun | self.arrived
-            number = next((number for number in self._wanted if number not in begun), None)
-            if number is None:
-                return False
-            self._begun.add(number)
+            number = next(self._waiting, None)
+        if number is None:
+            return False
         # Arrays come first, as they show the dataset of a tar.
         for file in reversed(self.index.shards[number].files()):
             if self.retries.stop.is_set():
                 # Without this error, the shard would count as arrived.
                 raise CancelledError
             self._job.copy_file(*file)
-        with self._lock:
-            self.arrived.add(number)
+        self.arrived.add(number)
         return True
 
 

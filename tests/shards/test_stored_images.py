@@ -437,23 +437,3 @@ def test_area_and_crowds_are_scaled_and_extras_dropped():
     text = kept["segmentation"]["counts"].decode()
     assert json.loads(dump_record(record))["annotations"][0]["segmentation"]["counts"] == text
     assert (record["original_height"], record["original_width"]) == (48, 64)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"segmentation": []}, "annotation 5: the annotation has no mask: polygons or RLE"),
-    ],
-)
-def test_bad_annotations_are_named(changes, message):
-    annotation = {
-        "id": 5,
-        "bbox": [0, 0, 4, 4],
-        "area": 9.0,
-        "iscrowd": 0,
-        "segmentation": [[0, 0, 4, 0, 4, 4]],
-        **changes,
-    }
-    stored = store_image(save(RGB, "PNG"), (48, 64), **SIZES)
-    with pytest.raises(ColabUtilsError, match=message):
-        make_record({"id": 1, "file_name": "a"}, [annotation], stored)

@@ -18,7 +18,6 @@ from colab_utils.places import RefusedError, open_place
 from colab_utils.shards import copy as copying
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.index import read_index
-from colab_utils.shards.parts import finish_shards
 from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import write_shards
 from colab_utils.training.checkpoint import CheckpointFolder
@@ -175,17 +174,6 @@ def test_writing_goes_on_with_new_credentials(store, url, photos, local, tmp_pat
     assert snapshot(tmp_path / "all") == snapshot(local)
 
 
-def test_parts_go_on_with_new_credentials(store, url, photos, local, tmp_path):
-    expect_expiry(store, 9, lambda: write(photos, url, part=(1, 2)))
-    write(photos, url, part=(1, 2))
-    write(photos, url, part=(2, 2))
-    data = photos.images, photos.annotations
-    expect_expiry(store, 3, lambda: finish_shards(*data, shards=url))
-    finish_shards(*data, shards=url)
-    copy_shards(url, tmp_path / "all")
-    assert snapshot(tmp_path / "all") == snapshot(local)
-
-
 @pytest.mark.parametrize("streams", [1, 8])
 def test_a_copy_goes_on_with_new_credentials(store, url, local, tmp_path, streams):
     copy_shards(local, url)
@@ -194,20 +182,6 @@ def test_a_copy_goes_on_with_new_credentials(store, url, local, tmp_path, stream
     assert not list((tmp_path / "ssd").glob(".*.part"))
     copy_shards(url, tmp_path / "ssd")
     assert snapshot(tmp_path / "ssd") == snapshot(local)
-
-
-def test_a_copy_into_a_bucket_goes_on_with_new_credentials(store, url, local, tmp_path):
-    expect_expiry(store, 7, lambda: copy_shards(local, url))
-    assert not open_place(f"{url}/index.json").exists()
-    copy_shards(local, url)
-    copy_shards(url, tmp_path / "ssd")
-    assert snapshot(tmp_path / "ssd") == snapshot(local)
-
-
-def test_verify_calls_nothing_bad_that_it_may_not_read(store, url, local):
-    copy_shards(local, url)
-    expect_expiry(store, 5, lambda: verify_shards(url))
-    assert verify_shards(url).bad == ()
 
 
 def test_arriving_goes_on_with_new_credentials(store, url, local, tmp_path):
@@ -222,17 +196,6 @@ def test_arriving_goes_on_with_new_credentials(store, url, local, tmp_path):
     assert not (tmp_path / "ssd" / "index.json").exists()
     assert train() == 30
     assert snapshot(tmp_path / "ssd") == snapshot(local)
-
-
-def test_loading_from_a_bucket_goes_on_with_new_credentials(store, url, local):
-    copy_shards(local, url)
-
-    def train():
-        batches = make_loader(ShardDataset(url), batch_size=4, device="cpu", workers=2)
-        return sum(len(targets) for _, targets in batches)
-
-    expect_expiry(store, 24, train)
-    assert train() == 30
 
 
 def test_checkpoints_wait_for_new_credentials(store):
