@@ -156,7 +156,6 @@ class LoopRecord(LoopFacts):
         self.phase = ""
         self._printed: Summary | None = None
         self._worker_pids = set[int]()
-        self._hides_workers = not (hasattr(loader, "workers") or hasattr(loader, "num_workers"))
         workers, _ = self._settings
         restarts = workers > 0 and not getattr(loader, "persistent_workers", True)
         is_slowed = _is_slowed(getattr(self.monitor.dataset, "folder", None))
@@ -171,7 +170,6 @@ class LoopRecord(LoopFacts):
         settings = count_workers(loader), getattr(loader, "batch_size", None)
         if not is_same or not self.clock.count or settings != self._settings:
             return False
-        self.restarts = self.workers > 0
         self.monitor.follow(None if self.is_stream else dataset)
         return True
 
@@ -195,15 +193,13 @@ class LoopRecord(LoopFacts):
             self.use = CpuUse(*np.add(self.use, clock.read()).tolist())
 
     def _note_workers(self) -> None:
-        """Note the workers of a loader that does not say how many it has, such as a generator
-        around a ``DataLoader``. Also note whether they are other workers than in the last pass.
+        """Note how many workers there are, which a generator around a ``DataLoader`` does not say,
+        and whether they are other workers than in the last pass.
         """
         pids = {*self.monitor.list_samples()}
-        if self._hides_workers and pids:
-            self.workers = len(pids)
-            if self._worker_pids:
-                self.restarts |= self._worker_pids.isdisjoint(pids)
-            self._worker_pids = pids
+        self.workers = self.workers or len(pids)
+        self.restarts |= self._worker_pids.isdisjoint(pids) and bool(self._worker_pids and pids)
+        self._worker_pids = pids
 
     @property
     def starts(self) -> bool:

@@ -304,6 +304,18 @@ def test_images_are_counted_that_came_where_collate_leaves_some_out():
     assert watched.summary().images == 6
 
 
+def test_loaders_that_one_line_makes_anew_are_one_loader(capsys):
+    def train(items):
+        watched = watch(DataLoader(items, num_workers=1, persistent_workers=True))
+        list(watched)
+        return watched.summary().passes, watched._record.restarts
+
+    items = _Items(4)
+    assert [train(items) for _ in range(3)] == [(1, False), (2, True), (3, True)]
+    # Another dataset has a loader of its own.
+    assert train(_Items(4)) == (1, False)
+
+
 class _Wrapped:
     """A loader in a class that does not say how many workers it has."""
 
