@@ -75,7 +75,8 @@ class Places:
         if there is none.
         """
         total = self.kinds.total()
-        usual = [name for name in self._lines if 2 * self._lines[name].total() >= total]
+        # The thread that looks may add a line at any moment, so the loop goes over a copy.
+        usual = [name for name in [*self._lines] if 2 * self._lines[name].total() >= total]
         if not usual:
             return "", 0
         usual.sort(key=self._depths.__getitem__)
@@ -95,8 +96,8 @@ class Places:
         if not both:
             return 0
         caller = max(both, key=self._depths.__getitem__)
-        first = min(map(_read_number, model._lines[caller]))
-        lines = self._lines[caller].items()
+        first = min(map(_read_number, [*model._lines[caller]]))
+        lines = [*self._lines[caller].items()]
         return sum(count for line, count in lines if _read_number(line) < first)
 
 
