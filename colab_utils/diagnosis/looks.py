@@ -151,7 +151,7 @@ class Looks:
         kind = name_place(phase, seen)
         loading = thread
         waits = phase == "wait" or phase.endswith("start")
-        if waits and kind in ("", WORKERS):
+        if waits and kind in ("", WORKERS, SAMPLE):
             kind, loading, seen = self._look_at_helpers(thread, kind, seen)
         if _PROFILER in "".join(seen.stack):
             seen = Activity()
@@ -184,14 +184,12 @@ class Looks:
         result = kind, thread, seen
         if "futex" not in read_call(os.getpid(), thread.native_id or 0)[0]:
             return result
-        for helper in threading.enumerate():
-            if helper in (thread, threading.current_thread()):
-                continue
-            activity = self._monitor.read_stack(helper)
-            if _LOADERS.search("\n".join(activity.stack)):
+        for helper, activity in self._monitor.list_helpers(thread):
+            if kind != SAMPLE and _LOADERS.search("\n".join(activity.stack)):
                 return LOADER_THREAD, helper, activity
-            if activity.stack and not SERVES.search(activity.stack[0]):
-                result = THREAD, helper, activity
+            if not SERVES.search(activity.stack[0]):
+                # A sample may have threads of its own.
+                result = kind if kind == SAMPLE else THREAD, helper, activity
         return result
 
     def is_usual(self, part: str) -> bool:
@@ -214,6 +212,8 @@ class Looks:
         kind = self.find_place(phase)
         if kind in (BACKWARD, MODEL):
             return f" {who} was seen at {kind} ({self.measure_place(phase, kind)[1]})."
+        if kind == OTHER_LOADER:
+            return self.describe_line("other", "Another loader")
         line, count = self.places[phase].find_line()
         total = self.places[phase].kinds.total()
         is_start = phase == "start" and count == total

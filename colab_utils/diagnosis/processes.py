@@ -206,6 +206,10 @@ class WorkerMonitor:
         pause = threading.Event()
         while not pause.wait(_PAUSE_S):
             stack = self.read_stack(thread).stack
+            if row["sample"] != NO_SAMPLE and SERVES.search("".join(stack[:1])):
+                # The worker waits for a thread of its own.
+                stacks = [seen.stack for _, seen in self.list_helpers(thread)]
+                stack = next((busy for busy in stacks if not SERVES.search(busy[0])), stack)
             is_after = row["sample"] == NO_SAMPLE and row["sums"][0]
             lines = ("collate" if is_after else "sample", *stack)
             # A worker that is at no sample may be waiting for work.
@@ -306,6 +310,19 @@ class WorkerMonitor:
         """
         frame = sys._current_frames().get(thread.ident or 0)
         return self._read_frames(walk_stack(frame) if frame else ())
+
+    def list_helpers(self, thread: threading.Thread) -> list[tuple[threading.Thread, Activity]]:
+        """Return the other threads of this process that run code in Python, and what they do. A
+        thread that sends tensors to other processes is left out.
+        """
+        own = (thread, threading.current_thread())
+        helpers = [helper for helper in threading.enumerate() if helper not in own]
+        seen = [(helper, self.read_stack(helper)) for helper in helpers]
+        return [
+            (helper, activity)
+            for helper, activity in seen
+            if activity.stack and "/multiprocessing/resource_sharer" not in "".join(activity.stack)
+        ]
 
     def find_failed(self, error: BaseException) -> int | None:
         """Return the sample at which a loader raised an error; None if it is not known."""

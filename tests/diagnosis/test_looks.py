@@ -335,6 +335,24 @@ def test_a_loader_in_a_thread_is_seen(workers, capsys):
     assert watched._record.monitor.read_times().samples == 20 * workers
 
 
+class _Helped(_Uneven):
+    """Loads each sample in a thread."""
+
+    def __getitem__(self, index):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(load_late).result() or index
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_thread_of_a_sample_is_seen(workers, capsys):
+    watched = watch(DataLoader(_Helped(), sampler=[3] * 40, num_workers=workers))
+    list(watched)
+    (cause,) = watched.summary().causes
+    assert cause.id == "sleep"
+    assert re.search(r"test_looks.py:\d+ load_late `", cause.why)
+    assert ("This process loads the samples itself" in cause.why) == (workers == 0)
+
+
 class _Locked(Dataset):
     def __init__(self):
         self.lock = multiprocessing.Lock()
@@ -533,16 +551,16 @@ def step_first(batch):
     layer = torch.nn.Linear(2000, 500)
     optimizer = torch.optim.SGD(layer.parameters())
     optimizer.step()
-    for _ in range(30):
+    for _ in range(10):
         layer(batch).square().mean().backward()
 
 
 def test_passes_that_follow_the_step_of_the_optimizer_are_a_step(capsys):
     watched = watch([torch.rand(100, 2000)] * 10_000)
     until_s = time.monotonic() + 3
-    for batch in watched:
+    for number, batch in enumerate(watched):
         step_first(batch)
-        if time.monotonic() > until_s:
+        if time.monotonic() > until_s and number > 4:
             break
     summary = watched.summary()
     assert {part.name: round(part.share) for part in summary.parts}["step"] == 1
