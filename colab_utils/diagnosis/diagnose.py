@@ -1,4 +1,4 @@
-"""What training waits for: measure the headspace, time each stage of loading, and try each fix."""
+"""What training waits for: measure the headspace, time each stage, and forecast each fix."""
 
 import copy
 import random
@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -15,15 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from colab_utils.diagnosis.cures import Cause, make_cause
-from colab_utils.diagnosis.fixes import (
-    TIMEOUT_S,
-    Fix,
-    Situation,
-    describe_rate,
-    find_fixes,
-    is_gain,
-    time_loop,
-)
+from colab_utils.diagnosis.fixes import TIMEOUT_S, Fix, Situation, find_fixes
 from colab_utils.diagnosis.memory_growth import MemoryLog
 from colab_utils.diagnosis.stages import LoadingStages, Stage, time_stages
 from colab_utils.diagnosis.timing import BatchTimes, find_tensors, time_batches
@@ -36,9 +27,12 @@ from colab_utils.require import require_number
 _CACHED_BATCHES = 4
 # Copies of batches may take this share of the free memory.
 _CACHED_SHARE = 0.1
-# Shards are tried with this many images, and with more if ``verify`` is set.
-_SAMPLED = 16
-_VERIFIED = 64
+# The loop as it is, the step alone and the stages of loading are timed for these shares of the
+# ``seconds`` of a diagnosis. This many batches come before those that are timed.
+_LOOP_SHARE = 0.3
+_STEP_SHARE = 0.08
+_STAGES_SHARE = 0.25
+_WARMUP = 10
 # Below this headspace, faster loading can win less than 10 %.
 _FINE_HEADSPACE = 1.1
 # Ids of the causes that are no matter of the loader's speed.
@@ -64,7 +58,7 @@ class Diagnosis:
     loading.
     """
     fixes: tuple[Fix, ...]
-    """What would help, forecast by trials, the best first. Fixes that are equally good are sorted
+    """What would help, forecast by a model, the best first. Fixes that are equally good are sorted
     by what they cost you. Empty if the loader is fine.
     """
     confidence: str
@@ -91,7 +85,7 @@ def diagnose(
     loader: Iterable[Any],
     step: Callable[..., Any] | None = None,
     *,
-    seconds: float = 20,
+    seconds: float = 10,
     verify: bool = False,
     restore: Sequence[Any] = (),
 ) -> Diagnosis:
@@ -101,11 +95,13 @@ def diagnose(
     without any wait, your loader is fine. Next, it times your step on copies of a few batches in
     memory. It also times each stage of loading alone, in a worker process. The stages are *read*,
     *decode* and *masks* for a `CocoFolder` or a `ShardDataset`, or *sample* and *transform* for any
-    other map-style dataset, then *collate*, and the hand-over of a batch by a worker. If faster
-    loading can win something, it tries each fix for a few seconds. In place of your step, a trial
-    has an emulated step. It is as long, and keeps a core as busy, as your step on the copies.
-    Shards are tried with a few of the images. The method is headspace analysis
-    (facebookresearch/spdl, optimization guide).
+    other map-style dataset, then *collate*, and the hand-over of a batch by a worker. Files are
+    read one at a time, then eight and 64 at once. If faster loading can win something, the model of
+    `simulate` forecasts every fix from these times, and says what each forecast may be off by. The
+    best fix is tried for 20 batches, with an emulated step that is as long as your step on the
+    copies, and keeps a core as busy. If the trial differs from the forecast by more than a quarter,
+    the confidence is lower, and the next two fixes are tried, too. Shards are tried with a few of
+    the images. The method is headspace analysis (facebookresearch/spdl, optimization guide).
 
     **Your step really trains.** It runs on the loader's batches, then many times on the few copies.
     Pass ``restore=(model, optimizer)`` to put both back to their earlier state. All random
@@ -116,12 +112,9 @@ def diagnose(
             iterated over again.
         step: Your training step, called as ``step(images, targets)``, or an `EmulatedStep`. With
             None, the loader is timed alone; ``headspace`` is then 1 and says nothing.
-        seconds: About how long to measure, without the trials. The trial of a fix takes another 0.3
-            times ``seconds``, half of it to warm up. ``verify`` adds 0.5 times ``seconds`` for each
-            fix. If batches are slow, or their rate is not steady, each of these times may become
-            four times as long. Without ``verify``, no further fix is tried once twelve times
-            ``seconds`` have passed.
-        verify: Whether to measure each fix for longer, with your own step.
+        seconds: About how long to measure, without the trial of a fix, which takes about half as
+            long. If batches are slow, both may take longer.
+        verify: Whether to try all fixes, with your own step.
         restore: What your step changes: a model, its optimizer, a scheduler; anything that has
             ``state_dict`` and ``load_state_dict``.
 
@@ -204,14 +197,15 @@ def _keep_batch(kept: dict[int, Any], memory: MemoryLog, number: int, batch: Any
 
 
 def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis:
-    began_s = perf_counter()
     kept: dict[int, Any] = {}
     watched = WatchedLoader(loader, TIMEOUT_S, "raise")
-    now = time_loop(
+    now = time_batches(
         watched,
         step,
-        seconds,
-        0.5,
+        batches=500,
+        warmup=_WARMUP,
+        max_s=_LOOP_SHARE * seconds,
+        least=1,
         on_batch=partial(_keep_batch, kept, watched._record.memory),
     )
     summary = watched.summary()
@@ -220,45 +214,43 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
     ceiling = now.images_per_second
     if step is not None:
         cached = time_batches(
-            [*kept.values()], step, batches=len(now.wait_s), warmup=1, max_s=0.15 * seconds
+            [*kept.values()], step, batches=100, warmup=1, max_s=_STEP_SHARE * seconds
         )
         slower = _find_slowdown(now, cached, summary.lost_share)
         ceiling = slower * now.images / sum(now.step_s)
-    loading_stages = time_stages(
-        loader, kept[max(kept)], images=now.batch_size, seconds=0.25 * seconds
+    timed = time_stages(
+        loader, kept[max(kept)], images=now.batch_size, seconds=_STAGES_SHARE * seconds
     )
     kept.clear()
 
-    loading = [*loading_stages.stages.values()]
+    loading = [*timed.stages.values()]
     waits = step is None or ceiling >= _FINE_HEADSPACE * now.images_per_second
     fixes = []
     if waits and isinstance(loader, Loader | DataLoader):
-        indices = loading_stages.indices[: _VERIFIED if verify else _SAMPLED]
         fixes = find_fixes(
             Situation(
                 loader=loader,
                 step=step,
                 loop=now,
                 cached=cached,
-                indices=indices,
+                timed=timed,
                 seconds=seconds,
                 verify=verify,
-                began_s=began_s,
                 ceiling=ceiling if step is not None else inf,
                 has_restarts=watched._record.restarts and summary.passes > 1,
             )
         )
     causes = refine_causes(
         summary.causes,
-        _list_comparable(loading_stages, now),
+        _list_comparable(timed, now),
         waits=waits,
     )
     verdict = [describe_verdict(now, ceiling, slower, loading, fixes, _name_step(step))]
     for cause in causes:
         if cause.id in ("memory", "other_programs"):
             verdict.append(f"{cause.why} {cause.next}")
-    if loading_stages.unseen:
-        verdict.append(f"The stages of a sample could not be timed: {loading_stages.unseen}")
+    if timed.unseen:
+        verdict.append(f"The stages of a sample could not be timed: {timed.unseen}")
     return Diagnosis(
         verdict=" ".join(verdict),
         headspace=ceiling / now.images_per_second,
@@ -266,7 +258,7 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
         stall_share=now.wait_share,
         stages=(*loading, *_list_loop_stages(now, step)),
         fixes=tuple(fixes),
-        confidence=_describe_confidence(now),
+        confidence=_describe_confidence(now, fixes),
         batches=len(now.wait_s),
         step=_name_step(step),
         error=now.error,
@@ -385,7 +377,7 @@ def describe_verdict(
     """
     rate = now.images_per_second
     headspace = ceiling / rate
-    sure = f"(confidence {_describe_confidence(now)})"
+    sure = f"(confidence {_describe_confidence(now, fixes)})"
     part = ""
     # If a sample could not be timed, the only stage is the hand-off.
     if len(stages) > 1:
@@ -411,23 +403,32 @@ def describe_verdict(
             f" It lacks CPU: beside the loader, the step takes {slower:.1f} times as long as alone."
         )
     verdict += part
-    gains = [fix for fix in fixes if is_gain(fix.images_per_second, now, fix.error)]
-    if gains:
-        best = gains[0]
-        basis = "measured" if best.measured_images_per_second else "forecast"
-        verdict += (
-            f" Best fix: {best.name}, {describe_rate(best.images_per_second, best.error)} "
-            f"({basis})."
-        )
+    if fixes and fixes[0].is_gain:
+        best = fixes[0]
+        basis = f"forecast, give or take {best.error:.0%}"
+        if best.measured_images_per_second is not None:
+            basis = f"measured; the forecast was {best.forecast_images_per_second:.1f}"
+        verdict += f" Best fix: {best.name}, {best.images_per_second:.1f} images/s ({basis})."
     return verdict
 
 
-def _describe_confidence(now: BatchTimes) -> str:
+def _describe_confidence(now: BatchTimes, fixes: Sequence[Fix]) -> str:
+    """Say how sure the rate is. A trial that does not confirm its forecast lowers it."""
+    levels = ["low", "low", "medium", "high"]
     count = len(now.batch_s)
     error = now.error
-    level = "low"
+    level = 1
     if count >= 20 and error < 0.05:
-        level = "high"
+        level = 3
     elif count >= 8 and error < 0.15:
-        level = "medium"
-    return f"{level}: {count} batches, the mean batch time has an error of {error:.0%}"
+        level = 2
+    text = f"{count} batches, the mean batch time has an error of {error:.0%}"
+    tried = [fix for fix in fixes if fix.measured_images_per_second is not None]
+    off = [fix for fix in tried if not fix.is_confirmed]
+    if off:
+        level -= 1
+        text += (
+            f"; {off[0].name}: {off[0].measured_images_per_second:.1f} images/s in a trial, "
+            f"{off[0].forecast_images_per_second:.1f} by the model"
+        )
+    return f"{levels[level]}: {text}"

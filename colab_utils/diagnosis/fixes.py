@@ -1,17 +1,17 @@
-"""Fixes for a stall. A short trial forecasts each one; a longer trial measures it, if you ask."""
+"""Fixes for a stall. A model forecasts each of them at once, and a trial confirms the best."""
 
-import os
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
 from itertools import accumulate
-from math import hypot, inf
+from math import inf
 from pathlib import Path
 from statistics import fmean
-from time import perf_counter
+from time import perf_counter, process_time, thread_time
 from typing import Any
 
 import numpy as np
@@ -26,11 +26,15 @@ from torch.utils.data import (
 
 from colab_utils.data.coco import write_subset
 from colab_utils.data.sizes import plan_sizes
-from colab_utils.diagnosis.noise import LEAST_NOISE, find_noise, is_faster
+from colab_utils.diagnosis.noise import LEAST_NOISE, find_error
+from colab_utils.diagnosis.simulator import READ_AHEAD, Loop, forecast_rate
+from colab_utils.diagnosis.stages import LoadingStages
 from colab_utils.diagnosis.timing import (
     BatchTimes,
     count_prefetch,
     count_workers,
+    fetch_batches,
+    measure_tree_cpu,
     time_batches,
 )
 from colab_utils.diagnosis.watch import WatchedLoader
@@ -41,6 +45,8 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.emulated_step import EmulatedStep
 from colab_utils.loading.loader import Loader, make_loader
 from colab_utils.machine import count_cores
+from colab_utils.processes import quiet_fork
+from colab_utils.reader import AHEAD_BYTES
 from colab_utils.shards.copy import Copying
 from colab_utils.shards.index import write_index
 from colab_utils.shards.write import write_shards
@@ -50,12 +56,17 @@ from colab_utils.streams import is_remote
 # Each fix has a name and a sentence that says what to do. The least effort for you comes first.
 FIXES = {
     "persistent_workers": ("persistent workers", "Use persistent_workers=True"),
+    "any_order": ("any order", "Take batches as they come: in_order=False"),
     "streams": (
         "more streams",
         "Load the files by make_loader(CocoFolder(...)), whose workers read many at once",
     ),
     "workers": ("more workers", "Use workers"),
     "prefetch": ("more prefetch", "Let each worker load more batches ahead"),
+    "local_files": (
+        "loose files on the local SSD",
+        "Keep the files there as they come: CocoFolder(..., cache=FOLDER)",
+    ),
     "shards": ("shards on the local SSD", "Run preprocess, then copy"),
     "packed_masks": (
         "shards on the local SSD, masks packed",
@@ -66,35 +77,41 @@ FIXES = {
         "Let preprocess shrink the images that are larger than training needs",
     ),
 }
-# Prepares the data of a trial, and returns the options of `open_like`.
-_Prepare = partial[dict[str, Any]]
 # The image sizes that training needs, in pixels: the defaults of `write_shards`.
 _SIDES = {"min_size": 800, "max_size": 1333}
-# Bytes of the shards that are copied for a trial.
-_SAMPLE_BYTES = 2e8
 # Resizing is a fix only if it leaves at most this share of the pixels.
 _SMALLER = 0.9
-# A trial goes on until the standard error of its rate is at most this share.
-_SURE = 0.07
 # A diagnosis ends with an error if one batch takes longer than this.
 TIMEOUT_S = 60.0
 # The emulated step of a trial keeps at least this share of a core busy.
 _LEAST_BUSY = 0.01
-# Without ``verify``, a diagnosis tries no more fixes when it has taken this many times its
-# ``seconds``.
-_LATE = 12.0
-# A trial times at least this many batches. It stops earlier only if these batches take three times
-# the trial's share of the ``seconds``.
-_LEAST_BATCHES = 20
+# So many images, of at most so many bytes together, are copied to the local disk to see what work
+# they are in each form.
+_SAMPLED = 32
+_SAMPLED_BYTES = 24e6
+# Bytes of the shards that are copied for this, if yours are not on a local disk.
+_SAMPLE_BYTES = 2e8
+# The work of a form is measured for this share of the ``seconds`` of a diagnosis.
+_COST_SHARE = 0.05
+# `make_loader` finds about so many streams for each worker by itself.
+_STREAMS = 32
 # Stands for the number of batches in an endless epoch.
 _MANY = 10_000
-# The short and the long trial of a fix take these shares of the ``seconds`` of a diagnosis.
-_TRIAL_SHARE = 0.3
-_VERIFY_SHARE = 0.5
-# The warm-up ends after this many batches, or after this share of the ``seconds``. By then, the
-# memory of each process has reached its usual size.
-_WARMUP = 150
-_WARMUP_SHARE = 0.15
+# Stages that need no CPU, or that the model counts apart.
+_NO_WORK = ("read", "hand-off")
+# The model needs a step. Without one, it has a very short one.
+_NO_STEP_S = 1e-4
+# The error of an input of which little is known.
+_UNKNOWN = 0.3
+# Each forecast is made so many times, with inputs that differ as those that were measured do.
+_DRAWS = 8
+# A trial times so many batches, in about this share of the ``seconds`` of a diagnosis.
+_TRIAL_BATCHES = 20
+_TRIAL_SHARE = 0.4
+# A trial that differs by more than this share does not confirm a forecast. The next fixes are
+# tried, too: so many.
+_CONFIRMED = 0.25
+_MORE_TRIALS = 2
 
 
 @dataclass(frozen=True)
@@ -105,23 +122,41 @@ class Fix:
     """A key of `FIXES`."""
     name: str
     sentence: str
-    """What to do, and either what that brings or why it was not tried."""
+    """What to do, and what that brings."""
     forecast_images_per_second: float | None = None
-    """Rate of a short trial; None if the fix was not tried."""
+    """Rate by the model."""
     measured_images_per_second: float | None = None
-    """Rate of a longer trial with your own step (``verify=True``); else None."""
+    """Rate of a trial; None if the fix was not tried."""
     error: float = 0.0
-    """Standard error of ``images_per_second``, as a share of it: 0.1 is 10 %."""
+    """What the forecast may be off by, as a share of it: 0.1 is 10 %. It comes from the spread of
+    what was measured for it.
+    """
+    gain: float = 1.0
+    """``images_per_second`` divided by the rate of your loop: the larger one of that which was
+    measured, and that which the model gives.
+    """
+
+    @property
+    def is_gain(self) -> bool:
+        """Return whether the fix wins more than 5 %, and more than two errors."""
+        return self.gain > 1 + LEAST_NOISE + 2 * self.error
 
     @property
     def images_per_second(self) -> float:
         """Return the measured rate; without one, the forecast; without either, 0."""
         return self.measured_images_per_second or self.forecast_images_per_second or 0.0
 
+    @property
+    def is_confirmed(self) -> bool:
+        """Return whether a trial came near the forecast."""
+        ratio = self.images_per_second / max(self.forecast_images_per_second or inf, 1e-9)
+        is_measured = self.measured_images_per_second is not None
+        return is_measured and abs(ratio - 1) <= _CONFIRMED
+
     def __str__(self) -> str:
         text = f"{self.name}: {self.sentence}"
         if self.measured_images_per_second is not None:
-            text += f" Measured: {describe_rate(self.measured_images_per_second, self.error)}."
+            text += f" Measured: {self.measured_images_per_second:.1f} images/s."
         return text
 
 
@@ -140,7 +175,7 @@ def describe_rate(rate: float, error: float) -> str:
 
 @dataclass(frozen=True)
 class Situation:
-    """What is known before any fix is tried."""
+    """What is known before any fix is forecast."""
 
     loader: Any
     step: Callable[..., Any] | None
@@ -148,49 +183,23 @@ class Situation:
     """Times of your loader with your step."""
     cached: BatchTimes
     """Times of your step on copies of batches in memory."""
-    indices: Sequence[int]
-    """Indices of the images with which the stages of loading were timed. Trials of shards use the
-    same images.
-    """
+    timed: LoadingStages
+    """Stages of loading, and single reads."""
     seconds: float
-    """About how long the diagnosis measures, in seconds. The trials take more time."""
-    verify: bool
-    """Whether to measure each fix for longer, with your own step."""
-    began_s: float
-    """When the diagnosis began, by `time.perf_counter`."""
+    """About how long the diagnosis measures, in seconds."""
+    verify: bool = False
+    """Whether to try each fix, with your own step."""
     ceiling: float = inf
     """Images per second if loading took no time. No fix can give more."""
     has_restarts: bool = False
     """Whether workers were started again while the loop was timed."""
 
     @property
-    def epoch_batches(self) -> int:
-        """Return the number of batches in an epoch; a large number if the epoch is endless."""
+    def epoch_batches(self) -> float:
+        """Return the number of batches in an epoch; infinite if the epoch is endless."""
         with suppress(TypeError):
             return max(1, len(self.loader))
-        return _MANY
-
-    @cached_property
-    def repeated(self) -> BatchTimes:
-        """Return the times of your loader when it is timed again as in a trial.
-
-        Its rate may change without any fix: because files are in the page cache by now, because
-        other programs have begun or ended, or by chance.
-        """
-        return _time(self, {}, self.make_placeholder(), _TRIAL_SHARE)
-
-    def discount(self, rate: float, error: float) -> tuple[float, float]:
-        """Return the rate of a fix and its standard error, less what your loader gains without the
-        fix when it is timed again. If no gain is left, return the first rate of your loader.
-        """
-        again = self.repeated
-        own_rate = self.loop.images_per_second
-        ratio = again.images_per_second / own_rate
-        if not is_faster(rate, own_rate * max(ratio, 1 / ratio)):
-            return own_rate, self.loop.error
-        if not is_gain(again.images_per_second, self.loop, again.error):
-            return rate, error
-        return rate / ratio, hypot(error, again.error, self.loop.error)
+        return inf
 
     def make_placeholder(self) -> EmulatedStep | None:
         """Return the step of a trial: an emulated one, because a trial must not train your model.
@@ -200,27 +209,13 @@ class Situation:
         if self.step is None or isinstance(self.step, EmulatedStep):
             return self.step
         step_s = self.cached.step_s
-        busy = self.cached.step_cpu_s / sum(step_s)
-        return EmulatedStep(1000 * fmean(step_s), min(max(busy, _LEAST_BUSY), 1.0))
+        return EmulatedStep(1000 * fmean(step_s), self.busy)
 
-    def choose_workers(self, load_ms: float, cpu_ms: float) -> int:
-        """Choose how many workers to try.
-
-        The number is the smallest of 1, 2, 4 and 8 that is larger than yours, and that is enough to
-        keep either the step or all cores busy. If none is enough, 8 are tried. If your loader has 8
-        or more already, 16 are tried.
-
-        Args:
-            load_ms: Time that one worker takes for an image.
-            cpu_ms: CPU time that loading an image takes.
-        """
-        step_ms = 1000 * sum(self.cached.step_s) / self.cached.images if self.step else 0.0
-        needed = 0.95 * load_ms / max(step_ms, cpu_ms / count_cores(), 1e-3)
-        workers = count_workers(self.loader)
-        for count in (1, 2, 4, 8):
-            if count > workers and count >= needed:
-                return count
-        return 8 if workers < 8 else 16
+    @property
+    def busy(self) -> float:
+        """Return the share of a core that your step keeps busy."""
+        busy = self.cached.step_cpu_s / max(sum(self.cached.step_s), 1e-9)
+        return min(max(busy, _LEAST_BUSY), 1.0)
 
 
 @contextmanager
@@ -231,6 +226,7 @@ def open_like(
     workers: int | None = None,
     prefetch: int | None = None,
     persistent: bool = False,
+    in_order: bool | None = None,
     packs: bool = False,
 ) -> Iterator[Any]:
     """Open a loader like yours for a trial, with one change.
@@ -242,6 +238,7 @@ def open_like(
         prefetch: Batches that each worker loads ahead; None keeps yours.
         persistent: Whether workers stay after an epoch. With False, they still stay if those of
             your loader do, or if it has no workers.
+        in_order: Whether batches come in order; None keeps your rule.
         packs: Whether to use `make_loader` even if your loader is a ``DataLoader``.
 
     Raises:
@@ -253,7 +250,7 @@ def open_like(
     data = loader.dataset
     if not same:
         # Each image comes once before any comes again.
-        images = now.epoch_batches * now.loop.batch_size
+        images = int(min(now.epoch_batches, _MANY)) * now.loop.batch_size
         data = Subset(dataset, np.resize(range(len(dataset)), images).tolist())
     if same and isinstance(data, IterableDataset):
         raise ColabUtilsError("an iterable dataset divides its samples among the workers itself")
@@ -279,6 +276,8 @@ def open_like(
         if workers:
             keeps = persistent or loader.persistent_workers or not loader.num_workers
             changes |= {"prefetch_factor": prefetch, "persistent_workers": keeps}
+        if in_order is not None:
+            changes["in_order"] = in_order
         if not same:
             changes["sampler"] = SequentialSampler(data)
         if not same and loader.batch_sampler is not None:
@@ -292,202 +291,410 @@ def open_like(
             rebuilt.close()
 
 
-def find_fixes(now: Situation) -> list[Fix]:
-    """Find every fix that applies, and forecast its rate by a short trial. With ``now.verify``,
-    also measure the rate by a longer one.
+@dataclass(frozen=True)
+class _Plan:
+    """A fix that applies: what is added to its sentence, its loop by the model, and the options of
+    `open_like` for its trial, or why there can be no trial.
+    """
 
-    Fixes with less effort for you are tried first. Each trial changes one thing. Shards are tried
-    with a few images in a temporary folder. A fix that fails, or for which no time is left, has no
-    forecast, and its sentence says why.
+    id: str
+    more: str
+    loop: Loop
+    options: dict[str, Any] | str
+
+
+def find_fixes(now: Situation) -> list[Fix]:
+    """Forecast every fix that applies, by one model of a loop, and confirm the best one by a trial.
+
+    Each fix changes one thing. What the images are as work in other forms is measured with a few of
+    them, in a temporary folder. If the trial differs from the forecast by more than a quarter, the
+    next two fixes are tried, too. With ``now.verify``, all are.
 
     Returns:
         All fixes, the best first. Of those within 5 % of the best, the one with the least effort
-        for you comes first.
+        for you comes first. If fixes were tried, the best of these comes first.
     """
     with tempfile.TemporaryDirectory(prefix="colab_utils-") as folder:
-        return rank_fixes([_try_out(now, *plan) for plan in _plan_fixes(now, Path(folder))])
+        model = _Model(now, Path(folder))
+        plans = {plan.id: plan for plan in _plan_fixes(model)}
+        own_rate = max(model.forecast(model.loop)[0], now.loop.images_per_second)
+        ranked = rank_fixes([_describe_fix(model, plan, own_rate) for plan in plans.values()])
+        count = len(ranked) if now.verify else int(ranked[0].is_gain)
+        tried: list[Fix] = []
+        for fix in ranked:
+            if len(tried) < count:
+                tried.append(_try_out(now, fix, plans[fix.id].options, own_rate))
+                if not tried[-1].is_confirmed:
+                    count = max(count, 1 + _MORE_TRIALS)
+    others = rank_fixes(ranked[len(tried) :])
+    return [*rank_fixes(tried), *others] if not now.verify else rank_fixes([*tried, *others])
 
 
-def _plan_fixes(now: Situation, folder: Path) -> Iterator[tuple[str, str, _Prepare]]:
-    """Yield each fix that applies, the least effort for you first: its id, what is added to its
-    sentence, and what prepares its trial. Prepared data lie in ``folder``.
+def _describe_fix(model: "_Model", plan: _Plan, own_rate: float) -> Fix:
+    """Forecast a fix, and say what it wins. That it wins nothing is said only if it is known: if a
+    gain that counts is more than two errors away.
     """
-    loader = now.loader
-    dataset = loader.dataset
-    workers = count_workers(loader)
-    if now.has_restarts:
-        yield "persistent_workers", "", partial(dict, persistent=True)
-    if _reads_one_by_one(loader):
-        yield "streams", "", partial(_widen, dataset)
-    count = now.choose_workers(now.loop.find_load_ms(workers), now.loop.cpu_ms_per_image)
-    more = f"={count}, not {workers}"
-    if workers == 0 and isinstance(loader, DataLoader):
-        more += ", and persistent_workers=True"
-    yield "workers", more, partial(dict, workers=count)
-    if workers:
-        prefetch = 2 * count_prefetch(loader)
-        yield "prefetch", f": {prefetch}, not {prefetch // 2}", partial(dict, prefetch=prefetch)
-    if not isinstance(dataset, CocoFolder | ShardDataset):
-        return
-    # This is asked now, because no folder is slowed while a fix is prepared.
-    is_slow = is_remote(dataset.folder)
-    make = partial(_prepare_shards, now, folder, is_slow=is_slow)
-    if isinstance(dataset, CocoFolder) or is_slow:
-        yield "shards", "", partial(make, "shards")
-    if not isinstance(loader, Loader):
-        yield "packed_masks", "", partial(make, "packed_masks")
-    if isinstance(dataset, CocoFolder):
-        sizes = dataset.coco.sizes[[*now.indices]]
-        share = plan_sizes(sizes, **_SIDES).prod(1).sum() / max(sizes.prod(1).sum(), 1)
-        if share <= _SMALLER:
-            yield "resize", f", which leaves {share:.0%} of the pixels", partial(make, "resize")
+    name, sentence = FIXES[plan.id]
+    rate, error = model.forecast(plan.loop)
+    fix = Fix(plan.id, name, "", rate, None, error, rate / own_rate)
+    gain = "not known yet, because what was measured differs too much. Raise seconds"
+    if fix.is_gain:
+        gain = f"about {describe_rate(rate, error)}"
+    elif fix.gain < 1 + LEAST_NOISE - 2 * error:
+        gain = "wins nothing"
+    return replace(fix, sentence=f"{sentence}{plan.more}: {gain}.")
 
 
-def _reads_one_by_one(loader: Any) -> bool:
-    """Return whether a loader reads the image files of a remote folder one after the other."""
-    dataset = loader.dataset
-    if not isinstance(dataset, CocoFolder) or not is_remote(dataset.folder):
-        return False
-    return not isinstance(loader, Loader) or not loader.reads_ahead
+def _try_out(now: Situation, fix: Fix, options: dict[str, Any] | str, own_rate: float) -> Fix:
+    """Try a fix. The trial has an emulated step, or your own one with ``now.verify``.
 
-
-def _widen(dataset: CocoFolder) -> dict[str, Any]:
-    """Return the options of a loader that reads many files of this dataset at once."""
-    wide = copy(dataset)
-    wide.streams = "auto"
-    return {"dataset": wide, "packs": True}
-
-
-def is_gain(rate: float, loop: BatchTimes, error: float = 0.0) -> bool:
-    """Return whether a rate is more than 5 % above that of your loop, and by more than two standard
-    errors. ``error`` is the standard error of the rate, as a share of it.
-
-    Example:
-        >>> loop = BatchTimes((0.1,) * 9, (0.1,) * 9, 9, 1.0, 1.0)
-        >>> is_gain(5.2, loop), is_gain(5.3, loop), is_gain(5.3, loop, error=0.1)
-        (False, True, False)
+    A trial makes a new loader and begins at its first batch.
     """
-    noise = LEAST_NOISE + 2 * hypot(loop.error, error)
-    return is_faster(rate, loop.images_per_second, noise)
-
-
-def _describe_gain(rate: float, loop: BatchTimes, error: float) -> str:
-    """Describe what a fix wins. That it wins nothing is said only if it is known: if a gain that
-    counts is more than two standard errors away.
-    """
-    if is_gain(rate, loop, error):
-        return f"about {describe_rate(rate, error)}"
-    least = 1 + LEAST_NOISE - 2 * hypot(loop.error, error)
-    if rate < least * loop.images_per_second:
-        return "wins nothing"
-    return "not known yet, because the times of batches differ too much. Raise seconds"
+    step = now.step if now.verify else now.make_placeholder()
+    try:
+        if isinstance(options, str):
+            raise ColabUtilsError(options)
+        with open_like(now, **options) as loader:
+            times = time_batches(
+                WatchedLoader(loader, TIMEOUT_S, "raise"),
+                step,
+                batches=max(_TRIAL_BATCHES, 2 * count_workers(loader)),
+                max_s=_TRIAL_SHARE * now.seconds,
+            )
+    except Exception as error:
+        # A trial that fails must not lose the results that the diagnosis has so far.
+        why = describe_error(error).removesuffix(".")
+        return replace(fix, sentence=f"{fix.sentence} It could not be tried: {why}.")
+    rate = times.images_per_second
+    return replace(fix, measured_images_per_second=rate, gain=rate / own_rate)
 
 
 def rank_fixes(fixes: Sequence[Fix]) -> list[Fix]:
-    """Sort fixes, the best first. Of those that are as good as the best, the one with the least
+    """Sort fixes, the best first. Of those that are within 5 % of the best, the one with the least
     effort for you comes first.
-
-    A fix is as good as the best one if its rate is lower by at most 5 %, or by at most the standard
-    error of the difference of the two rates.
     """
-    best = max(fixes, key=lambda fix: fix.images_per_second)
+    best = max((fix.images_per_second for fix in fixes), default=0.0)
     costs = [*FIXES]
 
     def order(fix: Fix) -> tuple[float, int]:
-        margin = find_noise(hypot(fix.error, best.error))
         rate = fix.images_per_second
-        if rate > max(0.0, 1 - margin) * best.images_per_second:
-            rate = best.images_per_second
-        return -rate, costs.index(fix.id)
+        return -(best if rate > (1 - LEAST_NOISE) * best else rate), costs.index(fix.id)
 
     return sorted(fixes, key=order)
 
 
-def _try_out(now: Situation, id: str, more: str, prepare: _Prepare) -> Fix:
-    """Forecast a fix by a short trial with an emulated step. With ``now.verify``, also measure it
-    by a longer trial with your step. ``more`` is added to its sentence.
+def _plan_fixes(model: "_Model") -> Iterator[_Plan]:
+    """Yield each fix that applies, the least effort for you first."""
+    now = model.now
+    loader = now.loader
+    dataset = loader.dataset
+    workers = count_workers(loader)
+    if now.has_restarts:
+        loop = replace(model.loop, start_s=0.0)
+        yield _Plan("persistent_workers", "", loop, {"persistent": True})
+    if workers > 1 and getattr(loader, "in_order", False):
+        loop = replace(model.loop, in_order=False)
+        yield _Plan("any_order", "", loop, {"in_order": False})
+    if model.is_remote and model.own_form == "loose" and not model.reads_ahead:
+        wide = copy(dataset)
+        wide.streams = "auto"
+        loop = model.make_loop(workers, packs=True)
+        yield _Plan("streams", "", loop, {"dataset": wide, "packs": True})
+    count = model.choose_workers()
+    more = f"={count}, not {workers}"
+    if workers == 0 and isinstance(loader, DataLoader):
+        more += ", and persistent_workers=True"
+    yield _Plan("workers", more, model.make_loop(count), {"workers": count})
+    if workers:
+        prefetch = 2 * count_prefetch(loader)
+        loop = replace(model.loop, prefetch=prefetch)
+        more = f": {prefetch}, not {prefetch // 2}"
+        yield _Plan("prefetch", more, loop, {"prefetch": prefetch})
+    if model.own_form:
+        yield from _plan_forms(model, workers)
+
+
+def _plan_forms(model: "_Model", workers: int) -> Iterator[_Plan]:
+    """Yield the fixes that bring the images to the local disk, in the form that they have or in
+    another one.
     """
-    name, sentence = FIXES[id]
-    sentence += more
-    least_s = (_WARMUP_SHARE + _TRIAL_SHARE) * now.seconds
-    why = f"no time is left. The trial takes {max(1, least_s):.0f} s or more. Raise seconds"
-    if now.verify or perf_counter() - now.began_s < _LATE * now.seconds:
+    is_loose = model.own_form == "loose"
+    nearer = {}
+    if is_loose and model.is_remote:
+        nearer["local_files"] = "loose"
+    if is_loose or model.is_remote:
+        nearer["shards"] = "shards"
+    for id, form in nearer.items():
+        yield _Plan(id, "", model.make_loop(workers, form), model.find_options(form))
+    if not isinstance(model.now.loader, Loader):
+        loop = model.make_loop(workers, "shards", packs=True)
+        yield _Plan("packed_masks", "", loop, model.find_options("shards", packs=True))
+    if model.pixels <= _SMALLER:
+        loop = model.make_loop(workers, "resized")
+        more = f", which leaves {model.pixels:.0%} of the pixels"
+        yield _Plan("resize", more, loop, model.find_options("resized"))
+
+
+class _Model:
+    """Your loop, and the loop of each fix, by what was measured.
+
+    Attributes:
+        now: What is known of your loop.
+        loop: Your loop.
+        forms: A few of your images on the local disk, in each form that a fix has.
+        own_form: The form of your images; empty for a dataset that is not of this package.
+        is_remote: Whether your images come over a network.
+        reads_ahead: Whether your workers read files of later batches.
+        pixels: Share of the pixels that training needs.
+    """
+
+    def __init__(self, now: Situation, folder: Path) -> None:
+        self.now = now
+        loader = now.loader
+        dataset = loader.dataset
+        self.own_form = ""
+        if isinstance(dataset, CocoFolder | ShardDataset):
+            self.own_form = "loose" if isinstance(dataset, CocoFolder) else "shards"
+        self.is_remote = bool(self.own_form) and is_remote(dataset.folder)
+        self.reads_ahead = isinstance(loader, Loader) and loader.reads_ahead
+        self.pixels = _count_pixels(dataset, now.timed.indices)
+        self.forms: dict[str, Any] = {}
+        self._problem = ""
         try:
             # A real Drive has cached the images by now, and would read them fast.
             with read_at_full_speed():
-                options = prepare()
-            forecast = _time(now, options, now.make_placeholder(), _TRIAL_SHARE)
-            rate = min(forecast.images_per_second, now.ceiling)
-            error = forecast.error
-            # Your data may be in the page cache by now, which makes any trial faster. Data in
-            # another form or place was not read before, so its rate is not corrected.
-            if is_gain(rate, now.loop, error) and "dataset" not in options:
-                rate, error = now.discount(rate, error)
-            gain = _describe_gain(rate, now.loop, error)
-            measured_rate = None
-            if now.verify:
-                measured = _time(now, options, now.step, _VERIFY_SHARE)
-                measured_rate = measured.images_per_second
-                error = measured.error
-            return Fix(id, name, f"{sentence}: {gain}.", rate, measured_rate, error)
-        except Exception as failure:
-            # A trial that fails must not lose the results that the diagnosis has so far.
-            why = describe_error(failure).removesuffix(".")
-    return Fix(id, name, f"{sentence}. Not tried: {why}.")
+                self._copy_sample(folder)
+        except Exception as error:
+            self._problem = describe_error(error).removesuffix(".")
+        self._costs: dict[Any, _Cost] = {}
+        cores = [measure_cores()]
+        step_s = now.cached.step_s if now.step is not None else (_NO_STEP_S,)
+        self._base = Loop(
+            count_workers(loader),
+            fmean(step_s),
+            prefetch=count_prefetch(loader),
+            batch_size=now.loop.batch_size,
+            in_order=getattr(loader, "in_order", True),
+            busy=now.busy,
+            read_ahead=0,
+            epoch_batches=now.epoch_batches,
+            start_s=_time_start(loader) if now.has_restarts else 0.0,
+        )
+        self.loop = self.make_loop(count_workers(loader))
+        cores.append(measure_cores())
+        self._base = replace(self._base, cores=fmean(cores))
+        self.loop = replace(self.loop, cores=fmean(cores))
+        self._errors = np.array(
+            [
+                max((cost.error for cost in self._costs.values()), default=0.0),
+                min(find_error(np.array(step_s)), _UNKNOWN),
+                abs(cores[0] - cores[1]) / sum(cores),
+            ]
+        )
+
+    def _copy_sample(self, folder: Path) -> None:
+        """Copy a few images to the local disk, as loose files and as shards. Of shards, the first
+        ones are copied: up to 0.2 GB, but at least one.
+        """
+        dataset = self.now.loader.dataset
+        if isinstance(dataset, ShardDataset):
+            self.forms["shards"] = dataset
+            if self.is_remote:
+                ends = accumulate(
+                    shard.bytes + shard.arrays_bytes for shard in dataset.index.shards
+                )
+                count = max(1, sum(end <= _SAMPLE_BYTES for end in ends))
+                part = replace(dataset.index, shards=dataset.index.shards[:count], partial=True)
+                shards = folder / "shards"
+                Copying(dataset.folder, shards, Retries(), overwrite=False).run([*part.files()])
+                write_index(shards, part)
+                self.forms["shards"] = ShardDataset(shards)
+        if not isinstance(dataset, CocoFolder):
+            return
+        images = folder / "images"
+        chosen: list[int] = []
+        copied_bytes = 0
+        for index in self.now.timed.indices[:_SAMPLED]:
+            path = images / dataset.coco.file_name(index)
+            if copied_bytes < _SAMPLED_BYTES and path.resolve().is_relative_to(images.resolve()):
+                data = dataset.read(index)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data)
+                copied_bytes += len(data)
+                chosen.append(index)
+        loose = copy(dataset)
+        vars(loose).update(folder=images, cache=None, _reader=None)
+        self.forms["loose"] = Subset(loose, chosen)
+        annotations = write_subset(dataset.coco, chosen, folder / "sample.json")
+        recipes: dict[str, dict[str, Any]] = {"shards": {"storage": "keep"}}
+        if self.pixels <= _SMALLER:
+            recipes["resized"] = _SIDES
+        for form, recipe in recipes.items():
+            write_shards(
+                images, annotations, shards=folder / form, workers=1, max_bad=1.0, **recipe
+            )
+            self.forms[form] = ShardDataset(folder / form)
+
+    def find_options(self, form: str, *, packs: bool = False) -> dict[str, Any] | str:
+        """Return the options of `open_like` for a local form, or why there is none."""
+        if form not in self.forms:
+            return self._problem
+        return {"dataset": self.forms[form], "packs": packs}
+
+    def make_loop(self, workers: int, form: str = "", *, packs: bool = False) -> Loop:
+        """Return your loop with so many workers, and with a local form of your images if one is
+        given. ``packs`` says whether `make_loader` loads.
+        """
+        timed = self.now.timed
+        packs = packs or isinstance(self.now.loader, Loader)
+        cost = self._find_cost(form or self.own_form, workers, packs)
+        loop = replace(
+            self._base,
+            workers=workers,
+            work_s=cost.work_s,
+            handoff_s=cost.handoff_s,
+            take_s=cost.take_s,
+        )
+        if not form:
+            loop = replace(loop, read_s=timed.read_s, files_per_s=timed.files_per_s)
+        if not form and self.is_remote:
+            # Reading from a network is some work, too.
+            loop = replace(loop, work_s=cost.work_s + timed.stages["read"].cpu_ms / 1000)
+            if packs:
+                held = int(AHEAD_BYTES / max(timed.file_bytes, 1))
+                loop = replace(loop, streams=_STREAMS, read_ahead=min(READ_AHEAD, held))
+            elif self.now.loader.dataset.streams != 1:
+                loop = replace(loop, streams=loop.batch_size, read_ahead=0)
+        if packs and not workers:
+            # Its streams read beside the step, and it works between two steps.
+            take_s = loop.work_s * loop.batch_size
+            loop = replace(loop, work_s=0.0, take_s=take_s)
+        return loop
+
+    def _find_cost(self, form: str, workers: int, packs: bool) -> "_Cost":
+        """Return what an image in this form costs. Loaders with one worker, or none, are timed.
+        Without a form, the stages of loading say it.
+        """
+        now = self.now
+        size = now.loop.batch_size
+        key = (form, min(workers, 1), packs)
+        if form in self.forms and key not in self._costs:
+            with (
+                suppress(Exception),
+                open_like(
+                    now, self.forms[form], workers=key[1], persistent=True, packs=packs
+                ) as it,
+            ):
+                self._costs[key] = _measure_cost(it, size, _COST_SHARE * now.seconds)
+        if key in self._costs:
+            return self._costs[key]
+        stages = now.timed.stages
+        cpu_ms = sum(stage.cpu_ms for name, stage in stages.items() if name not in _NO_WORK)
+        handoff_ms = stages["hand-off"].cpu_ms * size if "hand-off" in stages and workers else 0.0
+        return _Cost((cpu_ms or now.loop.cpu_ms_per_image) / 1000, handoff_ms / 1000)
+
+    def choose_workers(self) -> int:
+        """Choose how many workers to use: the fewest of 1, 2, 4 and 8 that are more than yours and
+        have about the best rate. If you have 8 or more, twice as many are forecast.
+        """
+        workers = self.loop.workers
+        counts = [count for count in (1, 2, 4, 8) if count > workers] or [2 * workers]
+        rates = [self.forecast(self.make_loop(count))[0] for count in counts]
+        good = [rate >= (1 - LEAST_NOISE) * max(rates) for rate in rates]
+        return counts[good.index(True)]
+
+    def forecast(self, loop: Loop) -> tuple[float, float]:
+        """Return the images per second of a loop, and their standard error as a share. The model
+        runs several times, with inputs that differ as those that were measured do.
+        """
+        rates = []
+        for seed in range(_DRAWS):
+            chance = np.random.default_rng(seed)
+            work, step, cores = np.maximum(1 + self._errors * chance.standard_normal(3), 0.1)
+            varied = replace(
+                loop,
+                read_s=tuple(chance.choice(loop.read_s, len(loop.read_s)).tolist()),
+                work_s=loop.work_s * work,
+                take_s=loop.take_s * work,
+                step_s=loop.step_s * step,
+                cores=loop.cores * cores,
+            )
+            rates.append(min(forecast_rate(varied, seed=seed), self.now.ceiling))
+        return fmean(rates), float(np.std(rates, ddof=1)) / fmean(rates)
 
 
-def _time(
-    now: Situation, options: dict[str, Any], step: Callable[..., Any] | None, share: float
-) -> BatchTimes:
-    """Time the loop of a trial.
+@dataclass(frozen=True)
+class _Cost:
+    """CPU seconds of a form of images."""
 
-    Each trial makes a new loader and begins at its first batch. So trials with the same order of
-    images read the same images. Otherwise, their rates could not be compared on a slow Drive, where
-    some images take longer than others.
+    work_s: float
+    """Of an image, with its share of the hand-over of its batch if workers were timed."""
+    handoff_s: float = 0.0
+    """Of the hand-over of a batch, if it stands apart."""
+    take_s: float = 0.0
+    """Of a batch in the process that trains."""
+    error: float = 0.0
+    """Standard error, as a share."""
+
+
+def _measure_cost(loader: Any, batch_size: int, seconds: float) -> _Cost:
+    """Measure the CPU time of a loader that has one worker or none."""
+    with closing(fetch_batches(loader)) as batches:
+        # The first batches load libraries.
+        for _ in range(3):
+            next(batches)
+        cpu_began_s = measure_tree_cpu()
+        own_began_s = process_time()
+        ends_s = [perf_counter()]
+        while ends_s[-1] < ends_s[0] + seconds or len(ends_s) < 4:
+            next(batches)
+            ends_s.append(perf_counter())
+        own_s = process_time() - own_began_s
+        cpu_s = measure_tree_cpu() - cpu_began_s
+    count = len(ends_s) - 1
+    error = min(find_error(np.diff(ends_s)), _UNKNOWN)
+    if not count_workers(loader):
+        return _Cost(own_s / count / batch_size, error=error)
+    worker_s = max(0.0, cpu_s - own_s)
+    return _Cost(worker_s / count / batch_size, take_s=own_s / count, error=error)
+
+
+def measure_cores(seconds: float = 0.2) -> float:
+    """Return how many cores this process gets now if it asks for all.
+
+    Example:
+        >>> 0 < measure_cores(0.01) < 1000
+        True
     """
-    with open_like(now, **options) as loader:
-        watched = WatchedLoader(loader, TIMEOUT_S, "raise")
-        return time_loop(watched, step, now.seconds, share, least=_LEAST_BATCHES)
+    block = bytes(1 << 18)
+    end_s = perf_counter() + seconds
+
+    def burn(_: int) -> float:
+        began_s = thread_time()
+        while perf_counter() < end_s:
+            # Checksums release Python's lock.
+            zlib.crc32(block)
+        return thread_time() - began_s
+
+    cores = range(count_cores())
+    with ThreadPoolExecutor(len(cores)) as pool:
+        return max(0.1, sum(pool.map(burn, cores)) / seconds)
 
 
-def time_loop(
-    watched: WatchedLoader, step: Any, seconds: float, share: float, **options: Any
-) -> BatchTimes:
-    """Time a loop for a share of the seconds of a diagnosis. Your loader warms up here in the same
-    way as the loaders of the trials.
-    """
-    return time_batches(
-        watched,
-        step,
-        batches=500,
-        warmup=_WARMUP,
-        warmup_s=_WARMUP_SHARE * seconds,
-        max_s=share * seconds,
-        most_error=_SURE,
-        **options,
-    )
+def _time_start(loader: Any) -> float:
+    """Return the seconds in which as many workers as yours start and end."""
+    workers = count_workers(loader)
+    context = getattr(loader, "multiprocessing_context", None)
+    numbers: Any = range(workers)
+    began_s = perf_counter()
+    with quiet_fork():
+        list(DataLoader(numbers, num_workers=workers, multiprocessing_context=context))
+    return perf_counter() - began_s
 
 
-def _prepare_shards(now: Situation, folder: Path, id: str, *, is_slow: bool) -> dict[str, Any]:
-    """Put shards of some images on the local disk, and return the options of a loader for them.
-
-    For a `CocoFolder`, shards are written with the images that were timed. If ``id`` is "resize",
-    these are shrunk. For a `ShardDataset` in a slow folder (``is_slow``), the first shards are
-    copied: up to 0.2 GB, but at least one. A `ShardDataset` in a fast folder is used where it is.
-    """
-    dataset = now.loader.dataset
-    shards = folder / ("resized" if id == "resize" else "shards")
-    if isinstance(dataset, CocoFolder):
-        annotations = write_subset(dataset.coco, now.indices, folder / "sample.json")
-        limits = _SIDES if id == "resize" else {"storage": "keep"}
-        write_shards(dataset.folder, annotations, shards=shards, workers=1, max_bad=1.0, **limits)
-        # Otherwise the disk would still be writing the shards during the trial.
-        os.sync()
-    elif is_slow:
-        ends = accumulate(shard.bytes + shard.arrays_bytes for shard in dataset.index.shards)
-        count = max(1, sum(end <= _SAMPLE_BYTES for end in ends))
-        index = replace(dataset.index, shards=dataset.index.shards[:count], partial=True)
-        Copying(dataset.folder, shards, Retries(), overwrite=False).run([*index.files()])
-        write_index(shards, index)
-    sample = ShardDataset(shards if shards.exists() else dataset.folder)
-    return {"dataset": sample, "packs": id == "packed_masks"}
+def _count_pixels(dataset: Any, indices: Sequence[int]) -> float:
+    """Return the share of the pixels of these images that training needs."""
+    if not isinstance(dataset, CocoFolder) or not indices:
+        return 1.0
+    sizes = dataset.coco.sizes[[*indices]]
+    return float(plan_sizes(sizes, **_SIDES).prod(1).sum() / max(sizes.prod(1).sum(), 1))

@@ -11,11 +11,6 @@ LEAST_NOISE = 0.05
 
 # A standard error comes from the means of this many blocks of successive batches.
 _BLOCKS = 10
-# The second half of the timed batches is compared with all if there are at least this many rounds.
-_HALVED_ROUNDS = 8
-# A rate is steady if they differ by at most this share, or by this many standard errors.
-_STEADY = 0.03
-_NOISE = 1.5
 
 
 def measure_spread(repeats: Sequence[float]) -> float:
@@ -78,26 +73,3 @@ def find_error(seconds: NDArray[np.float64], round_batches: int = 1) -> float:
     means = [block.mean() for block in np.array_split(seconds, blocks)]
     error_s = np.std(means, ddof=1) / np.sqrt(blocks) * (blocks + 1) / (blocks - 1)
     return float(error_s / max(seconds.mean(), 1e-9))
-
-
-def is_steady(seconds: NDArray[np.float64], round_batches: int = 1) -> bool:
-    """Return whether the second half of the batches took as long as all of them.
-
-    It did not, for example, if batches were used up that had been loaded ahead, if the memory of
-    the workers grew, or if the number of streams was being found. The means may differ by 3 %, or
-    by 1.5 standard errors of the second half if that is more. Fewer than eight rounds are too few
-    to see a difference.
-
-    Args:
-        seconds: Time of each batch in seconds, float64 [batches].
-        round_batches: Number of workers that deliver in turns.
-
-    Example:
-        >>> is_steady(np.array([0.1] * 10 + [0.2] * 10)), is_steady(np.ones(20))
-        (False, True)
-    """
-    later = seconds[len(seconds) // 2 :]
-    difference = float(abs(later.mean() / seconds.mean() - 1))
-    return len(seconds) < _HALVED_ROUNDS * round_batches or difference <= max(
-        _STEADY, _NOISE * find_error(later, round_batches)
-    )

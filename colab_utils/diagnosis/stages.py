@@ -1,12 +1,16 @@
 """Each stage of loading, timed alone: what it takes per image, in wall time and in CPU time."""
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
-from time import perf_counter, thread_time
+from math import inf
+from statistics import fmean, median
+from time import perf_counter, sleep, thread_time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,8 +24,16 @@ from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import Loader
 
-# At most this many images are timed.
-_IMAGES = 64
+# Of so many images, the files are read, and of so many of them, the other stages are timed.
+_IMAGES = 256
+_WORKED = 32
+# So many files are read at the same time, the more the later: from these shares of the time on.
+_WIDTHS = {1: 0.0, 8: 0.2, 64: 0.4}
+# More reads at the same time may not make each of them so many times as long. If they do, they have
+# met the limit of the folder.
+_LONGER = 2.0
+# What a read takes is known from so many reads.
+_ENOUGH_READS = 4
 _HANDED_BATCHES = 40
 # The worker that times samples fails after this time plus three times the ``seconds`` of
 # `time_stages`.
@@ -96,6 +108,65 @@ class LoadingStages(NamedTuple):
     """Indices of the images that were timed."""
     unseen: str
     """The error, if samples could not be timed; else ""."""
+    read_s: tuple[float, ...] = (0.0,)
+    """Seconds that an image is waited for: of single reads, if the dataset is of this package."""
+    files_per_s: float = inf
+    """Files that the folder gives in a second at most, as far as that was seen."""
+    file_bytes: float = 0.0
+    """Mean size of a file."""
+
+
+class Reads(NamedTuple):
+    """Result of `time_reads`."""
+
+    seconds: tuple[float, ...]
+    """Seconds of single reads, which did not meet the limit of the folder."""
+    files_per_s: float
+    """Files that the folder gives in a second at most; infinite if the limit was not met."""
+    cpu_s: float
+    """Mean CPU seconds of a read."""
+    contents: dict[int, bytes]
+    """The bytes of the files, by their index."""
+
+
+def time_reads(read: Callable[[int], bytes], indices: Sequence[int], *, seconds: float) -> Reads:
+    """Read files for so many seconds, and wait for the last ones: first one at a time, then eight
+    at once, then 64.
+
+    The times of reads are those of as many at once as still leave single reads as they are.
+    """
+    began_s = perf_counter()
+    left = deque(indices)
+    contents: dict[int, bytes] = {}
+    # For each number of reads at once, when each read ended, and how long it took.
+    reads: dict[int, list[tuple[float, float]]] = {width: [] for width in _WIDTHS}
+    cpu_s: list[float] = []
+
+    def read_on(thread: int) -> None:
+        own_width = min(width for width in _WIDTHS if width > thread)
+        sleep(max(0.0, began_s + _WIDTHS[own_width] * seconds - perf_counter()))
+        while left and (perf_counter() < began_s + seconds or not contents):
+            index = left.popleft()
+            read_began_s = perf_counter()
+            cpu_began_s = thread_time()
+            contents[index] = read(index)
+            cpu_s.append(thread_time() - cpu_began_s)
+            ended_s = perf_counter()
+            share = (read_began_s - began_s) / seconds
+            width = max(width for width, start in _WIDTHS.items() if start <= share)
+            reads[width].append((ended_s, ended_s - read_began_s))
+
+    with ThreadPoolExecutor(max(_WIDTHS)) as pool:
+        list(pool.map(read_on, range(max(_WIDTHS))))
+    single_s: list[float] = []
+    files_per_s = inf
+    for width, ends in reads.items():
+        read_s = [taken_s for _, taken_s in ends]
+        if len(single_s) < _ENOUGH_READS or median(read_s or [0.0]) <= _LONGER * median(single_s):
+            single_s += read_s
+        else:
+            files_per_s = len(ends) / (max(ends)[0] - began_s - _WIDTHS[width] * seconds)
+    return Reads(tuple(single_s), files_per_s, fmean(cpu_s), contents)
 
 
 def time_stages(loader: Any, batch: Any, *, images: int, seconds: float) -> LoadingStages:
@@ -106,14 +177,12 @@ def time_stages(loader: Any, batch: Any, *, images: int, seconds: float) -> Load
     in this process, and all later workers would inherit it.
     """
     dataset: Any = getattr(loader, "dataset", None)
-    stages: dict[str, Stage] = {}
-    indices: list[int] = []
-    unseen = ""
+    timed = LoadingStages({}, [], "")
+    is_own = isinstance(dataset, CocoFolder | ShardDataset)
     is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
     is_sampled = getattr(loader, "batch_sampler", None) is not None
-    if isinstance(dataset, CocoFolder | ShardDataset) or (is_sampled and not is_stream):
-        order = np.random.default_rng(0).permutation(len(dataset))
-        indices = order[:_IMAGES].tolist()
+    if is_own or (is_sampled and not is_stream):
+        indices = np.random.default_rng(0).permutation(len(dataset))[:_IMAGES].tolist()
         in_worker = partial(
             _time_in_worker,
             indices,
@@ -126,22 +195,23 @@ def time_stages(loader: Any, batch: Any, *, images: int, seconds: float) -> Load
             dataset,
             collate_fn=in_worker,
             num_workers=1,
-            batch_sampler=[indices[-1:]],
+            # The first sample of somebody's dataset may load libraries.
+            batch_sampler=[[] if is_own else indices[-1:]],
             timeout=_TIMEOUT_S + 3 * seconds,
             worker_init_fn=getattr(loader, "worker_init_fn", None),
             multiprocessing_context=getattr(loader, "multiprocessing_context", None),
         )
         try:
             with closing(fetch_batches(worker)) as batches:
-                stages = next(batches)
+                timed = next(batches)
         except ColabUtilsError as error:
             # Any exception that a user's dataset raises arrives as this error.
-            indices = []
             unseen = str(error).removeprefix("The loader gives no batch 1: ")
+            timed = LoadingStages({}, [], unseen)
     devices = {tensor.device.type for tensor in find_tensors(batch)}
     if isinstance(loader, DataLoader) and loader.num_workers and devices == {"cpu"}:
-        stages["hand-off"] = time_handoff(batch, images=images, seconds=0.2 * seconds)
-    return LoadingStages(stages, indices, unseen)
+        timed.stages["hand-off"] = time_handoff(batch, images=images, seconds=0.2 * seconds)
+    return timed
 
 
 def _time_in_worker(
@@ -152,33 +222,32 @@ def _time_in_worker(
     dense: bool,
     collate: Callable[[Any], Any] | None,
     seconds: float,
-) -> dict[str, Stage]:
+) -> LoadingStages:
     """Time the stages of the dataset in a worker. The worker calls this as its ``collate_fn``."""
     dataset: Any = get_worker_info().dataset  # type: ignore[union-attr]
     if isinstance(dataset, CocoFolder | ShardDataset):
-        stages = time_dataset_stages(dataset, indices, dense=dense, seconds=seconds / 2)
+        timed = time_dataset_stages(dataset, indices, dense=dense, seconds=seconds)
     else:
-        stages = time_samples(dataset, indices, images=images, seconds=seconds / 2)
-    if collate and len(indices) >= images:
-        samples = load_samples(dataset, indices[:images])
+        timed = time_samples(dataset, indices[:_WORKED], images=images, seconds=seconds / 2)
+    if collate and len(timed.indices) >= images:
+        samples = load_samples(dataset, timed.indices[:images])
         # The loader may put together only what fits together, such as samples of one size.
         with suppress(Exception):
-            stages["collate"] = time_calls(
+            timed.stages["collate"] = time_calls(
                 "collate", collate, repeat(samples, 50), max_s=seconds / 8, images=images
             )
-    return stages
+    return timed
 
 
 def time_dataset_stages(
     dataset: Any, indices: Sequence[int], *, dense: bool, seconds: float
-) -> dict[str, Stage]:
-    """Time each stage of loading an image alone, in about ``seconds``: ``read``, ``decode`` and
-    ``masks``.
+) -> LoadingStages:
+    """Time each stage of loading an image, in about ``seconds``: ``read``, ``decode`` and
+    ``masks``. Files are read first. From then on, the dataset has their bytes.
 
     The dataset is a `ShardDataset` or a `CocoFolder`. ``dense`` says whether samples hold masks as
     arrays, not packed.
     """
-    blobs: list[bytes] = []
 
     def load_masks(index: int) -> None:
         masks = dataset.read_masks(index)
@@ -186,14 +255,26 @@ def time_dataset_stages(
             unpack_masks(masks, *dataset.sizes[index].tolist())
 
     # There is no warm-up, because it would put the first file into the page cache.
-    read = time_calls(
-        "read", lambda index: blobs.append(dataset.read(index)), indices, max_s=seconds / 2
+    reads = time_reads(dataset.read, indices, seconds=0.6 * seconds)
+    contents = reads.contents
+    dataset.read = contents.__getitem__
+    dataset.streams = 1
+    few = [*contents][:_WORKED]
+    dataset.decode(contents[few[0]])
+    load_masks(few[0])
+    stages = [
+        Stage.from_calls("read", np.multiply(reads.seconds, 1000), 1000 * reads.cpu_s),
+        time_calls("decode", dataset.decode, map(contents.get, few), max_s=seconds / 8),
+        time_calls("masks", load_masks, few, max_s=seconds / 8),
+    ]
+    return LoadingStages(
+        {stage.name: stage for stage in stages},
+        few,
+        "",
+        reads.seconds,
+        reads.files_per_s,
+        fmean(map(len, contents.values())),
     )
-    dataset.decode(blobs[0])
-    load_masks(indices[0])
-    decode = time_calls("decode", dataset.decode, blobs, max_s=seconds / 4)
-    masks = time_calls("masks", load_masks, indices[: len(blobs)], max_s=seconds / 4)
-    return {stage.name: stage for stage in (read, decode, masks)}
 
 
 def load_samples(dataset: Any, indices: Sequence[int]) -> list[Any]:
@@ -211,7 +292,7 @@ def load_samples(dataset: Any, indices: Sequence[int]) -> list[Any]:
 
 def time_samples(
     dataset: Any, indices: Sequence[int], *, images: int, seconds: float
-) -> dict[str, Stage]:
+) -> LoadingStages:
     """Time any map-style dataset: ``sample``, and also ``transform`` if the dataset has one of
     torchvision's attributes for transforms.
 
@@ -222,11 +303,21 @@ def time_samples(
     firsts = range(0, len(indices) - count + 1, count)
     batches = [indices[first : first + count] for first in firsts]
 
+    waits_s: list[float] = []
+
+    def load(source: Any, batch: Sequence[int]) -> None:
+        began_s = perf_counter()
+        cpu_began_s = thread_time()
+        load_samples(source, batch)
+        wait_s = perf_counter() - began_s - (thread_time() - cpu_began_s)
+        waits_s.append(max(0.0, wait_s) / count)
+
     def time_loading(source: Any) -> Stage:
-        load = partial(load_samples, source)
-        return time_calls("sample", load, batches, max_s=seconds / 2, images=count)
+        load_batch = partial(load, source)
+        return time_calls("sample", load_batch, batches, max_s=seconds / 2, images=count)
 
     whole = time_loading(dataset)
+    timed = LoadingStages({"sample": whole}, [*indices], "", tuple(waits_s))
     transforms = [name for name in _TRANSFORMS if callable(getattr(dataset, name, None))]
     if transforms:
         # The dataset may not work without its transforms.
@@ -237,8 +328,8 @@ def time_samples(
             wall_ms = max(whole.mean_ms - without.mean_ms, 0.0)
             cpu_ms = max(whole.cpu_ms - without.cpu_ms, 0.0)
             transform = Stage.from_calls("transform", [wall_ms], cpu_ms)
-            return {"sample": without, "transform": transform}
-    return {"sample": whole}
+            timed.stages.update(sample=without, transform=transform)
+    return timed
 
 
 def time_handoff(batch: Any, *, images: int, seconds: float) -> Stage:

@@ -13,18 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from colab_utils.diagnosis.noise import find_error, is_steady
+from colab_utils.diagnosis.noise import find_error
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.loading.clock import LoopClock
 from colab_utils.processes import list_processes, quiet_fork
 
 # A machine is busy if its cores are idle for less than this share of their time.
 _HARDLY = 0.1
-# After ``max_s``, timing goes on until this many times the batches that workers load ahead came.
-# How many of these lie ready at the beginning and at the end is chance.
-_AHEAD = 2
-# Timing begins anew, because the rate was not steady, at most until this many times ``max_s``.
-_ANEW = 2
 # Timing ends at the latest after this many times ``max_s``.
 _LONGEST = 4
 
@@ -80,13 +75,6 @@ class BatchTimes:
         """Return the standard error of the mean of wait + step, as a share of the mean."""
         return find_error(self.batch_s, self.round_batches)
 
-    def find_load_ms(self, workers: int) -> float:
-        """Return the milliseconds that one worker takes for an image, if workers are never idle.
-        Without workers, only the waits count, because nothing is loaded during a step.
-        """
-        at_work_s = sum(self.wait_s) + (sum(self.step_s) if workers else 0.0)
-        return 1000 * max(1, workers) * at_work_s / self.images
-
 
 def time_batches(
     loader: Iterable[Any],
@@ -94,10 +82,8 @@ def time_batches(
     *,
     batches: int,
     warmup: int = 2,
-    warmup_s: float = np.inf,
     max_s: float = 60,
     least: int = 3,
-    most_error: float = np.inf,
     on_batch: Callable[[int, Any], None] | None = None,
 ) -> BatchTimes:
     """Time ``batches`` batches of any loader: how long each was waited for, and how long its step
@@ -106,8 +92,6 @@ def time_batches(
     A loader that ends earlier is iterated over again. If this process uses CUDA, the GPU is
     synchronised before and after each step. A round is as many batches as there are workers. Slow
     workers deliver in rounds, so timing that ends because of ``max_s`` ends with a whole round.
-    If the rate is not steady (see `is_steady`), timing begins anew: what was timed so far was
-    still a warm-up.
 
     Args:
         loader: Anything that can be iterated over and yields batches.
@@ -115,15 +99,11 @@ def time_batches(
             ``step(batch)``.
         batches: Number of batches to time at most.
         warmup: Number of batches at the start that are not timed. With 0, all batches are timed.
-            Otherwise, the warm-up has at least as many batches as the workers load ahead, and is
-            extended for up to twice ``max_s`` while the rate is not steady.
-        warmup_s: Seconds after which the warm-up ends, even with fewer batches than ``warmup``.
+            Otherwise, the warm-up has at least as many batches as the workers load ahead.
         max_s: Seconds after which the warm-up ends in any case, and timing, too, if it is enough:
-            ``least`` batches, twice as many as the workers load ahead, half of ``max_s`` after the
-            warm-up, and no larger error than ``most_error``. After four times ``max_s``, timing
-            ends in any case.
+            ``least`` batches, and half of ``max_s`` after the warm-up. After four times ``max_s``,
+            timing ends in any case.
         least: Number of batches to time even after ``max_s``. Default: 3.
-        most_error: Standard error that is small enough, as a share of the mean time of a batch.
         on_batch: Called after each timed batch with its number (from 0) and the batch. The time of
             this call counts neither as wait nor as step.
 
@@ -139,30 +119,21 @@ def time_batches(
     """
     workers = count_workers(loader)
     lanes = max(1, workers)
-    ahead = max(1, workers * count_prefetch(loader))
-    needed = max(least, _AHEAD * ahead)
-    untimed = max(warmup, ahead) if warmup else 0
-    anew_s = _ANEW * max_s if warmup else 0.0
+    untimed = max(warmup, workers * count_prefetch(loader)) if warmup else 0
     due_s = max_s
     cpu_began_s = measure_tree_cpu()
     with closing(fetch_batches(loader)) as source:
         loop = _Loop(source, step)
         for seen, batch in enumerate(loop.run(), start=1):
             elapsed_s = loop.clock.seconds
-            if seen > untimed:
-                timed = seen - untimed
-                if on_batch is not None:
-                    on_batch(timed - 1, batch)
-                is_over = timed >= batches
-                if elapsed_s > due_s and timed % lanes == 0:
-                    so_far = loop.summarise(timed, lanes)
-                    is_sure = timed >= needed and so_far.error <= most_error
-                    is_over = is_over or is_sure or elapsed_s > _LONGEST * max_s
-                    if elapsed_s < anew_s and not is_steady(so_far.batch_s, lanes):
-                        untimed = seen
-                if is_over and seen > untimed:
-                    break
-            elif elapsed_s > max_s or (elapsed_s > warmup_s and seen >= ahead):
+            timed = seen - untimed
+            if timed > 0 and on_batch is not None:
+                on_batch(timed - 1, batch)
+            is_late = elapsed_s > due_s and timed % lanes == 0
+            is_enough = timed >= least or elapsed_s > _LONGEST * max_s
+            if timed > 0 and (timed >= batches or (is_late and is_enough)):
+                break
+            if timed <= 0 and elapsed_s > max_s:
                 untimed = seen
             if seen == untimed:
                 # The warm-up ends here.

@@ -4,8 +4,12 @@ batches.
 
 from __future__ import annotations
 
+import heapq
+import math
+import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
@@ -17,6 +21,7 @@ from colab_utils.diagnosis.stages import (
     time_calls,
     time_dataset_stages,
     time_handoff,
+    time_reads,
     time_samples,
     time_stages,
 )
@@ -57,7 +62,7 @@ def transform(image, target):
 @pytest.mark.clock
 def test_transforms_are_told_apart_without_a_change_to_the_dataset():
     dataset = Transformed(transform)
-    sample, transformed = time_samples(dataset, range(15), images=4, seconds=1).values()
+    sample, transformed = time_samples(dataset, range(15), images=4, seconds=1).stages.values()
     assert (sample.name, transformed.name) == ("sample", "transform")
     assert 5 <= sample.median_ms < 15 <= transformed.median_ms + 1
     assert transformed.cpu_ms < 5
@@ -70,7 +75,7 @@ def test_a_dataset_that_needs_its_transforms_is_timed_whole():
         def __getitem__(self, index):
             return self.transforms(torch.zeros(3, 8, 8), {})
 
-    (whole,) = time_samples(Stubborn(transform), range(10), images=4, seconds=1).values()
+    (whole,) = time_samples(Stubborn(transform), range(10), images=4, seconds=1).stages.values()
     assert whole.name == "sample"
     assert whole.median_ms >= 15
 
@@ -105,22 +110,67 @@ def test_what_lies_on_a_device_is_not_handed_over():
 def test_stages_of_a_folder_and_of_shards(tiny_dataset, tiny_shards):
     slow_down(tiny_dataset.images, SLOW)
     folder = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
-    for dataset in (folder, ShardDataset(tiny_shards)):
-        stages = time_dataset_stages(dataset, range(6), dense=True, seconds=2)
-        assert list(stages) == ["read", "decode", "masks"]
+    timed = time_dataset_stages(ShardDataset(tiny_shards), range(6), dense=True, seconds=2)
+    assert list(timed.stages) == ["read", "decode", "masks"]
     slow = time_dataset_stages(folder, range(6), dense=True, seconds=2)
-    assert slow["read"].median_ms >= 20 > slow["read"].cpu_ms
+    assert list(slow.stages) == ["read", "decode", "masks"]
+    assert slow.stages["read"].median_ms >= 20 > slow.stages["read"].cpu_ms
+    assert min(slow.read_s) >= 0.02
+    assert slow.file_bytes == np.mean([len(folder._read_file(index)) for index in slow.indices])
+
+
+@pytest.mark.clock
+@pytest.mark.parametrize(
+    ("width", "limit"),
+    [
+        # All are served at once.
+        (64, None),
+        # Eight are served at once: more reads wait for them.
+        (8, 8 / 0.03),
+    ],
+)
+def test_single_reads_are_those_that_do_not_meet_the_limit_of_the_folder(width, limit):
+    free_s = [0.0] * width
+    lock = threading.Lock()
+
+    def read(index):
+        # Reads are served in the order in which they come.
+        with lock:
+            now_s = time.perf_counter()
+            end_s = max(now_s, heapq.heappop(free_s)) + 0.03
+            heapq.heappush(free_s, end_s)
+        time.sleep(end_s - now_s)
+        return bytes(index)
+
+    reads = time_reads(read, range(1000), seconds=1.0)
+    assert len(reads.contents) > 100
+    assert all(len(content) == index for index, content in reads.contents.items())
+    assert np.median(reads.seconds) == pytest.approx(0.03, rel=0.3)
+    if limit is None:
+        assert reads.files_per_s == math.inf
+    else:
+        assert reads.files_per_s == pytest.approx(limit, rel=0.3)
+
+
+def test_a_few_files_are_read_once_each():
+    asked = []
+    reads = time_reads(lambda index: bytes([asked.append(index) or 1]), [3, 1, 2], seconds=0.1)
+    assert sorted(asked) == sorted(reads.contents) == [1, 2, 3]
+    assert len(reads.seconds) == 3
 
 
 @pytest.mark.clock
 def test_a_users_own_loader_is_taken_apart():
     loader = DataLoader(Transformed(transform), batch_size=4, collate_fn=collate, num_workers=1)
-    stages, indices, unseen = time_stages(loader, [torch.zeros(1)], images=4, seconds=2)
-    assert not unseen
+    timed = time_stages(loader, [torch.zeros(1)], images=4, seconds=2)
+    stages = timed.stages
+    assert not timed.unseen
     assert list(stages) == ["sample", "transform", "collate", "hand-off"]
     assert max(stages.values(), key=lambda stage: stage.mean_ms).name == "transform"
     assert all(stage.median_ms <= stage.p95_ms for stage in stages.values())
-    assert len(indices) == 64
+    assert len(timed.indices) == 32
+    # An image is waited for as long as its sample sleeps.
+    assert 0.02 <= np.median(timed.read_s) < 0.03
 
 
 def test_what_cannot_be_taken_apart_has_no_stages():
@@ -228,7 +278,7 @@ def test_a_dataset_that_gives_batches_is_timed_by_them(count):
             asked.append(len(indices))
             return list(indices)
 
-    (whole,) = time_samples(Batched(), range(9), images=count, seconds=5).values()
+    (whole,) = time_samples(Batched(), range(9), images=count, seconds=5).stages.values()
     assert whole.name == "sample"
     assert set(asked) == {min(count, 9)}
 

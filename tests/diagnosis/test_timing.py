@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from colab_utils.diagnosis.noise import find_error, is_steady
+from colab_utils.diagnosis.noise import find_error
 from colab_utils.diagnosis.timing import CpuClock, time_batches
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
@@ -88,8 +88,6 @@ class TestTimeBatches:
         total = sum(times.wait_s) + sum(times.step_s)
         assert times.images_per_second == pytest.approx(8 / total)
         assert times.wait_share == pytest.approx(sum(times.wait_s) / total)
-        assert times.find_load_ms(0) == pytest.approx(1000 * sum(times.wait_s) / 8)
-        assert times.find_load_ms(2) == pytest.approx(2000 * total / 8)
 
     @pytest.mark.clock
     def test_the_warm_up_stands_apart(self):
@@ -325,23 +323,10 @@ class _InventedPool(_Invented):
                 yield ["image"]
 
 
-def _time_trial(loader):
-    """Time a loader as a trial of 6 seconds, of which 3 are a warm-up."""
-    return time_batches(
-        loader,
-        batches=500,
-        warmup=150,
-        warmup_s=3,
-        max_s=6,
-        least=20,
-        most_error=0.07,
-    )
-
-
-class TestSteadyRates:
-    def test_a_steady_rate_is_timed_no_longer_than_asked(self, monkeypatch):
+class TestInventedTimes:
+    def test_a_rate_is_timed_no_longer_than_asked(self, monkeypatch):
         loader = _Invented(monkeypatch, [], 0.1, spread=0.3)
-        times = _time_trial(loader)
+        times = time_batches(loader, batches=500, warmup=10, max_s=6, least=20)
         assert times.images_per_second == pytest.approx(10, rel=0.1)
         assert loader.now_s < 6.3
         assert times.error < 0.05
@@ -349,30 +334,15 @@ class TestSteadyRates:
     def test_batches_that_were_loaded_ahead_are_used_up_before_the_clock_begins(self, monkeypatch):
         # Twelve batches lie ready after the first one, which takes long.
         loader = _Invented(monkeypatch, [3.5] + [0.0] * 11, 0.4, workers=3, prefetch=4)
-        times = _time_trial(loader)
+        times = time_batches(loader, batches=500, max_s=6)
         assert times.images_per_second == pytest.approx(2.5)
         assert times.round_batches == 3
 
-    def test_a_stock_that_drains_while_it_is_timed_does_not_count(self, monkeypatch):
-        # For example, files lie ready, which no number of batches tells.
-        loader = _Invented(monkeypatch, [0.3] * 20, 0.8, spread=0.1)
-        times = _time_trial(loader)
-        assert times.images_per_second == pytest.approx(1.25, rel=0.1)
-        assert loader.now_s < 4 * 6 + 2
-
-    def test_a_rate_that_grows_is_the_one_that_it_reaches(self, monkeypatch):
-        early_s = [1.0 * 0.93**number for number in range(30)]
-        loader = _Invented(monkeypatch, early_s, 0.11, spread=0.2)
-        times = _time_trial(loader)
-        assert times.images_per_second == pytest.approx(1 / 0.11, rel=0.1)
-        assert times.images == len(times.wait_s)
-
-    def test_a_rate_that_is_never_sure_ends_in_time_and_tells_its_error(self, monkeypatch):
-        loader = _Invented(monkeypatch, [], 0.8, spread=1.0)
-        times = _time_trial(loader)
-        assert 18 < loader.now_s < 4 * 6 + 2
-        assert times.error > 0.05
-        assert times.images_per_second == pytest.approx(1.25, rel=3 * times.error)
+    def test_slow_batches_end_in_time(self, monkeypatch):
+        loader = _Invented(monkeypatch, [], 5.0)
+        times = time_batches(loader, batches=500, warmup=10, max_s=6, least=20)
+        assert len(times.wait_s) < 20
+        assert loader.now_s <= 4 * 6 + 5
 
     @pytest.mark.parametrize("workers", [2, 8])
     def test_a_rate_of_workers_is_as_sure_as_its_error_says(self, monkeypatch, workers):
@@ -380,7 +350,7 @@ class TestSteadyRates:
         errors = []
         for seed in range(40):
             pool = _InventedPool(monkeypatch, workers, seed)
-            times = _time_trial(pool)
+            times = time_batches(pool, batches=60, max_s=1e9)
             pool = _InventedPool(monkeypatch, workers, seed)
             long_run = time_batches(pool, batches=3000, max_s=1e9)
             shares.append(times.images_per_second / long_run.images_per_second - 1)
@@ -395,28 +365,6 @@ class TestSteadyRates:
         loader = _Invented(monkeypatch, [2.0] * 10, 0.1)
         times = time_batches(loader, batches=20, warmup=0)
         assert times.images_per_second == pytest.approx(20 / 21)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "round_batches", "steady"),
-    [
-        # These have all one rate.
-        ([0.1] * 40, 1, True),
-        ([0.1, 0.3] * 20, 1, True),
-        # Four workers deliver at once.
-        ([0.4, 0.0, 0.0, 0.0] * 10, 4, True),
-        # The rate changes once, by less than 5 %, or by more.
-        ([1.0] * 20 + [1.04] * 20, 1, True),
-        ([1.0] * 20 + [1.1] * 20, 1, False),
-        # It changes early, and again.
-        ([3.0] * 20 + [2.0] * 10 + [1.0] * 10, 1, False),
-        # Too few batches say nothing.
-        ([3.0] * 3 + [1.0] * 4, 1, True),
-        ([3.0] * 10 + [1.0] * 10, 4, True),
-    ],
-)
-def test_a_rate_is_steady_if_its_halves_are_equal_but_for_noise(seconds, round_batches, steady):
-    assert is_steady(np.array(seconds), round_batches) == steady
 
 
 def test_batches_that_come_at_once_make_no_error():
