@@ -81,16 +81,6 @@ def test_a_palette_with_more_transparencies_than_colours_is_told():
         to_rgb(image)
 
 
-def test_images_that_would_fill_the_memory_are_refused():
-    file = io.BytesIO()
-    Image.new("1", (12_000, 11_000)).save(file, "PNG")
-    with pytest.raises(
-        ColabUtilsError,
-        match=r"12000 x 11000 is more than 112,000,000 pixels: cut it .* into tiles",
-    ):
-        decode_pixels(file.getvalue())
-
-
 def test_threads_do_not_disturb_each_other():
     data = dump(np.ones((2, 3), np.float32))
     before = gc.get_threshold()
