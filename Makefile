@@ -1,7 +1,7 @@
 # make setup | demo | slides | site | workshop | badges | setup-cells
 # make test | lint | fuse | fuzz | test-browser | test-overlay | test-colab | test-today | test-lowest
 # make test-formats | test-engines | stress
-# make peers | benchmark | gpu
+# make peers | benchmark | gpu | colab
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 LOWEST := runs/lowest/bin/python
 
 .PHONY: setup demo slides site workshop badges setup-cells test fuse fuzz lint test-browser test-colab
-.PHONY: test-overlay test-today test-lowest test-formats test-engines stress peers benchmark gpu
+.PHONY: test-overlay test-today test-lowest test-formats test-engines stress peers benchmark gpu colab
 
 # A .venv with everything; it is made again from scratch when you delete it.
 setup: $(INSTALLED)
@@ -50,8 +50,8 @@ test: export PYTHONDONTWRITEBYTECODE :=
 test: export CUDA_VISIBLE_DEVICES :=
 test: lint fuse
 	status=0; \
-	$(RUN) -m pytest -n 3 --dist loadfile --durations=30 -m "not clock and not browser" || status=1; \
-	$(RUN) -m pytest --durations=30 -m "clock and not browser" || status=1; \
+	$(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=30 -m "not clock and not browser" || status=1; \
+	$(RUN) -m pytest --durations=30 -m "clock and not browser" $$(grep -rlF mark.clock tests --include='test_*.py') || status=1; \
 	exit $$status
 
 # The notebooks in JupyterLab and the first page of the site, in a browser: needs Chromium or Chrome;
@@ -139,6 +139,12 @@ benchmark: setup
 gpu:
 	-PYTHONPATH=. timeout 375 $(PYTHON) -m pytest -p no:cacheprovider -W ignore::pytest.PytestConfigWarning --continue-on-collection-errors tests/training/test_on_gpu.py tests/training/test_losses.py tests/loading
 	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu --json runs/benchmarks/gpu.json --minutes 18
+
+# On a T4 of Google Colab, by Google's command `colab` (pip install google-colab-cli) and your account:
+# the figures of make gpu, notebooks 01 and 05 with the real step, with DRIVE=1 on your Google Drive.
+# One JSON file comes to receipts/. It takes some 40 minutes of a T4
+colab: setup
+	$(RUN) -m tools.colab_t4 --colab "$(or $(COLAB),colab)" $(if $(DRIVE),--drive)
 
 # Badges and install lines name a repository: make badges REPO=owner/name. On GitHub, the workflow
 # Notebooks does this at each push

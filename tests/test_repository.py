@@ -406,6 +406,7 @@ def test_the_five_notebooks_carry_no_outputs():
         (["test-today", "ISSUE=1"], "-m tests.colab.check_today --issue"),
         (["test-lowest"], "sed 's/>=/==/' requirements.txt > runs/lowest/constraints.txt"),
         (["gpu"], "-m benchmarks.gpu --json"),
+        (["colab", "DRIVE=1"], '-m tools.colab_t4 --colab "colab" --drive'),
     ],
 )
 def test_make_runs_what_the_readme_says(arguments, command):
@@ -418,4 +419,6 @@ def test_make_runs_what_the_readme_says(arguments, command):
 def test_continuous_integration_runs_make_test():
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
-    assert "make test" in script.read_text(encoding="utf-8")
+    commands = script.read_text(encoding="utf-8").splitlines()
+    assert "make test" in commands
+    assert "make test-overlay" in commands

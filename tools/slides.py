@@ -1,12 +1,11 @@
 """Slides of an executed demo: each figure on a page of its own, as a PNG file and in one PDF. The
-animations stand on pages as three moments each, and move in ``animations.html``.
+animations move in ``animations.html``.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
-import bisect
 import io
 import itertools
 import json
@@ -24,10 +23,8 @@ from PIL import Image
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import write_file
 from colab_utils.show import render
-from colab_utils.show.pictures import PALETTE
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = ["Slide", "find_animations", "find_slides", "main", "write_slides"]
@@ -42,9 +39,6 @@ _TALLEST = 1.1
 _FLATTEST = 0.36
 _PART = 0.85
 _LINES = 7
-# An animation is drawn at these shares of its time, with places for so many batches that wait.
-_MOMENTS = (0.1, 0.5, 1.0)
-_PLACES = 14
 
 
 @dataclass(frozen=True)
@@ -92,7 +86,7 @@ def _list_outputs(notebook: Path) -> Iterator[_Output]:
 
 
 def find_slides(notebook: Path) -> list[Slide]:
-    """Return the figures of an executed notebook, in order; of an animation, three moments.
+    """Return the figures of an executed notebook, in order.
 
     Args:
         notebook: an ``.ipynb`` file with outputs.
@@ -100,20 +94,14 @@ def find_slides(notebook: Path) -> list[Slide]:
     slides: list[Slide] = []
     for output in _list_outputs(notebook):
         data = output.content.get("data", {})
-        animation = _read_animation(data)
-        if "image/png" in data:
-            png = base64.b64decode("".join(data["image/png"]))
-            words = _find_words(output)
-        elif animation is not None:
-            png = _draw_stills(*animation)
-            words = ()
-        else:
+        if "image/png" not in data:
             continue
+        png = base64.b64decode("".join(data["image/png"]))
         slug = re.sub(r"[^a-z0-9]+", "-", output.section.lower()).strip("-")[:48]
         parts = (notebook.stem, f"{len(slides) + 1:02d}", slug)
         name = "-".join(part for part in parts if part)
         heading = " · ".join(part for part in (output.title, output.section) if part)
-        slides.append(Slide(name, heading, png, words))
+        slides.append(Slide(name, heading, png, _find_words(output)))
     return slides
 
 
@@ -125,112 +113,10 @@ def find_animations(notebook: Path) -> list[tuple[str, str]]:
     """
     animations = []
     for output in _list_outputs(notebook):
-        data = output.content.get("data", {})
-        if _read_animation(data) is not None:
-            animations.append((output.section, "".join(data["text/html"])))
+        html = "".join(output.content.get("data", {}).get("text/html", ""))
+        if 'class="colab-sim"' in html:
+            animations.append((output.section, html))
     return animations
-
-
-def _read_animation(data: Mapping[str, Any]) -> tuple[dict[str, Any], str] | None:
-    """Return the spans of an animation, and its sentence; None where the output is none."""
-    html = "".join(data.get("text/html", ""))
-    match = re.search(r"class=\"colab-sim\" data-spans='([^']*)'", html)
-    if match is None:
-        return None
-    sentence = re.search(r"<p><b>(.*?)</b></p>", html, re.DOTALL)
-    return json.loads(match[1]), sentence[1] if sentence else ""
-
-
-def _draw_stills(spans: Mapping[str, Any], sentence: str) -> bytes:
-    """Draw an animation at three moments below its sentence; returns a PNG file.
-
-    ``spans`` has ``seconds``, the ``lanes`` of the workers and ``steps``, each as lists of batches,
-    starts and ends.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 6), facecolor="white")
-    figure.suptitle(
-        sentence,
-        x=0.02,
-        y=0.97,
-        ha="left",
-        fontsize=19,
-        parse_math=False,
-    )
-    for row, share in enumerate(_MOMENTS):
-        axes = figure.add_axes((0.02, 0.68 - 0.25 * row, 0.96, 0.2))
-        _draw_moment(axes, spans, share * spans["seconds"])
-    axes = figure.add_axes((0.02, 0.09, 0.96, 0.06))
-    _, starts, ends = spans["steps"]
-    bars = [(start, end - start) for start, end in zip(starts, ends, strict=True)]
-    axes.broken_barh(bars, (0, 1), facecolor=PALETTE[1])
-    axes.set_xlim(0, spans["seconds"])
-    axes.set_yticks([])
-    axes.set_xlabel("seconds; orange is a step, white is waiting", fontsize=12)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=110)
-    return picture.getvalue()
-
-
-def _draw_moment(axes: Axes, spans: Mapping[str, Any], now: float) -> None:
-    """Draw a box for each worker, each batch that is ready, and the model, at one moment."""
-    lanes = spans["lanes"]
-    taken = bisect.bisect_right(spans["steps"][1], now)
-    ready = set()
-    for batches, _, ends in lanes:
-        ready.update(batches[: bisect.bisect_right(ends, now)])
-    boxes = [_find_batch(lane, now) for lane in lanes]
-    for batch in range(taken + _PLACES - 1, taken - 1, -1):
-        boxes.append((f"{batch}", 1.0) if batch in ready else ("", 0.0))
-    batch, done = _find_batch(spans["steps"], now)
-    boxes.append((batch or "waits", done))
-    # A gap stands before the batches that are ready, and one before the model.
-    places = [*range(len(lanes)), *range(len(lanes) + 1, len(boxes)), len(boxes) + 1]
-    colours = [PALETTE[0]] * (len(boxes) - 1) + [PALETTE[1]]
-    shares = [share for _, share in boxes]
-    axes.bar(
-        places,
-        shares,
-        width=0.9,
-        color=colours,
-        alpha=0.5,
-    )
-    axes.bar(
-        places,
-        1,
-        width=0.9,
-        fill=False,
-        edgecolor="#666666",
-    )
-    for place, (text, _) in zip(places, boxes, strict=True):
-        axes.text(
-            place,
-            0.5,
-            text,
-            ha="center",
-            va="center",
-            fontsize=12,
-        )
-    finished = bisect.bisect_right(spans["steps"][2], now)
-    notes = {
-        0: f"after {now:.0f} s: {finished} batches",
-        len(lanes): "ready, the next one on the right",
-        -1: "the model",
-    }
-    for place, note in notes.items():
-        axes.text(places[place] - 0.45, 1.2, note, fontsize=14)
-    axes.set_ylim(0, 1.5)
-    axes.set_axis_off()
-
-
-def _find_batch(lane: Sequence[Sequence[float]], now: float) -> tuple[str, float]:
-    """Return the batch that is worked on at this moment, and the share that is done."""
-    place = bisect.bisect_right(lane[1], now) - 1
-    if place < 0 or now >= lane[2][place]:
-        return "", 0.0
-    start = lane[1][place]
-    return f"{lane[0][place]:.0f}", (now - start) / (lane[2][place] - start)
 
 
 def _find_words(output: _Output) -> tuple[str, ...]:

@@ -107,17 +107,13 @@ def write_notebook(path, *outputs, cell_id="figure", metadata=None):
     return path
 
 
-def test_an_animation_is_a_slide_of_three_moments_and_moves_in_a_page(tmp_path):
+def test_an_animation_moves_in_a_page_and_is_no_slide(demo, tmp_path):
     run = simulate(workers=7, load_s=2.0, step_s=0.1)
     html = animate_simulation(run).data
-    notebook = write_notebook(tmp_path / "01_a.ipynb", {"text/html": html})
-    [slide] = find_slides(notebook)
-    with Image.open(io.BytesIO(slide.png)) as picture:
-        colours = {colour for _, colour in picture.convert("RGB").getcolors(1 << 20)}
-    # The steps have this colour.
-    assert (230, 159, 0) in colours
+    notebook = write_notebook(demo / "03_c.ipynb", {"text/html": html})
+    assert find_slides(notebook) == []
     assert find_animations(notebook) == [("", html)]
-    write_slides(tmp_path, tmp_path / "slides")
+    write_slides(demo, tmp_path / "slides")
     page = (tmp_path / "slides" / "animations.html").read_text(encoding="utf-8")
     assert html in page
     assert "http" not in page.replace("http://www.w3.org", "")
