@@ -298,10 +298,10 @@ def measure_rows(
             print(*names.values(), file=sys.stderr, flush=True)
             results["rows"].append(names | _measure_row(run))
             slowest_s = max(slowest_s, perf_counter() - began_s)
-        # What the row before held on the GPU. An error of the GPU itself comes here, too.
-        gc.collect()
-        with suppress(RuntimeError):
-            torch.cuda.empty_cache()
+            # What the row held on the GPU. An error of the GPU itself comes here, too.
+            gc.collect()
+            with suppress(RuntimeError):
+                torch.cuda.empty_cache()
         write_file(path, json.dumps(results, indent=1, default=str).encode())
 
 

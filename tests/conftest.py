@@ -24,6 +24,27 @@ from colab_utils.shards.write import write_shards
 SHARED = Path(os.environ.get("COLAB_UTILS_SHARED", Path(__file__).parents[2] / "shared"))
 
 
+LONGEST = (
+    "tests/notebooks/test_run_notebooks.py",
+    "tests/benchmarks/test_gpu.py",
+    "tests/notebooks/test_setup_cell.py",
+    "tests/notebooks/test_badges.py",
+    "tests/fuzz/test_fuzz.py",
+    "tests/training/test_train.py",
+    "tests/training/test_distributed.py",
+    "tests/training/test_equality.py",
+    "tests/shards/test_write.py",
+    "tests/loading/test_dataset.py",
+)
+"""The files that take longest."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest files first, so that at the end no process is left alone with one."""
+    ranks = {name: rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0], len(ranks)))
+
+
 @dataclass(frozen=True)
 class CocoMini:
     images: Path

@@ -24,8 +24,22 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.training import losses
 from tests.tiny_model import TINY_MODEL
 
+pytestmark = pytest.mark.usefixtures("few_objects")
 
-def test_every_measurement_runs(tmp_path, monkeypatch, capsys, one_thread):
+
+@pytest.fixture
+def small_batches(monkeypatch):
+    """Rows measure images of a sixteenth of the pixels."""
+    real = gpu.make_batch
+    monkeypatch.setattr(
+        gpu,
+        "make_batch",
+        lambda size, objects: real(size, objects=objects, height=120, width=160),
+    )
+
+
+@pytest.mark.usefixtures("small_batches", "one_thread")
+def test_every_measurement_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         gpu, "time_steps", lambda model, batches, device, changes: {"step_ms": 10.0 - len(changes)}
     )
@@ -77,8 +91,9 @@ def test_what_is_quick_comes_first_and_what_takes_long_last():
     assert {row["batch_size"] for row in names if row["step"] == gpu.REFERENCES} == {2, 4, 8, 16}
 
 
+@pytest.mark.usefixtures("small_batches", "one_thread")
 def test_rows_that_fail_are_kept_with_their_error_and_the_others_go_on(
-    tmp_path, monkeypatch, capsys, one_thread
+    tmp_path, monkeypatch, capsys
 ):
     def time_steps(model, batches, device, changes):
         if COMPILED in changes:
@@ -89,6 +104,7 @@ def test_rows_that_fail_are_kept_with_their_error_and_the_others_go_on(
         import pycocotools.no_such_module  # noqa: F401
 
     monkeypatch.setattr(gpu, "time_steps", time_steps)
+    monkeypatch.setattr(gpu, "compare_losses", lambda model, batches, device: 0.0)
     monkeypatch.setattr(gpu, "make_pictures", make_pictures)
     command = ["--json", str(tmp_path / "found.json"), "--work", str(tmp_path), "--device", "cpu"]
     command += ["--min-size", "64", "--models", TINY_MODEL, "--batch-sizes", "2"]

@@ -95,8 +95,8 @@ def test_a_hang_is_told(prepared, monkeypatch):
 
 
 def test_a_case_is_the_same_again(prepared):
-    first = run(prepared, KINDS, list(range(300, 330)), processes=1)
-    again = run(prepared, KINDS, list(range(300, 330)), processes=3)
+    first = run(prepared, KINDS, list(range(300, 312)), processes=1)
+    again = run(prepared, KINDS, list(range(300, 312)), processes=3)
     same = attrgetter("number", "kind", "outcome", "bug")
     assert list(map(same, first)) == list(map(same, again))
 
