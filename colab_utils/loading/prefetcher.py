@@ -34,7 +34,7 @@ PREFETCH = 2
 
 # Each worker is told of this many files in advance. Its reader decides how many to read at once.
 _TOLD_IMAGES = 256
-LENT_BUFFERS = 4
+_LENT_BUFFERS = 4
 """Buffers that a training loop may hold: the current batch, the next one, and two that a user
 keeps."""
 
@@ -277,7 +277,7 @@ class Prefetcher:
         """Make the buffers, and start the workers."""
         try:
             with quiet_fork():
-                self._pool = SharedBufferPool(self._ahead, LENT_BUFFERS)
+                self._pool = SharedBufferPool(self._ahead, _LENT_BUFFERS)
             for place in range(self._worker_count):
                 self._workers.append(Worker(self._fetcher, self._pool, place, self._worker_count))
         except BaseException:

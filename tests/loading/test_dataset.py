@@ -840,13 +840,7 @@ def test_own_transforms_are_applied_to_each_sample(tiny_shards):
     seen = []
 
     def spy(image, target):
-        seen.append(
-            (
-                type(image),
-                type(target["boxes"]),
-                type(target["masks"]),
-            )
-        )
+        seen.append((type(image), type(target["boxes"]), type(target["masks"])))
         return image, target
 
     plain = ShardDataset(tiny_shards)
@@ -858,9 +852,6 @@ def test_own_transforms_are_applied_to_each_sample(tiny_shards):
     assert torch.equal(target["masks"], objects["masks"].flip(-1))
     assert target["boxes"][:, 0].tolist() == (image.shape[2] - objects["boxes"][:, 2]).tolist()
     assert type(image) is type(target["boxes"]) is torch.Tensor
-    [(images, targets)] = make_loader(dataset, batch_size=12, workers=0, shuffle=False)
-    assert torch.equal((images[3] * 255).round().byte(), image)
-    assert torch.equal(targets[3]["masks"], target["masks"])
 
 
 def test_another_evaluator_sees_crowds_and_polygons_as_in_the_file(real):

@@ -313,12 +313,6 @@ def test_a_dataset_is_told_its_worker():
     assert get_worker_info() is None
 
 
-def test_a_sample_of_another_kind_is_named():
-    loader = load([Numbers()[0], None], shuffle=False)
-    with pytest.raises(ColabUtilsError, match=r"from your dataset for sample 1, found NoneType"):
-        list(loader)
-
-
 class Reused(Numbers):
     """A dataset that writes each image into the same memory."""
 

@@ -15,7 +15,6 @@ from hypothesis.extra.numpy import arrays
 from pycocotools import mask as coco_mask
 from torchvision.models.detection.roi_heads import project_masks_on_boxes
 
-from colab_utils.data.coco import read_coco
 from colab_utils.data.masks import encode_segmentation, pack_masks
 from colab_utils.loading import mask_targets
 from colab_utils.loading import masks as module
@@ -155,25 +154,6 @@ def test_dense_masks_are_those_of_pycocotools(images, way):
             assert np.array_equal(mask, coco_mask.decode(rle))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_real_masks_are_those_of_pycocotools(coco_mini, way):
-    dataset = read_coco(coco_mini.annotations)
-    images = []
-    for i in range(0, len(dataset), 4):
-        size = dataset.image(i)["height"], dataset.image(i)["width"]
-        images.append(
-            (
-                size,
-                [encode_segmentation(a["segmentation"], *size) for a in dataset.annotations(i)],
-            )
-        )
-    for (_, rles), masks in zip(images, expand(way, *pack_rles(images)), strict=True):
-        assert np.array_equal(
-            masks.numpy(),
-            np.stack([coco_mask.decode(rle) for rle in rles]),
-        )
-
-
 def dense_images():
     shape = st.tuples(
         st.integers(0, 4),
@@ -218,13 +198,6 @@ def test_masks_drawn_into_used_memory_are_mirrored_where_asked(images, data):
             part,
             torch.from_numpy(dense).flip(-1 if flip else ()),
         )
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_thousand_objects_are_drawn_as_they_were(way):
-    images = [make_blobs(0, objects=1000), make_blobs(1, objects=3)]
-    for masks, dense in zip(images, expand(way, *pack(images)), strict=True):
-        assert torch.equal(dense, torch.from_numpy(masks))
 
 
 def project(images, objects, boxes, flips, size=28):
