@@ -245,7 +245,7 @@ def test_more_memory_than_there_is_is_refused(race, monkeypatch):
 
 def test_shrunk_images_are_compared_at_their_stored_size(prepare, tmp_path):
     photos = make_dataset(
-        tmp_path / "photos", n=6, width=1600, height=1300, objects=(1, 4), workers=1
+        tmp_path / "photos", n=3, width=1100, height=900, objects=(1, 4), workers=1
     )
     prepared = prepare(photos.images, photos.annotations)
     for name in (

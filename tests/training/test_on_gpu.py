@@ -18,7 +18,7 @@ from colab_utils.shards.write import write_shards
 from colab_utils.training.detection import detect
 from colab_utils.training.evaluate import evaluate
 from colab_utils.training.losses import compute_losses
-from colab_utils.training.model import LIGHT_MODEL, assemble_mask_rcnn, load_trained_model
+from colab_utils.training.model import assemble_mask_rcnn, load_trained_model
 from colab_utils.training.norms import fold_norms
 from colab_utils.training.precision import keep_boxes_exact
 from colab_utils.training.step import TrainingStep
@@ -312,17 +312,6 @@ def test_a_run_begun_on_a_cpu_is_explained_on_a_gpu(shards, tmp_path, gpu):
         report = train(shards, tmp_path, steps=2, **QUICK)
     assert report.plan.device == "cuda:0"
     assert math.isfinite(report.losses[1].loss)
-
-
-@simulated
-def test_a_model_that_does_not_fit_is_refused_and_never_swapped(shards, tmp_path, monkeypatch):
-    unnamed = {key: value for key, value in QUICK.items() if key != "model"}
-    refused = pytest.raises(
-        ColabUtilsError, match=rf"fit into the GPU's memory.* model='{LIGHT_MODEL}'"
-    )
-    # The weights alone take 184 MB.
-    with SimulatedGpu(monkeypatch, limit=230_000_000), refused:
-        train(shards, tmp_path, steps=1, **unnamed)
 
 
 @simulated
