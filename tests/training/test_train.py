@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torchvision.transforms import v2
 
 from colab_utils import drive
 from colab_utils.course.sample_data import BuiltinDataset, make_dataset
@@ -34,7 +36,7 @@ from colab_utils.training import step as step_module
 from colab_utils.training import train as loop
 from colab_utils.training.checkpoint import CheckpointFolder, CheckpointWriter
 from colab_utils.training.data import DataSource
-from colab_utils.training.evaluate import AveragePrecision
+from colab_utils.training.evaluate import AveragePrecision, evaluate
 from colab_utils.training.model import load_trained_model
 from colab_utils.training.plan import TrainingPlan
 from colab_utils.training.report import LogLine, TrainReport
@@ -1298,3 +1300,279 @@ def test_a_sample_that_is_late_is_named_and_trained_on(tiny_shards, tmp_path, mo
         report = train(tiny_shards, tmp_path / "run", epochs=2, **{**TINY, "workers": 1})
     assert report.steps == 6
     assert len([warning for warning in caught if "did not come" in str(warning.message)]) == 1
+
+
+# These tests look at the best weights, at the end of a run, and at augmentation.
+
+
+def script_precision(monkeypatch, values):
+    """Evaluations find these average precisions of masks, one after another; returns the steps of
+    the calls.
+    """
+    left = iter(values)
+
+    def score(model, dataset, **more):
+        return AveragePrecision(0.0, next(left), 0.0, 0.0, 6)
+
+    monkeypatch.setattr(trainer, "evaluate", score)
+
+
+@pytest.mark.usefixtures("every_step")
+def test_the_best_weights_are_kept(tiny_shards, tmp_path):
+    lines = []
+    report = train(
+        tiny_shards,
+        tmp_path,
+        epochs=2,
+        val_shards=tiny_shards,
+        log=lines.append,
+        **TINY,
+    )
+    evaluated = {line.ap.step: line.ap for line in lines if isinstance(line, LogLine) and line.ap}
+    # Each epoch but the last was evaluated in a line, and the last is that of the report.
+    assert set(evaluated) == {3}
+    every = {**evaluated, 6: report.ap}
+    best = max(every, key=lambda step: every[step].segm)
+    assert report.best.segm == pytest.approx(every[best].segm)
+    (kept,) = tmp_path.glob("best-*.pt")
+    assert kept.name == f"best-{report.best.step:08d}.pt"
+    weights = torch.load(kept, weights_only=True)
+    assert weights["step"] == report.best.step
+    assert weights["class_names"] == ShardDataset(tiny_shards, contiguous_labels=True).class_names
+    model = load_trained_model(tmp_path, which="best")
+    assert evaluate(model, ShardDataset(tiny_shards, contiguous_labels=True)).segm == pytest.approx(
+        report.best.segm
+    )
+
+
+def test_a_longer_run_does_not_lose_its_best(tiny_shards, tmp_path, monkeypatch):
+    script_precision(monkeypatch, [0.5, 0.3, 0.2])
+    first = train(
+        tiny_shards,
+        tmp_path / "run",
+        epochs=1,
+        val_shards=tiny_shards,
+        **TINY,
+    )
+    assert (first.best.step, first.best.segm) == (3, 0.5)
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
+    report = train(
+        tiny_shards,
+        moved,
+        epochs=3,
+        val_shards=tiny_shards,
+        **TINY,
+    )
+    assert (report.best.step, report.best.segm) == (3, 0.5)
+    assert [path.name for path in moved.glob("best-*.pt")] == ["best-00000003.pt"]
+
+
+def test_the_best_on_other_images_is_not_compared(tiny_shards, tmp_path, monkeypatch):
+    made = make_dataset(
+        tmp_path / "data", n=2, width=96, height=80, objects=(1, 3), seed=5, workers=1
+    )
+    write_shards(made.images, made.annotations, shards=tmp_path / "other", workers=1)
+    script_precision(monkeypatch, [0.9, 0.1])
+    train(
+        tiny_shards,
+        tmp_path / "run",
+        steps=2,
+        val_shards=tiny_shards,
+        **TINY,
+    )
+    report = train(
+        tiny_shards,
+        tmp_path / "run",
+        steps=3,
+        val_shards=tmp_path / "other",
+        **TINY,
+    )
+    assert report.best.segm == 0.1
+    assert train(tiny_shards, tmp_path / "run", steps=3, **TINY).best is None
+
+
+def test_ctrl_c_at_the_end_of_a_run_is_not_lost(tiny_shards, tmp_path, monkeypatch):
+    save = CheckpointFolder.save
+
+    def interrupt(self, state, *, step, **more):
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return save(self, state, step=step, **more)
+
+    monkeypatch.setattr(CheckpointFolder, "save", interrupt)
+    monkeypatch.setattr(trainer, "evaluate", lambda *given, **more: pytest.fail("it goes on"))
+    with pytest.raises(KeyboardInterrupt):
+        train(
+            tiny_shards,
+            tmp_path,
+            steps=3,
+            val_shards=tiny_shards,
+            **TINY,
+        )
+    assert (tmp_path / "checkpoint-00000003.pt").exists()
+
+
+def test_ctrl_c_during_an_evaluation_interrupts_at_once_and_saves(
+    tiny_shards, tmp_path, monkeypatch
+):
+    def interrupt(*given, **more):
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("it goes on")
+
+    monkeypatch.setattr(trainer, "evaluate", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train(
+            tiny_shards,
+            tmp_path,
+            epochs=2,
+            val_shards=tiny_shards,
+            **TINY,
+        )
+    assert (tmp_path / "checkpoint-00000003.pt").exists()
+
+
+def test_nothing_is_written_when_train_has_ended(tiny_shards, tmp_path, monkeypatch):
+    """A new run in the same folder would find a checkpoint of the one before."""
+    save = CheckpointFolder.save
+    real = TrainingStep.__call__
+    running = []
+
+    def save_slowly(self, state, *, step, **more):
+        running.append(step)
+        time.sleep(0.3)
+        path = save(self, state, step=step, **more)
+        running.remove(step)
+        return path
+
+    def fail_third(self, *given, **more):
+        if self.calls == 2:
+            raise ZeroDivisionError
+        self.calls += 1
+        return real(self, *given, **more)
+
+    monkeypatch.setattr(CheckpointFolder, "save", save_slowly)
+    monkeypatch.setattr(TrainingStep, "calls", 0, raising=False)
+    monkeypatch.setattr(TrainingStep, "__call__", fail_third)
+    with pytest.raises(ZeroDivisionError):
+        train(
+            tiny_shards,
+            tmp_path,
+            steps=4,
+            checkpoint_steps=1,
+            **TINY,
+        )
+    assert running == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "begun.txt",
+        "checkpoint-00000001.pt",
+        "checkpoint-00000002.pt",
+    ]
+
+
+def test_boxes_without_an_area_are_said_to_come_from_your_transforms(tiny_shards, tmp_path):
+    own = v2.RandomCrop((20, 20))
+    with pytest.raises(
+        ColabUtilsError, match=r"which has no area.*your transforms with v2\.SanitizeBoundingBoxes"
+    ):
+        train(
+            tiny_shards,
+            tmp_path,
+            steps=6,
+            augment=own,
+            **TINY,
+        )
+
+
+def test_transforms_may_keep_only_what_torchvision_needs(tiny_shards, tmp_path):
+    def keep(image, target):
+        return (
+            image,
+            {name: target[name] for name in ("boxes", "labels", "masks", "image_id")},
+        )
+
+    assert (
+        train(
+            tiny_shards,
+            tmp_path,
+            steps=1,
+            augment=keep,
+            **TINY,
+        ).steps
+        == 1
+    )
+
+
+def test_no_best_without_validation_images(tiny_shards, tmp_path):
+    report = train(tiny_shards, tmp_path, steps=1, **TINY)
+    assert report.best is None
+    with pytest.raises(ColabUtilsError, match="Train with validation shards first"):
+        load_trained_model(tmp_path, which="best")
+
+
+def test_a_run_without_flips_stays_so_and_trains_otherwise(tiny_shards, tmp_path):
+    flipped = train(tiny_shards, tmp_path / "flipped", steps=3, **TINY)
+    whole = train(tiny_shards, tmp_path / "whole", steps=3, augment="none", **TINY)
+    train(tiny_shards, tmp_path / "parts", steps=2, augment="none", **TINY)
+    parts = train(tiny_shards, tmp_path / "parts", steps=3, **TINY)
+    assert parts.plan.augment == "none"
+    assert parts.losses == whole.losses != flipped.losses
+
+
+def test_transforms_of_ones_own_run_on_the_device_and_resume(tiny_shards, tmp_path):
+    seen = []
+
+    class Look(nn.Module):
+        def forward(self, image, target):
+            seen.append(
+                (
+                    image.dtype,
+                    type(target["boxes"]).__name__,
+                    tuple(target["masks"].shape[1:]),
+                )
+            )
+            return image, target
+
+    own = v2.Compose([v2.RandomHorizontalFlip(0.5), v2.RandomPhotometricDistort(), Look()])
+    whole = train(
+        tiny_shards,
+        tmp_path / "whole",
+        steps=4,
+        augment=own,
+        **TINY,
+    )
+    train(
+        tiny_shards,
+        tmp_path / "parts",
+        steps=2,
+        augment=own,
+        **TINY,
+    )
+    parts = train(
+        tiny_shards,
+        tmp_path / "parts",
+        steps=4,
+        augment=own,
+        **TINY,
+    )
+    assert parts.losses == whole.losses
+    assert seen[0] == (torch.uint8, "BoundingBoxes", (80, 96))
+    with pytest.raises(ColabUtilsError, match=r"The run of .* was begun with transforms"):
+        train(tiny_shards, tmp_path / "parts", steps=5, **TINY)
+
+
+def test_a_log_line_tells_every_value():
+    line = LogLine(
+        40,
+        200,
+        1.9123,
+        0.005,
+        5.31,
+        0.024,
+        9_100_000_000,
+        AveragePrecision(0.3, 0.2, 0.5, 0.4, 9, 30),
+    )
+    assert str(line) == (
+        "step 40/200  loss 1.912  lr 0.00500  5.3 images/s  wait 2%  GPU 9.1 GB  after step 30: "
+        "AP of boxes 0.300 "
+        "(0.500 at IoU 0.5), of masks 0.200 (0.400 at IoU 0.5), 9 images"
+    )
