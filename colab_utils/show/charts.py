@@ -1,14 +1,11 @@
 """Charts that are understood in five seconds: the title states the finding, with its numbers."""
 
-import textwrap
 from collections.abc import Collection, Mapping, Sequence
-from itertools import islice
 from statistics import median
 
 import numpy as np
 from matplotlib.axes import Axes
 
-from colab_utils.data.statistics import DatasetStatistics
 from colab_utils.errors import ColabUtilsError
 from colab_utils.show.pictures import PALETTE, DescribedFigure, make_figure
 from colab_utils.streams import StreamTrial
@@ -25,8 +22,6 @@ _RED = PALETTE[3]
 _NEAR_MOST = 0.9
 # A bar that is shorter than this share of the axis would vanish between its two white edges.
 _THIN = 0.004
-# A chart has room for this many classes.
-_CLASSES = 20
 
 
 def plot_first_seconds(
@@ -250,39 +245,6 @@ def plot_streams(trials: Sequence[StreamTrial], *, name: str = "Drive") -> Descr
     return plot_bars(rates, title=title, unit="files a second", highlight=[f"{enough} streams"])
 
 
-def plot_statistics(statistics: DatasetStatistics) -> DescribedFigure:
-    """Draw a dataset's objects by class, size and shape, and its images by number of objects.
-
-    Args:
-        statistics: The ``statistics`` of a report of `check_dataset`.
-    """
-    shown = dict(islice(statistics.classes.items(), _CLASSES))
-    left = ""
-    if len(statistics.classes) > _CLASSES:
-        left = f", the first {_CLASSES} of {len(statistics.classes)}"
-    panels = {
-        f"Objects of each class{left}": shown,
-        "Objects by size of the mask": statistics.sizes,
-        "Objects by width : height": statistics.aspect_ratios,
-        "Images by number of objects": statistics.objects_per_image,
-    }
-    share = max(statistics.sizes.values()) / max(1, statistics.objects)
-    size = max(statistics.sizes, key=lambda name: statistics.sizes[name]).partition(",")[0]
-    objects = format_count(statistics.objects, "object")
-    classes = format_count(len(statistics.classes), "class", "classes")
-    title = f"{objects} of {classes}, {share:.0%} of them {size}"
-    figure = make_figure(title, width=12, height=7.2)
-    axes = figure.subplot_mosaic("AB;AC;AD").values()
-    for axis, (name, values) in zip(axes, panels.items(), strict=True):
-        _lay_rows(axis, [textwrap.shorten(label, 28) for label in values], fontsize=12)
-        bars = axis.barh(range(len(values)), [*values.values()], color=BLUE)
-        axis.bar_label(bars, fmt="{:,.0f}", padding=4, fontsize=12)
-        axis.set_title(name, loc="left", fontsize=14)
-        axis.set(xticks=[], xlim=(0, 1.2 * max([1, *values.values()])))
-        axis.spines["bottom"].set_visible(False)
-    return figure
-
-
 def _write(
     axis: Axes, text: str, x: float, y: float, *, ha: str = "left", color: str = INK
 ) -> None:
@@ -306,26 +268,16 @@ def _write(
     )
 
 
-def _lay_rows(axis: Axes, names: Collection[str], *, fontsize: float) -> None:
-    """Label a row for each name, the first on top, and hide the frame of the chart."""
-    axis.set_yticks(
-        range(len(names)),
-        [*names],
-        fontsize=fontsize,
-        parse_math=False,
-    )
-    axis.set_ylim(len(names) - 0.45, -0.55)
-    axis.tick_params(axis="y", length=0)
-    axis.spines[["top", "right", "left"]].set_visible(False)
-
-
 def _make_rows(
     title: str, names: Collection[str], *, unit: str, height: float
 ) -> tuple[DescribedFigure, Axes]:
-    """Make a figure with a row for each name."""
+    """Make a figure with a row for each name, the first on top, and without a frame."""
     figure = make_figure(title, width=12, height=height)
     axis = figure.add_subplot()
-    _lay_rows(axis, names, fontsize=15)
+    axis.set_yticks(range(len(names)), [*names], fontsize=15, parse_math=False)
+    axis.set_ylim(len(names) - 0.45, -0.55)
+    axis.tick_params(axis="y", length=0)
+    axis.spines[["top", "right", "left"]].set_visible(False)
     axis.set_xlabel(unit, fontsize=14, parse_math=False)
     axis.tick_params(axis="x", labelsize=12)
     return figure, axis

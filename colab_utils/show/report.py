@@ -17,7 +17,6 @@ from colab_utils.files import require_new, write_file
 from colab_utils.machine import Machine
 from colab_utils.places import PlaceLike, require_local_path
 from colab_utils.show import render
-from colab_utils.show.charts import plot_statistics
 from colab_utils.show.comparison_charts import (
     COCO_IMAGES,
     describe_hours,
@@ -111,7 +110,6 @@ def write_check(
     ):
         if panels:
             figures.append(draw_annotations(images, panels, title=title, columns=columns))
-    figures.append(plot_statistics(report.statistics))
     serious = [problem for problem in report.problems if not problem.effect.startswith("note")]
     serious.sort(key=lambda problem: -problem.count)
     faults = ", ".join(f"{problem.count:,} x {problem.kind}" for problem in serious)
