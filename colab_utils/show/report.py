@@ -2,14 +2,14 @@
 
 import json
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from colab_utils.data.checks import DatasetReport, Problem
+from colab_utils.data.checks import DatasetReport
 from colab_utils.data.coco import CocoDataset, read_coco
 from colab_utils.drive import explain_write
 from colab_utils.errors import escape
@@ -116,9 +116,7 @@ def write_check(
     images = format_count(report.images, "image")
     annotations = format_count(report.annotations, "annotation")
     finding = f"{images}, {annotations}: {faults or 'every image can be used'}"
-    return _write_page(
-        page, "check", report=report, finding=finding, charts=figures, tabulate=_tabulate_problems
-    )
+    return _write_page(page, "check", report=report, finding=finding, charts=figures)
 
 
 def _index_ids(dataset: CocoDataset) -> dict[int, int]:
@@ -145,23 +143,6 @@ def _list_turns(report: DatasetReport, dataset: CocoDataset) -> list[_Panel]:
         name = textwrap.shorten(escape(dataset.file_name(i)), 30)
         panels += [(f"--exif {exif}: {name}", dataset, i, exif) for exif in ("keep", "turn")]
     return panels
-
-
-def _tabulate_problems(problems: Sequence[Problem]) -> Table | str:
-    if not problems:
-        return "Nothing."
-    rows = []
-    for problem in problems:
-        examples = [textwrap.shorten(example, 80) for example in problem.examples[:2]]
-        rows.append(
-            {
-                "": f"{problem.count:,}",
-                "what": problem.kind,
-                "what becomes of it": problem.effect,
-                "such as": "; ".join(examples),
-            }
-        )
-    return make_table(rows)
 
 
 def check_receipt_folder(folder: str | Path) -> None:
