@@ -816,7 +816,6 @@ def test_a_rate_that_breaks_the_weights_ends_in_one_line(tiny_shards, tmp_path, 
     ("error", "words"),
     [
         (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
-        (DriveLostError("A shard cannot be read: Drive got disconnected."), "Drive"),
         (MemoryError("no room"), "MemoryError: no room"),
         (torch.OutOfMemoryError("CUDA out of memory"), "CUDA out of memory"),
     ],
