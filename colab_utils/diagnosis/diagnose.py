@@ -29,10 +29,10 @@ _CACHED_BATCHES = 4
 _CACHED_SHARE = 0.1
 # The loop as it is, the step alone and the stages of loading are timed for these shares of the
 # ``seconds`` of a diagnosis. This many batches come before those that are timed.
-_LOOP_SHARE = 0.3
-_STEP_SHARE = 0.08
+_LOOP_SHARE = 0.25
+_STEP_SHARE = 0.06
 _STAGES_SHARE = 0.25
-_WARMUP = 10
+_WARMUP = 5
 # Below this headspace, faster loading can win less than 10 %.
 _FINE_HEADSPACE = 1.1
 # Ids of the causes that are no matter of the loader's speed.

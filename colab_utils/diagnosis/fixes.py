@@ -100,7 +100,7 @@ _MANY = 10_000
 # Stages that need no CPU, or that the model counts apart.
 _NO_WORK = ("read", "hand-off")
 # The model needs a step. Without one, it has a very short one.
-_NO_STEP_S = 1e-4
+_NO_STEP_MS = 0.1
 # The error of an input of which little is known.
 _UNKNOWN = 0.3
 # Each forecast is made so many times, with inputs that differ as those that were measured do.
@@ -209,13 +209,8 @@ class Situation:
         if self.step is None or isinstance(self.step, EmulatedStep):
             return self.step
         step_s = self.cached.step_s
-        return EmulatedStep(1000 * fmean(step_s), self.busy)
-
-    @property
-    def busy(self) -> float:
-        """Return the share of a core that your step keeps busy."""
-        busy = self.cached.step_cpu_s / max(sum(self.cached.step_s), 1e-9)
-        return min(max(busy, _LEAST_BUSY), 1.0)
+        busy = self.cached.step_cpu_s / max(sum(step_s), 1e-9)
+        return EmulatedStep(1000 * fmean(step_s), min(max(busy, _LEAST_BUSY), 1.0))
 
 
 @contextmanager
@@ -468,14 +463,15 @@ class _Model:
             self._problem = describe_error(error).removesuffix(".")
         self._costs: dict[Any, _Cost] = {}
         cores = [measure_cores()]
-        step_s = now.cached.step_s if now.step is not None else (_NO_STEP_S,)
+        # What an emulated step takes on a busy machine is no length of its own.
+        step = now.make_placeholder() or EmulatedStep(_NO_STEP_MS)
         self._base = Loop(
             count_workers(loader),
-            fmean(step_s),
+            step.step_ms / 1000,
             prefetch=count_prefetch(loader),
             batch_size=now.loop.batch_size,
             in_order=getattr(loader, "in_order", True),
-            busy=now.busy,
+            busy=step.busy,
             read_ahead=0,
             epoch_batches=now.epoch_batches,
             start_s=_time_start(loader) if now.has_restarts else 0.0,
@@ -487,7 +483,7 @@ class _Model:
         self._errors = np.array(
             [
                 max((cost.error for cost in self._costs.values()), default=0.0),
-                min(find_error(np.array(step_s)), _UNKNOWN),
+                min(find_error(np.array(now.cached.step_s)), _UNKNOWN),
                 abs(cores[0] - cores[1]) / sum(cores),
             ]
         )
