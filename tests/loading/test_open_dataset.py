@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections import Counter
@@ -38,6 +39,7 @@ from colab_utils.shards.index import read_index, write_index
 from colab_utils.shards.jobs import write_in_turn
 from colab_utils.shards.lock import WRITER_NAME, hold_folder
 from colab_utils.shards.plan import make_recipe
+from colab_utils.shards.records import read_image
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import DriveProfile, slow_down
 
@@ -248,6 +250,24 @@ def read_few_before(monkeypatch):
     """Let the plan read two images, and not all of the tiny dataset."""
     monkeypatch.setattr(orientation, "_SAMPLED_PHOTOS", 2)
     monkeypatch.setattr(plan, "_TRIED_IMAGES", 2)
+
+
+def test_all_files_of_the_plan_are_asked_for_together(tiny_dataset, places, monkeypatch):
+    """The vote on EXIF does not wait for the images that are tried, nor they for the vote."""
+    trial = threading.Event()
+    vote = threading.Event()
+
+    def read_with(begun, other):
+        def read(*arguments, **options):
+            begun.set()
+            assert other.wait(60)
+            return read_image(*arguments, **options)
+
+        return read
+
+    monkeypatch.setattr(plan, "read_image", read_with(trial, vote))
+    monkeypatch.setattr(write, "read_image", read_with(vote, trial))
+    open_tiny(tiny_dataset, places).stop()
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -12,10 +12,10 @@ from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
 from colab_utils.course.sample_data import make_dataset
 from colab_utils.errors import ColabUtilsError
+from colab_utils.files import write_file
 from colab_utils.loading.batch import collate_packed
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.copy import Copying
-from colab_utils.shards.jobs import write_shard
 from colab_utils.shards.write import write_shards
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.memory import _find_heaviest, find_size, plan_memory
@@ -161,16 +161,16 @@ def test_on_a_gpu_training_begins_before_a_shard_is_written(tiny_dataset, tmp_pa
     written = []
     opened = multiprocessing.get_context("fork").Event()
 
-    def write_late(part, progress):
+    def write_late(path, *parts):
         opened.wait(20)
-        return write_shard(part, progress)
+        write_file(path, *parts)
 
     def note(line):
         if getattr(line, "step", 0) == 1:
             written.extend((tmp_path / "ssd").glob("*.tar"))
             opened.set()
 
-    monkeypatch.setattr("colab_utils.loading.writing.write_shard", write_late)
+    monkeypatch.setattr("colab_utils.shards.jobs.write_file", write_late)
     monkeypatch.setattr("colab_utils.training.memory._BATCH_SIZES", (2, 1))
     with SimulatedGpu(monkeypatch):
         report = train(
