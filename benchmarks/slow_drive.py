@@ -30,9 +30,8 @@ from torch.utils.data import DataLoader
 from benchmarks.command import Run, format_spread, make_parser, measure_in_turns, run_to_end
 from benchmarks.systems.base import collate
 from colab_utils.course.sample_data import make_dataset
-from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import read_file
+from colab_utils.files import open_store, read_file
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
@@ -230,13 +229,14 @@ class CountingReader:
     """A reader that counts files when they are read, which may be long before they are taken."""
 
     def __init__(self, folder: Path, names: Iterator[int], streams: int | str) -> None:
-        self.retries = Retries()
-        self.reader = Reader(self._read, place=folder, streams=streams, retries=self.retries)
+        self.store = open_store(folder)
+        retries = self.store.retries
+        self.reader = Reader(self._read, place=folder, streams=streams, retries=retries)
         self._ends_s: deque[float] = deque()
         self._readings = self.reader.read_all(folder / f"{number}.jpg" for number in names)
 
     def _read(self, path: Path) -> bytes:
-        content = read_file(path, self.retries)
+        content = self.store.read(path)
         self._ends_s.append(perf_counter())
         return content
 

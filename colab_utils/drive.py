@@ -1,12 +1,12 @@
 """Google Drive as a mounted folder: what lies on it, and what to do when it fails."""
 
+import math
 import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from errno import ECONNABORTED, EIO, ENODEV, ENOTCONN, ESTALE, ETIMEDOUT
-from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
@@ -40,6 +40,20 @@ class DriveLostError(UnavailableError):
     """What failed, as named in messages."""
     may_pass = True
     """Whether the same call may succeed after a while."""
+
+
+class ServerLostError(DriveLostError):
+    """A server did not answer, or answered with a failure. What was finished before is safe."""
+
+    place = "the server"
+
+
+class RefusedError(UnavailableError):
+    """A server refused a request, and would refuse it again. Look at address and credentials.
+
+    It says nothing about the file, which may be sound. The next call opens the server anew, and
+    thus finds new credentials.
+    """
 
 
 def is_on_drive(path: object) -> bool:
@@ -203,11 +217,14 @@ class Retries:
     Several threads may share one object. A call that was given up is not repeated by a caller that
     repeats its own calls.
 
+    Args:
+        stop: Event that ends all waits once it is set. A call that fails after that is not
+            repeated. Default: a new event.
+        patience_s: Seconds that all waits of one call take at most. Default: 81 seconds.
+
     Attributes:
         count: Number of repetitions so far, of all calls.
         on_failure: Function that you may set. It is called before each repetition.
-        stop: Event that ends all waits once it is set. A call that fails after that is not
-            repeated. Default: a new event.
         trusts_absence: Whether a file that seems to be missing is not looked for again.
 
     Example:
@@ -216,7 +233,8 @@ class Retries:
         ('read', 0)
     """
 
-    def __init__(self, stop: Any = None) -> None:
+    def __init__(self, stop: Any = None, patience_s: float = math.inf) -> None:
+        self.patience_s = patience_s
         self.count = 0
         self._place = ""
         # Until this time no other warning is given.
@@ -232,7 +250,11 @@ class Retries:
         Raises:
             DriveLostError: Every attempt failed. Other errors are raised at once.
         """
+        left_s = self.patience_s
         for wait_s in RETRY_WAITS_S:
+            left_s -= wait_s
+            if left_s < 0:
+                break
             try:
                 return call()
             except DriveLostError as error:
@@ -261,15 +283,6 @@ class Retries:
                 ColabUtilsWarning,
                 stacklevel=4,
             )
-
-    def write(self, folder: object, call: Callable[..., _Result], *arguments: Any) -> _Result:
-        """Return the result of ``call(*arguments)``, which writes into ``folder``; see `run`.
-
-        Raises:
-            DriveLostError: Every attempt failed.
-            ColabUtilsError: The folder cannot be written to. The message says what to do.
-        """
-        return self.run(partial(explain_write(folder)(call), *arguments))
 
     def run_listed(self, path: Any, call: Callable[[], _Result]) -> _Result:
         """Return the result of ``call``, which reads a file that should be there; see `run`.

@@ -7,11 +7,12 @@ import errno
 import fnmatch
 import hashlib
 import io
+import math
 import os
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from time import perf_counter, sleep
@@ -24,7 +25,7 @@ from colab_utils.drive import RETRY_WAITS_S, DriveLostError, Retries, guard_driv
 from colab_utils.errors import ColabUtilsError
 from colab_utils.machine import find_host, require_linux, require_space
 from colab_utils.os_errors import SHORTAGES
-from colab_utils.places import Place, UrlPath
+from colab_utils.places import Place, PlaceLike, UrlPath, open_place
 from colab_utils.slow_drive import find_profile, wait_as_drive
 from colab_utils.units import format_bytes
 
@@ -83,42 +84,23 @@ def _open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags)
 
 
-def read_file(
-    path: str | Place, retries: Retries | None = None, *, most_bytes: float = MOST_BYTES
-) -> bytes:
-    """Read a whole file. In a slowed folder it takes as long as the folder's profile says.
-
-    If Drive or the server fails, the file is read again: by ``retries``, or else by retries of its
-    own.
-
-    Raises:
-        ColabUtilsError: the path is not a file, or the file is too large: see `open_file`.
-        DriveLostError: Drive got disconnected, its storage failed, or a server did not answer.
-        UnavailableError: this machine has too little memory, or too many open files.
-        OSError: any other error, such as a missing file, as Python raised it.
+def read_file(path: PlaceLike, *, most_bytes: float = MOST_BYTES) -> bytes:
+    """Read a whole file by a store of its own; see `Store.read`.
 
     Example:
         >>> len(read_file(__file__)) > 1000
         True
     """
-    profile = find_profile(path)
-
-    def read() -> bytes:
-        started = perf_counter()
-        content = read_whole(path, most_bytes=most_bytes)
-        wait_as_drive(profile, path, 0, len(content), started)
-        return content
-
-    return (retries or Retries()).run(read)
+    return open_store(path).read(_to_place(path), most_bytes=most_bytes)
 
 
-def read_whole(path: str | Place, *, most_bytes: float = MOST_BYTES) -> bytes:
+def read_whole(path: str | Path, *, most_bytes: float = MOST_BYTES) -> bytes:
     """Read a whole file once, at full speed even in a slowed folder.
 
     Raises:
         ColabUtilsError: the path is not a file, or the file is too large: see `open_file`.
-        DriveLostError: Drive got disconnected, its storage failed, or a server did not answer; or
-            fewer bytes came than the file holds, which itself may be complete.
+        DriveLostError: Drive got disconnected, or its storage failed; or fewer bytes came than the
+            file holds, which itself may be complete.
         UnavailableError: this machine has too little memory, or too many open files.
         OSError: any other error, as Python raised it.
 
@@ -126,8 +108,6 @@ def read_whole(path: str | Place, *, most_bytes: float = MOST_BYTES) -> bytes:
         >>> read_whole(__file__) == read_file(__file__)
         True
     """
-    if isinstance(path, UrlPath):
-        return path.read_bytes()
     with guard_drive(path), open_file(path, most_bytes=most_bytes) as file:
         size = os.fstat(file.fileno()).st_size
         content = file.read()
@@ -219,17 +199,30 @@ class PieceFile(io.IOBase):
         """
         started = perf_counter()
         view = memoryview(buffer).cast("B")
-        count = self._run(partial(self._fill, view, offset))
+        count = 0
+        while count < len(view):
+            # A network folder may return fewer bytes than asked for.
+            came = self._run(partial(self._read_some, view[count:], offset + count))
+            if not came:
+                break
+            count += came
         place = None if offset == self._next else offset
         self._run(partial(wait_as_drive, self.profile, self.path, place, count, started))
         self._next = offset + count
         return count
 
+    def find_size(self) -> int:
+        """Return the size of the file in bytes."""
+        return self._run(self._find_size)
+
     def _run(self, call: Callable[[], _Result]) -> _Result:
         return call() if self.retries is None else self.retries.run_listed(self.path, call)
 
-    def _fill(self, view: memoryview, offset: int) -> int:
-        """Read until the buffer is full or the file ends, and return the number of bytes."""
+    def _read_some(self, view: memoryview, offset: int) -> int:
+        """Read bytes into the buffer; return their number, which is 0 at the end of the file."""
+        raise NotImplementedError
+
+    def _find_size(self) -> int:
         raise NotImplementedError
 
 
@@ -261,25 +254,21 @@ class DriveFile(PieceFile):
                 os.close(self._descriptors.pop())
         super().close()
 
-    def _fill(self, view: memoryview, offset: int) -> int:
-        descriptor = self._descriptors[-1]
-        if descriptor == self._lost:
+    def _read_some(self, view: memoryview, offset: int) -> int:
+        if self._descriptors[-1] == self._lost:
             # After a remount, the old descriptor still belongs to the lost mount.
             self._open()
-            descriptor = self._descriptors[-1]
-        count = 0
+        descriptor = self._descriptors[-1]
         try:
             with guard_drive(self.path):
-                while count < len(view):
-                    # A network folder may return fewer bytes than asked for.
-                    got = os.preadv(descriptor, [view[count:]], offset + count)
-                    if not got:
-                        break
-                    count += got
+                return os.preadv(descriptor, [view], offset)
         except DriveLostError:
             self._lost = descriptor
             raise
-        return count
+
+    def _find_size(self) -> int:
+        with guard_drive(self.path):
+            return os.fstat(self._descriptors[-1]).st_size
 
     def _open(self) -> None:
         with guard_drive(self.path):
@@ -292,61 +281,38 @@ class UrlFile(PieceFile):
     Args:
         path: the file.
         retries: as in `PieceFile`.
+        server: makes the requests.
         block_bytes: the smallest request, in bytes. If you read less, the rest is kept for the next
             read.
-
-    Example:
-        >>> from fsspec import filesystem
-        >>> filesystem("memory").pipe_file("/letters.txt", b"abcdef")
-        >>> with UrlFile(UrlPath("memory://letters.txt")) as file:
-        ...     file.pread(3, 2)
-        b'cde'
     """
 
     path: UrlPath
 
-    def __init__(
-        self, path: UrlPath, retries: Retries | None = None, *, block_bytes: int = 0
-    ) -> None:
+    def __init__(self, path: UrlPath, retries: Retries, server: Any, block_bytes: int) -> None:
         super().__init__(path, retries)
+        self._server = server
         self._block_bytes = block_bytes
         # Start and content of the last request. One tuple holds both, so that another thread never
         # sees the start of one request with the content of another.
         self._block = (0, b"")
         self._size: int | None = None
 
-    def _fill(self, view: memoryview, offset: int) -> int:
-        count = 0
-        while count < len(view):
-            piece = self._take(offset + count, len(view) - count)
-            if not piece:
-                break
-            view[count : count + len(piece)] = piece
-            count += len(piece)
-        return count
-
-    def _take(self, start: int, count: int) -> memoryview:
-        """Return 1 to ``count`` bytes that begin at ``start``; none at the end of the file."""
-        block_start, block = self._block
-        inside = start - block_start
-        if not 0 <= inside < len(block):
-            if self._size is None:
-                self._size = self.path.find_size()
+    def _read_some(self, view: memoryview, offset: int) -> int:
+        start, block = self._block
+        if not start <= offset < start + len(block):
+            start = offset
             # Some servers refuse a request that goes beyond the end of the file.
-            wanted = min(max(count, self._block_bytes), self._size - start)
-            block = self.path.read_range(start, wanted) if wanted > 0 else b""
-            inside = 0
+            wanted = min(max(len(view), self._block_bytes), self._find_size() - start)
+            block = self._server.read_range(self.path, start, wanted) if wanted > 0 else b""
             self._block = (start, block)
-        return memoryview(block)[inside : inside + count]
+        piece = memoryview(block)[offset - start :][: len(view)]
+        view[: len(piece)] = piece
+        return len(piece)
 
-
-def open_pieces(
-    path: str | Place, retries: Retries | None = None, *, block_bytes: int = 0
-) -> PieceFile:
-    """Open a file to read it in pieces; see `PieceFile` and `UrlFile`."""
-    if isinstance(path, UrlPath):
-        return UrlFile(path, retries, block_bytes=block_bytes)
-    return DriveFile(path, retries)
+    def _find_size(self) -> int:
+        if self._size is None:
+            self._size = int(self._server.find_size(self.path))
+        return self._size
 
 
 class OpenFiles:
@@ -357,24 +323,22 @@ class OpenFiles:
     A dropped file is closed when no thread reads it any more. Threads may share this object.
 
     Args:
-        folder: the folder of the files.
-        retries: for each file, as in `DriveFile`.
+        store: the folder of the files.
 
     Attributes:
         get: takes the name of a file, and returns the file, open.
 
     Example:
         >>> path = Path(__file__)
-        >>> files = OpenFiles(path.parent, Retries())
+        >>> files = OpenFiles(open_store(path.parent))
         >>> files.get(path.name) is files.get(path.name)
         True
     """
 
     get: Callable[[str], PieceFile]
 
-    def __init__(self, folder: Place, retries: Retries) -> None:
-        self._folder = folder
-        self._retries = retries
+    def __init__(self, store: "Store") -> None:
+        self._store = store
         _open_files.add(self)
         close_files()
 
@@ -388,10 +352,7 @@ class OpenFiles:
 
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         capacity = min(OPEN_FILES, limit // 2 // len(_open_files) + 1)
-        self.get = lru_cache(capacity)(self._open)
-
-    def _open(self, name: str) -> PieceFile:
-        return open_pieces(self._folder / name, self._retries)
+        self.get = lru_cache(capacity)(self._store.open)
 
 
 # The open files of each dataset of this process.
@@ -420,18 +381,14 @@ def name_temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.{writer}.part")
 
 
-def write_file(path: Place, *parts: bytes | memoryview) -> None:
+def write_file(path: Path, *parts: bytes | memoryview) -> None:
     """Write the parts, one after the other, to a temporary file, read it back, then rename it.
 
     After a failure the temporary file is removed, and a file that was there before is unchanged.
-    A URL is written by `UrlPath.write`.
 
     Raises:
         OSError: as Python raised it; with ``EIO``, if the file reads back differently.
     """
-    if isinstance(path, UrlPath):
-        path.write(*parts)
-        return
     with create_file(path) as file:
         file.writelines(parts)
         file.flush()
@@ -444,17 +401,8 @@ def write_file(path: Place, *parts: bytes | memoryview) -> None:
 
 
 @contextmanager
-def create_file(path: Place, retries: Retries | None = None) -> Iterator[Any]:
-    """Yield a file to write. It appears under its name after the block, unless an error ends it.
-
-    A file at a URL is held in memory until then. It is sent again by ``retries`` if the server
-    fails.
-    """
-    if isinstance(path, UrlPath):
-        content = io.BytesIO()
-        yield content
-        (retries or Retries()).run(partial(path.write, content.getvalue()))
-        return
+def create_file(path: Path) -> Iterator[Any]:
+    """Yield a file to write. It appears under its name after the block, unless an error ends it."""
     temporary = name_temporary(path)
     try:
         with open(temporary, "w+b") as file:
@@ -509,23 +457,6 @@ class FileStamp(NamedTuple):
     """When the file was last written to, in nanoseconds since 1970; 0 if there is no file."""
 
 
-def stamp_file(path: Place) -> FileStamp:
-    """Return the stamp of a file. If it differs later, the file has changed.
-
-    Raises:
-        DriveLostError: Drive got disconnected.
-        OSError: any other error but a missing file, as Python raised it.
-
-    Example:
-        >>> stamp_file(Path("no/such/file"))
-        FileStamp(name='file', bytes=-1, modified_ns=0)
-    """
-    with suppress(FileNotFoundError, NotADirectoryError), guard_drive(path):
-        status = path.stat()
-        return FileStamp(path.name, status.st_size, round(status.st_mtime * 1e9))
-    return FileStamp(path.name, -1, 0)
-
-
 def drop_cached(path: Path) -> None:
     """Make Linux drop its copy of a written file from memory. On other systems, do nothing."""
     # If the file cannot be opened, the read that follows says why.
@@ -533,58 +464,257 @@ def drop_cached(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def has_size(path: Place, size: int) -> bool:
-    """Return whether there is a file of this size in bytes."""
-    return stamp_file(path).bytes == size
+class _Folder:
+    """What `Store` does with files of this machine or of a mounted Drive, once each."""
+
+    def read(self, path: Path, most_bytes: float, at_full_speed: bool) -> bytes:
+        started = perf_counter()
+        content = read_whole(path, most_bytes=most_bytes)
+        if not at_full_speed:
+            wait_as_drive(find_profile(path), path, 0, len(content), started)
+        return content
+
+    def stamp(self, path: Path) -> tuple[int, float]:
+        status = path.stat()
+        return status.st_size, status.st_mtime
+
+    def find_sizes(self, place: Path, names: Iterable[str]) -> dict[str, int]:
+        sizes = {}
+        for name in names:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                sizes[name] = (place / name).stat().st_size
+        return sizes
+
+    def list(self, place: Path) -> Iterable[str]:
+        return os.listdir(place)
+
+    def find_kind(self, path: Path) -> str:
+        if path.is_dir():
+            return "folder"
+        return "file" if path.exists() else ""
+
+    def write(self, path: Path, parts: tuple[bytes | memoryview, ...]) -> None:
+        write_file(path, *parts)
+
+    def create(self, path: Path) -> AbstractContextManager[Any]:
+        return create_file(path)
+
+    def remove(self, path: Path, is_large: bool) -> None:
+        if is_large:
+            os.truncate(path, 0)
+        path.unlink()
+
+    def move(self, path: Path, target: Path) -> None:
+        path.replace(target)
+
+    def touch(self, path: Path) -> None:
+        path.touch()
+
+    def make(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    def drop(self, path: Path) -> None:
+        path.rmdir()
+
+    def require_room(self, path: Path, needed: float, cure: str) -> None:
+        require_space(path, needed, cure)
 
 
-def has_files(folder: Place, files: Iterable[tuple[str, int, str]]) -> bool:
-    """Return whether a folder has all these files: name, bytes and checksum of each."""
-    if isinstance(folder, UrlPath):
-        sizes = folder.list_sizes()
-        return all(sizes.get(name) == size for name, size, _ in files)
-    return all(has_size(folder / name, size) for name, size, _ in files)
+class Store:
+    """The files of one folder or URL, by name. `open_store` opens it.
 
+    While Drive or the server fails, each call is tried again, after growing waits. Threads may
+    share a store. A copy in another process opens the folder anew.
 
-def require_room(folder: Place, needed: float, cure: str) -> None:
-    """Raise an error if a disk has less free space than this. The room of a server is not known.
+    A name is that of a file in the folder. The place of a file, as `find_file` returns it, counts
+    as a name, too.
 
     Args:
-        folder: the folder to write into, which need not exist.
-        needed: bytes that will be written.
-        cure: what the user can do instead of freeing space.
+        place: The folder or URL, which need not exist.
+        stop: Event that ends all waits. Default: a new event.
+        patience_s: Seconds for which a call that fails is tried again. Default: 81 seconds.
+
+    Attributes:
+        retries: Counts what was tried again. It has the event ``stop``.
+
+    Each method raises:
+        DriveLostError: Drive or the server failed until the last try.
+        UnavailableError: The server refuses; or this machine has too little memory, or too many
+            open files.
+        OSError: Any other error, as Python raised it.
     """
-    if not isinstance(folder, UrlPath):
-        require_space(folder, needed, cure)
+
+    def __init__(self, place: Any, stop: Any = None, patience_s: float = math.inf) -> None:
+        self.place = place
+        self.retries = Retries(stop, patience_s)
+        self._system: Any = _Folder()
+        if isinstance(place, UrlPath):
+            from colab_utils.urls import UrlFolder
+
+            self._system = UrlFolder()
+
+    def __reduce__(self) -> Any:
+        return Store, (self.place, None, self.retries.patience_s)
+
+    def read(
+        self, name: str | Place, *, most_bytes: float = MOST_BYTES, at_full_speed: bool = False
+    ) -> bytes:
+        """Read a whole file. In a slowed folder it takes as long as the folder's profile says,
+        unless it is read ``at_full_speed``.
+
+        Raises:
+            ColabUtilsError: It is not a file, or the file is too large: see `open_file`.
+        """
+        return self._run(self._system.read, name, most_bytes, at_full_speed)
+
+    def read_listed(self, name: str | Place) -> bytes:
+        """Read a file that should be there: if Drive does not show it, it is looked for again."""
+        path = self.locate(name)
+        return self.retries.run_listed(path, partial(self._system.read, path, MOST_BYTES, False))
+
+    def open(self, name: str | Place, *, block_bytes: int = 0) -> PieceFile:
+        """Open a file to read it in pieces.
+
+        ``block_bytes`` is the size of the smallest request to a server.
+        """
+        path = self.locate(name)
+        if isinstance(path, UrlPath):
+            return UrlFile(path, self.retries, self._system, block_bytes)
+        return DriveFile(path, self.retries)
+
+    def hash(self, name: str | Place) -> tuple[int, str]:
+        """Return the size of a file in bytes, and its XXH3-64 checksum in hexadecimal."""
+        state = xxhash.xxh3_64()
+        size = 0
+        piece = memoryview(bytearray(_PIECE_BYTES))
+        with self.open(name, block_bytes=_BLOCK_BYTES) as file:
+            while True:
+                count = file.readinto(piece, size)
+                if not count:
+                    return size, state.hexdigest()
+                state.update(piece[:count])
+                size += count
+
+    def stamp(self, name: str | Place) -> FileStamp:
+        """Return the stamp of a file; its size is -1 if it is not there."""
+        with suppress(FileNotFoundError, NotADirectoryError):
+            count, changed_s = self._run(self._system.stamp, name)
+            return FileStamp(self.locate(name).name, count, round(changed_s * 1e9))
+        return FileStamp(self.locate(name).name, -1, 0)
+
+    def has_files(self, files: Iterable[tuple[str, int, str]]) -> bool:
+        """Return whether all these files are there: name, bytes and checksum of each."""
+        wanted = {name: size for name, size, _ in files}
+        sizes: dict[str, int] = {}
+        with suppress(FileNotFoundError):
+            sizes = self._run(self._system.find_sizes, "", wanted)
+        return all(sizes.get(name) == size for name, size in wanted.items())
+
+    def find_kind(self, name: str | Place = "") -> str:
+        """Return "file" or "folder"; "" if there is neither. Without a name, look at this folder.
+
+        A web server lists no folder. It is trusted.
+        """
+        path = self.locate(name)
+        if path == self.place and getattr(path, "is_web", False):
+            return "folder"
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return self._run(self._system.find_kind, name)
+        return ""
+
+    def list_names(self, pattern: str = "*") -> list[str]:
+        """Return the sorted names in the folder that match a pattern; none if there is no folder.
+
+        A place that is lost never looks like an empty one.
+        """
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return sorted(fnmatch.filter(self._run(self._system.list, ""), pattern))
+        return []
+
+    def write(self, name: str | Place, *parts: bytes | memoryview) -> None:
+        """Write a file. It appears under its name when it is complete, and was read back.
+
+        Raises:
+            OSError: With ``EIO``, if it reads back differently.
+        """
+        self._run(self._system.write, name, parts)
+
+    @contextmanager
+    def create(self, name: str | Place) -> Iterator[Any]:
+        """Yield a file to write. It appears under its name after the block, unless an error ends
+        it. A file at a URL is held in memory until then.
+        """
+        with self._system.create(self.locate(name)) as file:
+            yield file
+            if isinstance(file, io.BytesIO):
+                self.write(name, file.getvalue())
+
+    def remove(self, name: str | Place, *, is_large: bool = False) -> None:
+        """Remove a file, if it is there.
+
+        A large file is emptied first: Drive moves it to its bin, where it would still count for
+        the user's quota.
+        """
+        with suppress(FileNotFoundError):
+            self._run(self._system.remove, name, is_large)
+
+    def move(self, name: str | Place, target: Place) -> None:
+        """Move a file to another place of the same disk or server, and replace the file there."""
+        self._run(self._system.move, name, target)
+
+    def touch(self, name: str | Place) -> None:
+        """Set the time of a file to now."""
+        self._run(self._system.touch, name)
+
+    def make(self) -> None:
+        """Make the folder. A bucket is never made.
+
+        Raises:
+            PermissionError: Nothing can be written there.
+        """
+        self._run(self._system.make, "")
+
+    def drop(self) -> None:
+        """Remove the folder if it is empty."""
+        with suppress(OSError):
+            self._run(self._system.drop, "")
+
+    def find_again(self, names: Iterable[str | Place]) -> bool:
+        """Look again for files that seem to be missing, and return whether one is there after all.
+
+        At times, Drive does not show a file for a while.
+        """
+        return bool(self.retries.find_again([self.locate(name) for name in names]))
+
+    def require_room(self, needed: float, cure: str) -> None:
+        """Raise an error if the disk has less free space than ``needed`` bytes.
+
+        The room of a server is not known. ``cure`` says what the user can do instead.
+        """
+        self._system.require_room(self.place, needed, cure)
+
+    def locate(self, name: str | Place) -> Any:
+        """Return the place of a file."""
+        if not name:
+            return self.place
+        return self.place / name if isinstance(name, str) else name
+
+    def _run(self, call: Callable[..., _Result], name: str | Place, *arguments: Any) -> _Result:
+        path = self.locate(name)
+        return self.retries.run(partial(guard_drive(path)(call), path, *arguments))
 
 
-def list_names(folder: Place, pattern: str = "*") -> list[str]:
-    """Return the sorted names in a folder that match a pattern; none if there is no folder.
+def open_store(place: PlaceLike, stop: Any = None, patience_s: float = math.inf) -> Store:
+    """Open the files of a folder, or of a URL that fsspec knows; see `Store`.
 
-    Raises:
-        DriveLostError: Drive got disconnected, or the server does not answer. A place that is lost
-            never looks like an empty one.
+    Example:
+        >>> open_store("no/such/folder").list_names()
+        []
     """
-    with suppress(FileNotFoundError, NotADirectoryError), guard_drive(folder):
-        names = folder.list_sizes() if isinstance(folder, UrlPath) else os.listdir(folder)
-        return sorted(fnmatch.filter(names, pattern))
-    return []
+    return Store(_to_place(place), stop, patience_s)
 
 
-def hash_file(path: str | Place, retries: Retries | None = None) -> tuple[int, str]:
-    """Return the size of a file in bytes, and its XXH3-64 checksum in hexadecimal.
-
-    Args:
-        path: the file.
-        retries: see `DriveFile`, which also lists the errors.
-    """
-    state = xxhash.xxh3_64()
-    size = 0
-    piece = memoryview(bytearray(_PIECE_BYTES))
-    with open_pieces(path, retries, block_bytes=_BLOCK_BYTES) as file:
-        while True:
-            count = file.readinto(piece, size)
-            if not count:
-                return size, state.hexdigest()
-            state.update(piece[:count])
-            size += count
+def _to_place(place: PlaceLike) -> Place:
+    return open_place(place) if isinstance(place, str) else place

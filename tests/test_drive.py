@@ -13,7 +13,7 @@ from colab_utils import drive
 from colab_utils.data.coco import read_coco
 from colab_utils.drive import RETRY_WAITS_S, DriveLostError, Retries, is_on_drive
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import DriveFile, read_file
+from colab_utils.files import DriveFile, open_store, read_file
 from colab_utils.places import open_place
 from colab_utils.shards.write import write_shards
 from colab_utils.training.checkpoint import CheckpointFolder
@@ -53,15 +53,15 @@ def test_a_broken_disk_is_not_a_lost_drive(photo, monkeypatch):
     def fail(*_):
         raise OSError(errno.EIO, "Input/output error")
 
-    retries = Retries()
-    with DriveFile(photo, retries) as file:
+    store = open_store(photo.parent)
+    with store.open(photo.name) as file:
         monkeypatch.setattr(os, "preadv", fail)
         with pytest.raises(OSError, match="Input/output error"):
             file.pread(1, 0)
     monkeypatch.setattr("colab_utils.files._open_at_once", fail)
     with pytest.raises(OSError, match="Input/output error"):
-        read_file(photo, retries)
-    assert retries.count == 0
+        store.read(photo.name)
+    assert store.retries.count == 0
 
 
 @pytest.mark.parametrize("name", ["open", "fstat"])
@@ -79,7 +79,7 @@ def test_every_call_of_the_system_is_tried_again(tiny_dataset, monkeypatch, name
         return real(*arguments)
 
     monkeypatch.setattr(os, name, fail_once)
-    Retries().run(lambda: read_coco(tiny_dataset.annotations))
+    read_coco(tiny_dataset.annotations)
     monkeypatch.undo()
     assert len(calls) != number
 
@@ -265,7 +265,8 @@ class TestRetries:
         content = photo.read_bytes()
         with DriveFile(photo, retries) as file:
             assert file.pread(len(content), 0) == content
-        assert [offset for _, offset in calls[:3]] == [0, 300, 0]
+        # The read goes on from the byte that it had reached.
+        assert [offset for _, offset in calls[:3]] == [0, 300, 300]
         # A descriptor of a mount that was lost stays lost.
         assert calls[2][0] != calls[0][0]
         assert retries.count == 1

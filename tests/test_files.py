@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from colab_utils.drive import DriveLostError, Retries
+from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import DriveFile, parse_file, read_file
 from colab_utils.slow_drive import (
@@ -86,19 +86,17 @@ def test_a_missing_file_stays_an_os_error(tmp_path):
         DriveFile(tmp_path / "none.jpg")
 
 
-@pytest.mark.parametrize("retries", [None, Retries()])
 @pytest.mark.parametrize("times", [1, 4])
-def test_a_file_of_which_too_few_bytes_came_is_read_again(photo, monkeypatch, retries, times):
+def test_a_file_of_which_too_few_bytes_came_is_read_again(photo, monkeypatch, times):
     reads = BadReads(monkeypatch, ".jpg", cut, times)
-    assert read_file(photo, retries) == photo.read_bytes()
+    assert read_file(photo) == photo.read_bytes()
     assert reads.times == 0
 
 
-@pytest.mark.parametrize("retries", [None, Retries()])
-def test_too_few_bytes_are_never_taken_for_the_file(photo, monkeypatch, retries):
+def test_too_few_bytes_are_never_taken_for_the_file(photo, monkeypatch):
     BadReads(monkeypatch, ".jpg", cut, 1000)
     with pytest.raises(DriveLostError, match=r"Only 500 of the 1,000 bytes of .*photo\.jpg came"):
-        read_file(photo, retries)
+        read_file(photo)
     # The system gives no size for this file.
     assert read_file("/proc/self/stat")
 

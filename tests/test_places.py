@@ -5,32 +5,18 @@ import json
 import os
 import pickle
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from fsspec import filesystem
 
 from colab_utils import files
-from colab_utils.drive import DriveLostError, Retries
+from colab_utils.drive import DriveLostError, RefusedError, ServerLostError
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import (
-    has_size,
-    hash_bytes,
-    hash_file,
-    list_names,
-    open_pieces,
-    read_file,
-    stamp_file,
-    write_file,
-)
-from colab_utils.places import (
-    RefusedError,
-    ServerLostError,
-    UrlPath,
-    guard_server,
-    identify_place,
-    open_place,
-)
+from colab_utils.files import hash_bytes, open_store, read_file
+from colab_utils.places import UrlPath, identify_place, open_place
+from colab_utils.urls import guard_server, locate
 from tests.faulty_server import FaultyFileSystem, fail_from, fail_times
 from tests.file_server import FileServer
 
@@ -81,7 +67,7 @@ def empty_server(tmp_path):
 @pytest.fixture
 def file():
     path = UrlPath("faulty://bucket/a/b.bin")
-    path.write(CONTENT)
+    open_store(path.parent).write("b.bin", CONTENT)
     FaultyFileSystem.calls.clear()
     return path
 
@@ -203,17 +189,18 @@ class Kind:
         self.folder = {
             "folder": tmp_path,
             "server": UrlPath("faulty://bucket"),
+            "memory": UrlPath(f"memory://{tmp_path.name}/kind"),
             "web": UrlPath(f"http://127.0.0.1:{self.web.server_address[1]}"),
         }[name]
+        self.store = open_store(self.folder)
 
     def put(self, name, content):
         """Write a file, which nobody can at a web server."""
-        path = self.folder / name
         if self.name == "web":
             (self.web.folder / name).write_bytes(content)
         else:
-            write_file(path, content[:9], memoryview(content)[9:])
-        return path
+            self.store.write(name, content[:9], memoryview(content)[9:])
+        return self.folder / name
 
     def fail_reads(self, times):
         """Make the next reads fail as on a Drive that was lost, or at a server."""
@@ -260,37 +247,62 @@ def kind(request, tmp_path, monkeypatch):
 
 every_kind = pytest.mark.parametrize("kind", ["folder", "server", "web"], indirect=True)
 every_kind_to_write = pytest.mark.parametrize("kind", ["folder", "server"], indirect=True)
+every_kind_with_memory = pytest.mark.parametrize(
+    "kind", ["folder", "server", "memory"], indirect=True
+)
 
 
-@every_kind_to_write
-def test_a_place_gives_back_what_was_written(kind):
-    path = kind.put("a.bin", CONTENT)
-    folder = path.parent
-    assert list_names(folder, "*.bin") == ["a.bin"]
-    assert list_names(folder, "*.txt") == []
-    assert list_names(folder / "nothing") == []
-    assert folder.is_dir()
+@every_kind_with_memory
+def test_a_store_gives_back_what_was_written(kind):
+    store = kind.store
+    store.make()
+    kind.put("a.bin", CONTENT)
+    assert store.list_names("*.bin") == ["a.bin"]
+    assert store.list_names("*.txt") == []
+    assert open_store(kind.folder / "nothing").list_names() == []
+    assert (store.find_kind(), store.find_kind("a.bin")) == ("folder", "file")
     kind.put("a.bin", b"another content")
-    assert read_file(path) == b"another content"
-    path.unlink()
-    assert not path.exists()
-    path.unlink(missing_ok=True)
-    with pytest.raises(FileNotFoundError):
-        path.unlink()
+    assert store.read("a.bin") == b"another content"
+    assert store.has_files([("a.bin", 15, "")])
+    assert not store.has_files([("a.bin", 15, ""), ("b.bin", 3, "")])
+    before = store.stamp("a.bin")
+    store.touch("a.bin")
+    assert store.stamp("a.bin").modified_ns > before.modified_ns
+    store.move("a.bin", kind.folder / "b.bin")
+    assert store.list_names("*.bin") == ["b.bin"]
+    store.remove("b.bin", is_large=True)
+    # What is gone needs no removing.
+    store.remove("b.bin")
+    assert store.find_kind("b.bin") == ""
+
+
+@every_kind_with_memory
+def test_a_file_appears_when_it_is_complete(kind):
+    kind.store.make()
+    with kind.store.create("a.bin") as file:
+        file.write(CONTENT)
+        assert kind.store.find_kind("a.bin") == ""
+    assert kind.store.read("a.bin") == CONTENT
+    with suppress(InterruptedError), kind.store.create("b.bin") as file:
+        file.write(CONTENT)
+        raise InterruptedError
+    assert kind.store.list_names("*b.bin*") == []
 
 
 @every_kind
-def test_a_place_gives_every_piece_of_a_file(kind):
+def test_a_store_gives_every_piece_of_a_file(kind):
     path = kind.put("shard-1.tar", CONTENT)
-    assert path.is_file()
-    assert read_file(path) == CONTENT
-    assert has_size(path, len(CONTENT))
-    assert not has_size(path, 1)
-    assert stamp_file(path).bytes == len(CONTENT)
-    assert hash_file(path) == (len(CONTENT), hash_bytes(CONTENT))
+    store = pickle.loads(pickle.dumps(kind.store))
+    assert store.find_kind("shard-1.tar") == "file"
+    assert store.read("shard-1.tar") == read_file(path) == CONTENT
+    # The place of a file counts as its name.
+    assert store.read_listed(path) == CONTENT
+    assert store.stamp("shard-1.tar").bytes == len(CONTENT)
+    assert store.hash(path) == (len(CONTENT), hash_bytes(CONTENT))
     content = bytearray(len(CONTENT))
     view = memoryview(content)
-    with open_pieces(path, block_bytes=1000) as file:
+    with store.open("shard-1.tar", block_bytes=1000) as file:
+        assert file.find_size() == len(CONTENT)
         for start in range(0, len(content), 7):
             assert file.readinto(view[start : start + 7], start) == len(view[start : start + 7])
         assert file.pread(10, len(CONTENT) - 3) == CONTENT[-3:]
@@ -300,30 +312,42 @@ def test_a_place_gives_every_piece_of_a_file(kind):
 
 
 @every_kind
-def test_a_place_without_a_file_says_so(kind):
-    path = kind.folder / "nothing"
-    assert not path.exists()
-    assert not has_size(path, 3)
-    assert stamp_file(path).bytes == -1
-    for call in (read_file, hash_file):
+def test_a_store_without_a_file_says_so(kind):
+    assert kind.store.find_kind("nothing") == ""
+    assert kind.store.stamp("nothing").bytes == -1
+    for call in (kind.store.read, kind.store.read_listed, kind.store.hash):
         with pytest.raises(FileNotFoundError):
-            call(path)
+            call("nothing")
 
 
 @every_kind
 @pytest.mark.parametrize(
     "read",
-    [read_file, lambda path: open_pieces(path, Retries()).pread(99, 5)],
+    [
+        lambda store: store.read("shard-1.tar"),
+        lambda store: store.open("shard-1.tar").pread(99, 5),
+    ],
     ids=["file", "piece"],
 )
-def test_a_place_that_fails_is_read_again_and_then_named(kind, read):
-    path = kind.put("shard-1.tar", CONTENT)
-    expected = read(path)
+def test_a_store_that_fails_is_read_again_and_then_named(kind, read):
+    kind.put("shard-1.tar", CONTENT)
+    expected = read(kind.store)
     kind.fail_reads(3)
-    assert read(path) == expected
+    assert read(kind.store) == expected
+    assert kind.store.retries.count == 3
     kind.fail_reads(1000)
     with pytest.raises(DriveLostError, match=r"shard-1\.tar cannot be r.*[Rr]un the same again"):
-        read(path)
+        read(kind.store)
+
+
+@every_kind
+def test_a_store_without_patience_fails_at_once(kind):
+    kind.put("shard-1.tar", CONTENT)
+    store = open_store(kind.folder, patience_s=0)
+    kind.fail_reads(1)
+    with pytest.raises(DriveLostError):
+        store.read("shard-1.tar")
+    assert (store.retries.count, store.read("shard-1.tar")) == (0, CONTENT)
 
 
 @every_kind_to_write
@@ -340,19 +364,24 @@ def test_a_write_that_fails_leaves_the_old_file_alone(kind):
     with pytest.raises((ServerLostError, OSError), match=r"silence|Input"):
         kind.put("a.bin", b"another content")
     assert read_file(path) == CONTENT
-    assert list_names(path.parent, "*a.bin*") == ["a.bin"]
+    assert kind.store.list_names("*a.bin*") == ["a.bin"]
 
 
-@pytest.mark.parametrize("call", ["exists", "is_file", "is_dir", "list_sizes", "read_bytes"])
-def test_a_server_that_fails_is_never_taken_for_an_empty_one(file, call):
-    ask = getattr(file, call)
-    FaultyFileSystem.fault = fail_from(0, TimeoutError("silence"), call="info")
-    if call == "list_sizes":
-        FaultyFileSystem.fault = fail_from(0, TimeoutError("silence"), call="ls")
-    if call == "read_bytes":
-        FaultyFileSystem.fault = fail_from(0, TimeoutError("silence"))
+@pytest.mark.parametrize(
+    ("request_name", "ask"),
+    [
+        ("info", lambda store: store.find_kind("b.bin")),
+        ("info", lambda store: store.find_kind()),
+        ("info", lambda store: store.stamp("b.bin")),
+        ("ls", lambda store: store.list_names()),
+        ("ls", lambda store: store.has_files([("b.bin", 1, "")])),
+        ("read", lambda store: store.read("b.bin")),
+    ],
+)
+def test_a_server_that_fails_is_never_taken_for_an_empty_one(file, request_name, ask):
+    FaultyFileSystem.fault = fail_from(0, TimeoutError("silence"), call=request_name)
     with pytest.raises(ServerLostError, match=r"the server failed .TimeoutError: silence"):
-        ask()
+        ask(open_store(file.parent))
 
 
 @pytest.mark.parametrize(
@@ -373,9 +402,9 @@ def test_a_server_that_fails_is_never_taken_for_an_empty_one(file, call):
 )
 def test_what_may_pass_is_tried_again(file, error):
     FaultyFileSystem.fault = fail_times(3, error)
-    retries = Retries()
-    assert read_file(file, retries) == CONTENT
-    assert str(retries) == "the server failed 3 times and was tried again"
+    store = open_store(file.parent)
+    assert store.read("b.bin") == CONTENT
+    assert str(store.retries) == "the server failed 3 times and was tried again"
 
 
 @pytest.mark.parametrize(
@@ -398,27 +427,27 @@ def test_what_may_pass_is_tried_again(file, error):
 )
 def test_what_the_server_refuses_is_told_at_once(file, error, reason):
     FaultyFileSystem.fault = fail_from(0, error)
-    retries = Retries()
+    store = open_store(file.parent)
     with pytest.raises(ColabUtilsError, match=reason) as caught:
-        read_file(file, retries)
+        store.read("b.bin")
     assert not isinstance(caught.value, DriveLostError)
     assert "credentials" in str(caught.value)
     assert "secret" not in str(caught.value)
     assert "space" not in str(caught.value)
-    assert retries.count == 0
+    assert store.retries.count == 0
 
 
 def test_a_refused_server_is_opened_anew_and_so_is_one_that_is_named_anew(file):
     """New credentials are found only so."""
-    before = file._locate()[0]
-    assert file._locate()[0] is before
+    before = locate(file)[0]
+    assert locate(file)[0] is before
     FaultyFileSystem.fault = fail_from(0, PermissionError("expired"), call="info")
     with pytest.raises(RefusedError):
-        file.stat()
-    after = file._locate()[0]
+        open_store(file).stamp(file)
+    after = locate(file)[0]
     assert after is not before
     # The parent of a process that was refused does not see its error.
-    assert open_place("faulty://bucket/a/b.bin")._locate()[0] is not after
+    assert locate(open_place("faulty://bucket/a/b.bin"))[0] is not after
 
 
 def test_a_web_server_that_fails_is_not_a_missing_file():
@@ -430,7 +459,7 @@ def test_a_web_server_that_fails_is_not_a_missing_file():
 
 
 def test_a_request_for_a_piece_has_the_size_of_a_block(file):
-    with open_pieces(file, block_bytes=1000) as pieces:
+    with open_store(file).open(file, block_bytes=1000) as pieces:
         assert b"".join(pieces.pread(7, start) for start in range(0, 7000, 7)) == CONTENT[:7000]
     assert FaultyFileSystem.calls["read"] == 7
 
@@ -442,33 +471,32 @@ def test_the_end_of_a_file_that_ends_with_a_block_is_found(file):
             raise OSError(errno.EINVAL, "The requested range is not satisfiable")
 
     FaultyFileSystem.fault = refuse
-    with open_pieces(file, block_bytes=len(CONTENT) // 2) as pieces:
+    with open_store(file).open(file, block_bytes=len(CONTENT) // 2) as pieces:
         assert pieces.pread(len(CONTENT) + 1, 0) == CONTENT
 
 
 def test_a_server_that_sends_whole_files_is_refused(file):
     FaultyFileSystem.sends_whole_files = True
-    for read in (lambda: file.read_range(5, 10), lambda: open_pieces(file).pread(10, 5)):
-        with pytest.raises(RefusedError, match=r"b\.bin sends no parts of files\. Copy the file"):
-            read()
+    with pytest.raises(RefusedError, match=r"b\.bin sends no parts of files\. Copy the file"):
+        open_store(file).open(file).pread(10, 5)
     assert read_file(file) == CONTENT
 
 
 def test_a_server_that_is_no_store_gets_a_file_under_a_name_of_its_own_first(file):
     names = []
     FaultyFileSystem.fault = lambda call, path: names.append(path) if call == "write" else None
-    write_file(file, b"new")
+    store = open_store(file.parent)
+    store.write("b.bin", b"new")
     assert [name.endswith(".part") for name in names] == [True]
-    assert file.read_bytes() == b"new"
-    assert file.parent.list_sizes() == {"b.bin": 3}
+    assert store.read("b.bin") == b"new"
+    assert store.list_names() == ["b.bin"]
 
 
 def test_a_store_is_written_at_once():
-    path = UrlPath("memory://bucket/c.bin")
-    write_file(path, b"a", b"b")
+    open_store("memory://bucket").write("c.bin", b"a", b"b")
     assert filesystem("memory").cat_file("/bucket/c.bin") == b"ab"
 
 
 def test_a_web_server_is_only_read():
     with pytest.raises(ColabUtilsError, match="can only be read"):
-        UrlPath("https://host/a").write(b"a")
+        open_store("https://host").write("a", b"a")

@@ -1,11 +1,9 @@
 """The reader on a mounted Drive that serves few reads at once, and refuses more than some."""
 
-from functools import partial
-
 import pytest
 
-from colab_utils.drive import DriveLostError, Retries
-from colab_utils.files import read_file
+from colab_utils.drive import DriveLostError
+from colab_utils.files import open_store
 from colab_utils.reader import Reader
 from colab_utils.slow_drive import DriveProfile
 from colab_utils.streams import guess_streams
@@ -23,22 +21,20 @@ def photos(tmp_path):
     return folder
 
 
-def read_all(folder, retries, streams="auto"):
-    reader = Reader(
-        partial(read_file, retries=retries), place=folder, streams=streams, retries=retries
-    )
-    paths = [folder / f"{number}.jpg" for number in range(FILES)]
-    contents = [reading.take() for reading in reader.read_all(paths)]
+def read_all(store, streams="auto"):
+    reader = Reader(store.read, place=store.place, streams=streams, retries=store.retries)
+    names = [f"{number}.jpg" for number in range(FILES)]
+    contents = [reading.take() for reading in reader.read_all(names)]
     reader.close()
     # A trial of a larger number may be under way. The next reader begins with the one that is kept.
-    return contents, guess_streams(folder)
+    return contents, guess_streams(store.place)
 
 
 @pytest.mark.parametrize("streams", ["auto", 16])
 def test_a_drive_that_serves_few_at_once_gives_every_file(photos, tmp_path, streams):
     profile = DriveProfile("narrow", open_s=0.02, bytes_per_s=1e9, source="a test", streams=4)
     with mount_or_skip(photos, tmp_path / "mnt", profile=profile) as mount:
-        contents, _ = read_all(mount.folder, Retries(), streams)
+        contents, _ = read_all(open_store(mount.folder), streams)
     assert contents == [b"%d" % number for number in range(FILES)]
 
 
@@ -48,12 +44,12 @@ def test_a_drive_that_refuses_many_reads_gives_every_file(photos, tmp_path, monk
     profile = DriveProfile(
         "strict", open_s=0.02, bytes_per_s=1e9, source="a test", streams=4, most_reads=6
     )
-    retries = Retries()
     with mount_or_skip(photos, tmp_path / "mnt", profile=profile) as mount:
-        contents, streams = read_all(mount.folder, retries)
+        store = open_store(mount.folder)
+        contents, streams = read_all(store)
     assert contents == [b"%d" % number for number in range(FILES)]
     # The first guess is wider than this Drive allows: it was refused, and learnt from it.
-    assert retries.count > 0
+    assert store.retries.count > 0
     assert streams <= 8
 
 
@@ -61,4 +57,4 @@ def test_a_drive_that_refuses_everything_is_told_in_one_message(photos, tmp_path
     with mount_or_skip(photos, tmp_path / "mnt") as mount:
         mount.fail(errors=1_000_000)
         with pytest.raises(DriveLostError, match="Drive got disconnected, its quota is used up"):
-            read_all(mount.folder, Retries())
+            read_all(open_store(mount.folder))

@@ -31,6 +31,7 @@ CORE = (
     "processes",
     "running",
     "drive",
+    "urls",
     "places",
     "slow_drive",
     "streams",

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from colab_utils import files, slow_drive
-from colab_utils.drive import DriveLostError, Retries
+from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import DriveFile, read_file
 from colab_utils.slow_drive import (
@@ -220,5 +220,5 @@ def test_reads_above_the_most_are_refused_and_tried_again(photo, tmp_path, monke
     assert sum(isinstance(error, DriveLostError) for error in errors) == 2
     monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.25, 0.25, 0.25))
     with ThreadPoolExecutor(4) as pool:
-        retried = [pool.submit(read_file, photo, Retries()) for _ in range(4)]
+        retried = [pool.submit(read_file, photo) for _ in range(4)]
         assert [reading.result() for reading in retried] == [photo.read_bytes()] * 4

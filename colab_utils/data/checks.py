@@ -25,9 +25,8 @@ from colab_utils.data.image_checks import (
 from colab_utils.data.image_paths import require_folder
 from colab_utils.data.orientation import Exif, pick_turn
 from colab_utils.data.statistics import DatasetStatistics, measure_dataset
-from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError, escape
-from colab_utils.files import read_file
+from colab_utils.files import open_store, read_file
 from colab_utils.machine import count_cores
 from colab_utils.places import Place, PlaceLike, open_place
 from colab_utils.progress import show_progress
@@ -189,7 +188,7 @@ def inspect_images(images: Place, dataset: CocoDataset, *, deep: bool = False) -
     missing = [
         i for i, finding in enumerate(findings) if "missing image" in dict(finding.header.defects)
     ]
-    if Retries().find_again([dataset.find_image(images, i)[0] for i in missing]):
+    if open_store(images).find_again(dataset.find_image(images, i)[0] for i in missing):
         for i in missing:
             parts = _inspect_parts(images, dataset, deep, 1, [i], JobProgress())
             findings[i] = next(parts)[1][0]
@@ -207,10 +206,10 @@ def _inspect_parts(
     """Yield the place of the first image of each part, and the findings of all its images."""
     for start in starts:
         subset = dataset.subset(start, min(start + size, len(dataset)))
-        retries = Retries()
-        read = partial(read_header, images, subset, retries=retries, deep=deep)
+        store = open_store(images)
+        read = partial(read_header, store, subset, deep=deep)
         findings = []
-        with closing(Reader(read, place=images, retries=retries)) as reader:
+        with closing(Reader(read, place=images, retries=store.retries)) as reader:
             for i, reading in enumerate(reader.read_all(range(len(subset)))):
                 findings.append(check_image(subset, i, reading.take()))
                 progress.add(1)
@@ -361,7 +360,7 @@ def find_shared(
     require_folder(others)
     by_size = defaultdict[int, list[int]](list)
     other = read_coco(annotations)
-    retries = Retries()
+    store = open_store(others)
     shared: dict[int, str] = {}
     for i, header in enumerate(headers):
         by_size[header.bytes].append(i)
@@ -369,13 +368,13 @@ def find_shared(
     def compare(i: int) -> None:
         # Files that cannot be read are not used in training, so they are left out here.
         with suppress(OSError, ColabUtilsError):
-            content = read_file(other.find_image(others, i)[0], retries)
+            content = store.read(other.find_image(others, i)[0])
             for twin in by_size.get(len(content), ()):
-                if read_file(dataset.find_image(images, twin)[0], retries) == content:
+                if read_file(dataset.find_image(images, twin)[0]) == content:
                     name = escape(dataset.file_name(twin))
                     shared[twin] = f"{name} is {escape(other.file_name(i))}"
 
-    reader = Reader(compare, place=others, retries=retries)
+    reader = Reader(compare, place=others, retries=store.retries)
     for reading in reader.read_all(range(len(other))):
         reading.take()
     reader.close()

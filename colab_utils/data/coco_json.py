@@ -16,7 +16,7 @@ from colab_utils.data.fields import read_crowd, to_integer
 from colab_utils.data.image_paths import take_base_name
 from colab_utils.data.segmentations import Entry
 from colab_utils.errors import DAMAGE, ColabUtilsError, escape
-from colab_utils.files import FileStamp, read_file, stamp_file
+from colab_utils.files import FileStamp, open_store
 from colab_utils.machine import find_free_memory
 from colab_utils.os_errors import explain_os_error
 from colab_utils.places import Place
@@ -200,8 +200,10 @@ def read_content(path: Place) -> tuple[FileStamp, bytes]:
         ColabUtilsError: if there is no such file, or if it is too large for this machine's memory.
         DriveLostError: if Drive went away.
     """
+    store = open_store(path)
     try:
-        return stamp_file(path), read_file(path, most_bytes=find_free_memory() / _MEMORY_OF_JSON)
+        stamp = store.stamp(path)
+        return stamp, store.read(path, most_bytes=find_free_memory() / _MEMORY_OF_JSON)
     except OSError as error:
         cure = "Check its name."
         if isinstance(error, IsADirectoryError):

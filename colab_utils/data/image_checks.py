@@ -22,10 +22,9 @@ from colab_utils.data.object_checks import check_object
 from colab_utils.data.orientation import compare_turn, read_orientation
 from colab_utils.data.segmentations import Entry
 from colab_utils.data.sizes import Size
-from colab_utils.drive import Retries
 from colab_utils.errors import MACHINE_FAULTS, ColabUtilsError, UnavailableError, escape
-from colab_utils.files import read_file
-from colab_utils.places import Place, name_below
+from colab_utils.files import Store
+from colab_utils.places import name_below
 
 # The mark at the end of a complete file. Some cameras write zeros or a preview after it.
 _ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
@@ -72,27 +71,25 @@ class Findings(NamedTuple):
     """What `compare_turn` says of the image."""
 
 
-def read_header(
-    images: Place, dataset: CocoDataset, i: int, retries: Retries, *, deep: bool = False
-) -> Header:
+def read_header(store: Store, dataset: CocoDataset, i: int, *, deep: bool = False) -> Header:
     """Read the header and the end of an image file; decode all of it if ``deep`` is set.
 
     Raises:
         DriveLostError: if Drive went away.
     """
     try:
-        path, by_base_name = dataset.find_image(images, i)
+        path, by_base_name = dataset.find_image(store.place, i)
     except UnavailableError:
         raise
     except ColabUtilsError as error:
         return Header([("unsafe file_name", str(error))])
     notes: list[Defect] = []
     if by_base_name:
-        notes.append(("found by base name", escape(name_below(path, images))))
+        notes.append(("found by base name", escape(name_below(path, store.place))))
     try:
-        return _describe(read_file(path, retries), notes, deep=deep)
+        return _describe(store.read(path), notes, deep=deep)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        return Header([("missing image", explain_missing(images, dataset.file_name(i)))])
+        return Header([("missing image", explain_missing(store.place, dataset.file_name(i)))])
     except (UnavailableError, *MACHINE_FAULTS):
         raise
     # Pillow's readers raise all kinds of errors on damaged data.

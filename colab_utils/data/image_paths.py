@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path, PureWindowsPath
+from typing import Any
 from unicodedata import normalize
 from urllib.parse import unquote
 
 from colab_utils.drive import find_mount, guard_drive
 from colab_utils.errors import ColabUtilsError, UnavailableError
+from colab_utils.files import open_store
 from colab_utils.os_errors import explain_os_error
-from colab_utils.places import Place, PlaceLike, UrlPath, open_place
+from colab_utils.places import Place, PlaceLike, find_server, open_place
 
 # The folder below a mount of Drive that holds what Drive's shortcuts point to.
 _SHORTCUTS = ".shortcut-targets-by-id"
@@ -36,15 +38,16 @@ def find_file(folder: PlaceLike, name: str, shared_names: frozenset[str]) -> tup
             several files of its base name. Also if a link at this name leads out of the folder.
         DriveLostError: if Drive went away.
     """
-    if isinstance(folder, UrlPath):
+    if find_server(folder):
         return _find_at_url(folder, name)
+    folder = Path(str(folder))
     for meaning in _list_readings(name):
         named = None if _leads_out(meaning) else _find_spelling(folder, meaning)
         if named is not None:
             return named, meaning != name
     path = None if _leads_out(name) else Path(folder, name)
     # If the folder of the name is there, a file of another folder is another image.
-    if path is not None and path.parent != Path(folder) and os.path.isdir(path.parent):
+    if path is not None and path.parent != folder and os.path.isdir(path.parent):
         return path, False
     bases = list_meanings(name) - shared_names
     places: list[str] = []
@@ -66,13 +69,14 @@ def find_file(folder: PlaceLike, name: str, shared_names: frozenset[str]) -> tup
     )
 
 
-def _find_at_url(folder: UrlPath, name: str) -> tuple[UrlPath, bool]:
+def _find_at_url(folder: Any, name: str) -> tuple[Place, bool]:
     """Return the file at a URL that a ``file_name`` means, and whether another name led to it."""
     decoded = _decode_name(name).replace("\\", "/")
     if _leads_out(decoded):
         decoded = take_base_name(name)
     # A name such as "50%20off.jpg" may be the file's own name.
-    if decoded != name and not _leads_out(name) and (folder / name).is_file():
+    is_name = decoded != name and not _leads_out(name)
+    if is_name and open_store(folder).find_kind(name) == "file":
         return folder / name, False
     return folder / decoded, decoded != name
 
@@ -139,13 +143,12 @@ def require_folder(images: PlaceLike) -> None:
     """Raise ColabUtilsError if there is no image folder. Forget the files that were listed in it
     before.
     """
-    with guard_drive(images):
-        folder = open_place(images)
-        if not folder.is_dir():
-            cure = "Check its name."
-            if folder.is_file():
-                cure = "It is a file. Name a folder: if the file is an archive, unpack it first."
-            raise ColabUtilsError(f"There is no image folder at {images}. {cure}")
+    kind = open_store(open_place(images)).find_kind()
+    if kind != "folder":
+        cure = "Check its name."
+        if kind:
+            cure = "It is a file. Name a folder: if the file is an archive, unpack it first."
+        raise ColabUtilsError(f"There is no image folder at {images}. {cure}")
     list_base_names.cache_clear()
     _list_stems.cache_clear()
 

@@ -24,9 +24,8 @@ from colab_utils.data.decoding import (
     to_rgb,
 )
 from colab_utils.data.sizes import Size
-from colab_utils.drive import Retries
 from colab_utils.errors import MACHINE_FAULTS, ColabUtilsError, ColabUtilsWarning, UnavailableError
-from colab_utils.files import open_pieces
+from colab_utils.files import open_store
 from colab_utils.places import Place
 from colab_utils.processes import ThreadPool
 
@@ -192,13 +191,13 @@ def choose_turn(
     Raises:
         DriveLostError: if Drive went away.
     """
-    retries = Retries()
+    store = open_store(images)
     # A photo that Drive does not show now has no vote. Whoever reads it later looks for it again.
-    retries.trusts_absence = True
+    store.retries.trusts_absence = True
 
     def read_head(row: int) -> bytes:
         path, _ = dataset.find_image(images, row)
-        with open_pieces(path, retries) as file:
+        with store.open(path) as file:
             return file.pread(_HEADER_BYTES, 0)
 
     def look(row: int) -> str:

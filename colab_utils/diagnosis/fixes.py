@@ -38,7 +38,6 @@ from colab_utils.diagnosis.timing import (
     time_batches,
 )
 from colab_utils.diagnosis.watch import WatchedLoader
-from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
@@ -502,7 +501,7 @@ class _Model:
                 count = max(1, sum(end <= _SAMPLE_BYTES for end in ends))
                 part = replace(dataset.index, shards=dataset.index.shards[:count], partial=True)
                 shards = folder / "shards"
-                Copying(dataset.folder, shards, Retries(), overwrite=False).run([*part.files()])
+                Copying(dataset.folder, shards, overwrite=False).run([*part.files()])
                 write_index(shards, part)
                 self.forms["shards"] = ShardDataset(shards)
         if not isinstance(dataset, CocoFolder):

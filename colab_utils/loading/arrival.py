@@ -8,9 +8,9 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
-from colab_utils.drive import DriveLostError, Retries, explain_write, is_on_drive
+from colab_utils.drive import DriveLostError, explain_write, is_on_drive
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import has_size
+from colab_utils.files import open_store
 from colab_utils.places import Place
 from colab_utils.processes import start_thread
 from colab_utils.shards.copy import COPY_STREAMS, Copying, check_space, read_target
@@ -62,7 +62,7 @@ class Arrival:
 
     The first shard is copied alone, at the full speed of Drive. The others follow, several at a
     time. A shard that an earlier copy left in ``target`` is not copied again if its checksum is
-    right. If Drive fails, ``retries`` repeats the read. The index in ``target`` is written last.
+    right. The index in ``target`` is written last.
 
     One process of this machine copies, and holds a lock. The others wait for its files: a shard is
     there when its files have their sizes under their own names. If the process that copies ends too
@@ -74,12 +74,10 @@ class Arrival:
         index: the index of the shards.
         order: the numbers of the shards, in the order in which they are copied.
         workers: number of threads that copy.
-        retries: repeats reads that fail. Its ``stop`` ends the copy.
 
     Attributes:
         arrived: the numbers of the shards that have arrived.
-        retries: the `Retries` of the copy. Its ``count`` is the number of times that Drive failed
-            and was tried again.
+        retries: counts how often Drive failed and was tried again.
 
     Raises:
         ColabUtilsError: too little free disk, or other files in ``target``.
@@ -93,11 +91,9 @@ class Arrival:
         *,
         order: list[int],
         workers: int,
-        retries: Retries,
     ) -> None:
         self.target = target
         self.index = index
-        self.retries = retries
         self.arrived: set[int] = set()
         self._workers = workers
         self._order = order
@@ -108,9 +104,10 @@ class Arrival:
         check_space(target, [*index.files()], cached=is_on_drive(source))
         # A damaged file of an earlier copy is replaced, but not a file of the user.
         overwrite = _has_copies(target, index)
-        self._job = Copying(source, target, retries, overwrite=overwrite)
+        self._job = Copying(source, target, overwrite=overwrite)
+        self.retries = self._job.source.retries
         with explain_write(target):
-            target.mkdir(parents=True, exist_ok=True)
+            self._job.target.make()
         self._thread = start_thread(self._run, "arrival")
 
     def stop(self) -> None:
@@ -195,13 +192,13 @@ class Arrival:
         """Note which shards another process has brought, and return whether it has finished."""
         for number in self._order:
             files = self.index.shards[number].files()
-            if all(has_size(self.target / name, size) for name, size, _ in files):
+            if self._job.target.has_files(files):
                 self.arrived.add(number)
         return self.is_complete and (self.target / INDEX_NAME).exists()
 
     def _copy_all(self) -> None:
         """Copy all shards, the first one alone, and write the index."""
-        remove_leftovers(self.target)
+        remove_leftovers(self._job.target)
         self._copy_next()
         others = []
         # If the system starts no more threads, this one does all the work.
@@ -263,7 +260,8 @@ def wait_for_file(path: Path, size: int) -> None:
         ColabUtilsError: no process brings files to the folder any more.
     """
     seen_s = monotonic()
-    while not has_size(path, size):
+    store = open_store(path.parent)
+    while not store.has_files([(path.name, size, "")]):
         with lock_here(path.with_name(INDEX_NAME)) as is_free:
             if not is_free:
                 seen_s = monotonic()

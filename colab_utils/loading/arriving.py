@@ -7,7 +7,7 @@ from pathlib import Path
 from time import sleep
 from typing import Any
 
-from colab_utils.drive import Retries
+from colab_utils.files import open_store
 from colab_utils.loading.arrival import POLL_S, Arrival, plan_windows, wait_for_file
 from colab_utils.loading.contract import Transforms
 from colab_utils.loading.dataset import ShardDataset
@@ -107,12 +107,11 @@ class ArrivingShards(ShardDataset):
     ) -> None:
         source = open_place(source)
         target = require_local_path(target)
-        retries = Retries()
-        index = read_index(source, retries)
+        index = read_index(source)
         windows = plan_windows(index.recipe, [shard.images for shard in index.shards], seed)
         order = [*chain(*windows)]
-        arrival = Arrival(source, target, index, order=order, workers=workers, retries=retries)
-        load = partial(load_shard, source, retries=retries)
+        arrival = Arrival(source, target, index, order=order, workers=workers)
+        load = partial(load_shard, open_store(source))
         # On a bad day, it takes 606 ms to read the tables of a shard on Drive. For 150 shards, one
         # thread would need 90 seconds.
         with ThreadPool(_READERS) as pool:

@@ -18,10 +18,9 @@ from colab_utils.data.image_checks import sample_faults
 from colab_utils.data.masks import encode_segmentation, pack_masks, resize_rles, unpack_masks
 from colab_utils.data.orientation import Exif, choose_turn, decode_upright, find_turn
 from colab_utils.data.sizes import Size, plan_size, plan_sizes
-from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.file_cache import FileCache
-from colab_utils.files import read_file
+from colab_utils.files import open_store
 from colab_utils.loading.contract import PackedSample, Target
 from colab_utils.loading.samples import CocoSamples
 from colab_utils.loading.targets import pack_target
@@ -104,7 +103,7 @@ class CocoFolder(CocoSamples):
         self.exif = exif
         self.folder = open_place(images)
         self.streams = require_streams(streams)
-        self.retries = Retries()
+        self.store = open_store(self.folder)
         if isinstance(annotations, CocoDataset):
             self.coco = annotations
         else:
@@ -190,13 +189,15 @@ class CocoFolder(CocoSamples):
     def _read_slowly(self, index: int) -> bytes:
         path = self.find_path(index)
         try:
-            return self.retries.run_listed(path, partial(read_file, path, self.retries))
+            return self.store.read_listed(path)
         except OSError as error:
             reason = explain_os_error(error, "Run check on the dataset.")
             raise ColabUtilsError(f"The image file {path} cannot be read: {reason}") from None
 
     def _make_reader(self, streams: int | str) -> Reader:
-        return Reader(self._read_file, place=self.folder, streams=streams, retries=self.retries)
+        return Reader(
+            self._read_file, place=self.folder, streams=streams, retries=self.store.retries
+        )
 
     def _list_parts(self, index: int) -> list[int]:
         return [index]

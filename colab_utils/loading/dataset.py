@@ -20,9 +20,8 @@ from torch import Tensor
 
 from colab_utils.data.decoding import decode_pixels
 from colab_utils.data.masks import PackedMasks, number_within, unpack_masks
-from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import hash_bytes
+from colab_utils.files import Store, hash_bytes
 from colab_utils.loading.contract import PackedSample, Target, Transforms
 from colab_utils.loading.readers import ShardFiles, load_shard
 from colab_utils.loading.samples import CocoSamples
@@ -39,10 +38,10 @@ _IMAGE, _MASKS, _RECORD = range(3)
 _PARTS = ("bytes", "masks", "annotations")
 
 
-def _load_shards(folder: Place, index: ShardIndex, retries: Retries) -> Iterator[ShardArrays]:
+def _load_shards(store: Store, index: ShardIndex) -> Iterator[ShardArrays]:
     """Yield the arrays of all shards. Several shards are read at the same time."""
-    load = partial(load_shard, folder, retries=retries)
-    with closing(Reader(load, place=folder, retries=retries)) as reader:
+    load = partial(load_shard, store)
+    with closing(Reader(load, place=store.place, retries=store.retries)) as reader:
         for reading in reader.read_all(index.shards):
             yield reading.take()
 
@@ -95,11 +94,11 @@ class ShardDataset(CocoSamples):
         contiguous_labels: bool = False,
     ) -> None:
         folder = open_place(folder)
-        retries = Retries()
-        index = read_index(folder, retries)
-        shards = _load_shards(folder, index, retries)
+        files = ShardFiles(folder)
+        index = read_index(folder)
+        shards = _load_shards(files.store, index)
         self._open(
-            ShardFiles(folder),
+            files,
             index,
             shards,
             transforms,
@@ -258,7 +257,7 @@ class ShardDataset(CocoSamples):
 
     def _make_reader(self, streams: int | str) -> Reader:
         return Reader(
-            self._read_part, place=self.folder, streams=streams, retries=self._files.retries
+            self._read_part, place=self.folder, streams=streams, retries=self._files.store.retries
         )
 
     def _list_parts(self, index: int) -> list[tuple[int, int]]:

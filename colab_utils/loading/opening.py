@@ -2,7 +2,6 @@
 
 import shutil
 import warnings
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from time import monotonic, sleep
@@ -14,10 +13,10 @@ import xxhash
 from colab_utils.data.coco import CocoDataset
 from colab_utils.data.coco_json import read_content
 from colab_utils.data.defects import count_allowed
-from colab_utils.drive import Retries, is_on_drive
+from colab_utils.drive import is_on_drive
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableError
 from colab_utils.file_cache import FileCache
-from colab_utils.files import has_files
+from colab_utils.files import open_store
 from colab_utils.loading.arrival import POLL_S, plan_windows
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.coco_folder import CocoFolder
@@ -120,7 +119,7 @@ def open_dataset(
     require_streams(streams)
     require_count("seed", seed, minimum=0)
     index = _find_complete(ssd)
-    ssd_has_shards = index is not None and has_files(ssd, index.files())
+    ssd_has_shards = index is not None and open_store(ssd).has_files(index.files())
     drive_has_shards = False
     instead = f"the shards in {ssd}, which were not compared with the annotations"
     try:
@@ -284,7 +283,7 @@ def _require_same(folder: Place, index: ShardIndex | None, annotations: Place) -
     source = read_source(folder, index.fingerprint)
     if source is not None and source.json == stamp_annotations(annotations):
         return
-    _, content = Retries().run(partial(read_content, annotations))
+    _, content = read_content(annotations)
     if index.fingerprint != xxhash.xxh3_128_hexdigest(content):
         raise ColabUtilsError(
             f"The shards in {folder} are of other annotations. Name another folder, or delete "

@@ -3,9 +3,8 @@
 import warnings
 from typing import Any
 
-from colab_utils.drive import Retries, guard_drive
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableError
-from colab_utils.files import OpenFiles, has_size
+from colab_utils.files import OpenFiles, Store, open_store
 from colab_utils.os_errors import explain_os_error
 from colab_utils.places import Place
 from colab_utils.shards.arrays import ShardArrays, load_arrays, rebuild_arrays
@@ -15,13 +14,13 @@ from colab_utils.shards.index import ShardInfo
 class ShardFiles:
     """A reader of pieces of the files in a folder. The files that it read last stay open.
 
-    Threads may share it. Its ``retries`` repeat failed reads.
+    Threads may share it.
     """
 
     def __init__(self, folder: Place) -> None:
         self.folder = folder
-        self.retries = Retries()
-        self._open = OpenFiles(folder, self.retries)
+        self.store = open_store(folder)
+        self._open = OpenFiles(self.store)
 
     # A copy in another process opens the files anew.
     def __reduce__(self) -> Any:
@@ -48,38 +47,27 @@ class ShardFiles:
             )
 
 
-def load_shard(folder: Place, shard: ShardInfo, *, retries: Retries) -> ShardArrays:
+def load_shard(store: Store, shard: ShardInfo) -> ShardArrays:
     """Return the arrays of a shard.
 
     If the arrays are missing or damaged, they are made again from the tar, with a warning.
 
     Raises:
         ColabUtilsError: The tar is missing, cut short or damaged.
-        DriveLostError: Drive fails until ``retries`` give up.
+        DriveLostError: Drive fails until the store gives up.
     """
-
-    def load() -> ShardArrays:
-        path = folder / shard.name
-        with guard_drive(folder):
-            if not path.exists():
-                retries.find_again([path])
-            return _load(folder, shard)
-
-    return retries.run(load)
-
-
-def _load(folder: Place, shard: ShardInfo) -> ShardArrays:
-    path = folder / shard.name
-    arrays_path = folder / shard.arrays_name
-    if not has_size(path, shard.bytes):
-        size = f"{path.stat().st_size:,}" if path.is_file() else "none"
+    count = store.stamp(shard.name).bytes
+    if count < 0 and store.find_again([shard.name]):
+        count = store.stamp(shard.name).bytes
+    path = store.locate(shard.name)
+    if count != shard.bytes:
+        size = f"{count:,}" if count >= 0 else "none"
         raise ColabUtilsError(
             f"{path} should have {shard.bytes:,} bytes, and has {size}: it was cut short or "
             "changed. Copy it again, or run preprocess again on this folder."
         )
     try:
-        with guard_drive(folder):
-            return load_arrays(arrays_path, shard)
+        return load_arrays(store.locate(shard.arrays_name), shard)
     except UnavailableError:
         raise
     except (ColabUtilsError, OSError) as error:

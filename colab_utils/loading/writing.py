@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import process_time
@@ -18,10 +17,10 @@ from typing import Any, cast
 import numpy as np
 
 from colab_utils.data.coco import CocoDataset
-from colab_utils.drive import Retries, explain_write, is_on_drive
+from colab_utils.drive import explain_write, is_on_drive
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.file_cache import FileCache
-from colab_utils.files import list_names
+from colab_utils.files import open_store
 from colab_utils.places import Place, identify_place
 from colab_utils.processes import (
     end_process,
@@ -84,7 +83,6 @@ class ShardWriter:
             ColabUtilsError: shards cannot be written or sent, or the work was stopped.
         """
         self._progress = progress
-        self._retries = Retries(progress.stop)
         with ExitStack() as stack:
             stack.enter_context(hold_folder(self.ssd))
             if not self.is_written:
@@ -106,7 +104,7 @@ class ShardWriter:
         check_bad(self.dataset, done, self.max_bad)
         index = join_index(run, done)
         write_index(self.ssd, index)
-        self._try_on_drive(self._retries.write, self.drive, write_index, self.drive, index)
+        self._try_on_drive(self._write_index, index)
         for folder in {self.ssd, self.drive or self.ssd}:
             keep_source(folder, describe_source(self.dataset))
 
@@ -133,7 +131,9 @@ class ShardWriter:
         drive = self.drive
         finished: set[str] = set()
         if drive is not None:
-            finished = set(self._retries.write(drive, list_names, drive, "shard-*.arrays"))
+            with explain_write(drive):
+                store = open_store(drive, self._progress.stop)
+                finished = set(store.list_names("shard-*.arrays"))
         shards = run.list_shards()
         for number in self.order:
             job = run.make_job(*shards[number])
@@ -152,12 +152,18 @@ class ShardWriter:
             self._failure = error
             self.drive = None
 
+    def _write_index(self, index: ShardIndex) -> None:
+        drive = cast(Place, self.drive)
+        with explain_write(drive):
+            write_index(drive, index)
+
     def _send(self, shard: ShardInfo) -> None:
-        sending = Copying(self.ssd, cast(Place, self.drive), self._retries, overwrite=True)
+        drive = cast(Place, self.drive)
+        sending = Copying(self.ssd, drive, stop=self._progress.stop, overwrite=True)
         # The arrays are sent first, because a tar alone does not show its dataset. If the session
         # ended after sending only a tar, the next session would refuse the folder.
         for file in reversed(shard.files()):
-            self._retries.run(partial(sending.copy_file, *file))
+            sending.copy_file(*file)
         self.done[_SENT] += 1
 
 

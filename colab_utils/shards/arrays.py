@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from colab_utils.data.decoding import read_npy_header
 from colab_utils.data.masks import pack_masks
 from colab_utils.errors import ColabUtilsError, UnavailableError
-from colab_utils.files import hash_bytes, open_pieces, read_file
+from colab_utils.files import hash_bytes, open_store, read_file
 from colab_utils.places import Place
 from colab_utils.shards.index import ShardInfo
 
@@ -221,8 +221,9 @@ def load_arrays(path: Place, shard: ShardInfo) -> ShardArrays:
     Raises:
         ColabUtilsError: if the file is damaged, or is not the one that the index lists.
     """
-    with _explain_damage(path), open_pieces(path, block_bytes=_BLOCK_BYTES) as file:
-        size = path.stat().st_size
+    pieces = open_store(path).open(path, block_bytes=_BLOCK_BYTES)
+    with _explain_damage(path), pieces as file:
+        size = file.find_size()
 
         def pread(n: int, start: int) -> bytes:
             # A damaged head may name more bytes than the memory holds.

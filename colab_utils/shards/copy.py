@@ -1,17 +1,20 @@
 """Copy shards from Drive to this machine's disk. The index is written last."""
 
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, wait
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
+from typing import Any
 
 import xxhash
 
-from colab_utils.drive import Retries, explain_write, is_on_drive
+from colab_utils.drive import explain_write, is_on_drive
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import PieceFile, create_file, has_size, open_pieces, require_room
+from colab_utils.files import PieceFile, open_store
 from colab_utils.os_errors import explain_os_error
 from colab_utils.places import Place, find_server, identify_place, open_place
 from colab_utils.processes import pop_done
@@ -93,14 +96,14 @@ def copy_shards(
     source = open_place(source)
     target = open_place(target)
     streams = require_streams(streams)
-    retries = Retries()
-    index = read_index(source, retries)
+    index = read_index(source)
     is_new = read_target(source, target, index) is None
     files = [*index.files()]
     check_space(target, files, cached=is_on_drive(source))
     started = perf_counter()
-    copied = Copying(source, target, retries, overwrite=not is_new).run(files, streams)
-    retries.write(target, write_index, target, index)
+    copied = Copying(source, target, overwrite=not is_new).run(files, streams)
+    with explain_write(target):
+        write_index(target, index)
     skipped = [shard for shard in index.shards if not copied & {shard.name, shard.arrays_name}]
     return CopyReport(
         shards=len(index.shards),
@@ -120,17 +123,16 @@ class Copying:
     Args:
         source: the folder to copy from.
         target: the folder to copy into.
-        retries: tries Drive again after errors. Its event ``stop`` ends the copy.
         overwrite: whether a damaged file in ``target`` is replaced. If not, such a file raises an
             error, because it may belong to the user.
+        stop: event that ends the copy. Default: a new event.
     """
 
-    def __init__(self, source: Place, target: Place, retries: Retries, *, overwrite: bool) -> None:
-        self.source = source
-        self.target = target
+    def __init__(self, source: Place, target: Place, *, overwrite: bool, stop: Any = None) -> None:
+        self.stop = stop or threading.Event()
+        self.source = open_store(source, self.stop)
+        self.target = open_store(target, self.stop)
         self.overwrite = overwrite
-        self.retries = retries
-        self.stop = retries.stop
         self._bytes_done = Counter[str]()
         # Bytes that one request to a server asks for.
         self._block_bytes = _BLOCK_BYTES
@@ -141,19 +143,19 @@ class Copying:
         Threads read and write. The progress bar moves in the calling thread, because a notebook
         does not show what other threads print.
         """
-        if find_server(self.target) and streams == "auto":
+        if find_server(self.target.place) and streams == "auto":
             streams = COPY_STREAMS
         sizes = {name: size for name, size, _ in files}
         at_once = _UNDER_WAY_BYTES // max(1, *sizes.values())
         reader = Reader(
             lambda file: self.copy_file(*file),
-            place=self.source,
+            place=self.source.place,
             streams=streams,
-            retries=self.retries,
+            retries=self.source.retries,
             most_streams=max(COPY_STREAMS, at_once),
         )
-        with explain_write(self.target):
-            self.target.mkdir(parents=True, exist_ok=True)
+        with explain_write(self.target.place):
+            self.target.make()
             remove_leftovers(self.target)
         copied: set[str] = set()
         with (
@@ -166,7 +168,7 @@ class Copying:
                     self._block_bytes = min(_BLOCK_BYTES, AHEAD_BYTES // reader.streams)
                     names = {content.result() for content in pop_done(pending)}
                     copied |= names - {""}
-                    bar.set_postfix_str(str(self.retries), refresh=False)
+                    bar.set_postfix_str(str(self.source.retries), refresh=False)
                     bar.update(sum(list(self._bytes_done.values())) - bar.n)
             finally:
                 # After an error or Ctrl-C, the other threads end after their next buffer.
@@ -176,22 +178,24 @@ class Copying:
 
     def copy_file(self, name: str, size: int, checksum: str) -> str:
         """Copy one file unless it is there; return its name if it was copied, else ""."""
-        files = [(name, size, checksum)]
-        if not self.retries.write(self.target, find_fault, self.target, files):
-            self._bytes_done[name] = size
-            return ""
-        self.retries.write(self.target, self._refuse_other, self.target / name)
+        with explain_write(self.target.place):
+            if not find_fault(self.target, [(name, size, checksum)]):
+                self._bytes_done[name] = size
+                return ""
+            self._refuse_other(name)
+        # The target may be on Drive, too.
+        transfer = partial(self.target.retries.run, partial(self._transfer, name, size, checksum))
         try:
-            self._transfer(name, size, checksum)
+            transfer()
         except _WrongBytesError:
             # Drive gives wrong bytes at times.
-            self._transfer(name, size, checksum)
+            transfer()
         return name
 
-    def _refuse_other(self, path: Place) -> None:
-        if path.exists() and not self.overwrite:
+    def _refuse_other(self, name: str) -> None:
+        if not self.overwrite and self.target.find_kind(name):
             raise ColabUtilsError(
-                f"{self.target} holds another {path.name}. Name another folder, or delete that "
+                f"{self.target.place} holds another {name}. Name another folder, or delete that "
                 "file if it is a damaged copy."
             )
 
@@ -201,8 +205,8 @@ class Copying:
         self._bytes_done[name] = 0
         piece = memoryview(bytearray(_PIECE_BYTES))
         with (
-            explain_write(self.target),
-            create_file(self.target / name, self.retries) as out,
+            explain_write(self.target.place),
+            self.target.create(name) as out,
             self._open_source(name) as file,
         ):
             # One byte more than the file should have shows a file that is too long.
@@ -219,15 +223,15 @@ class Copying:
                 self._bytes_done[name] += count
             if (self._bytes_done[name], state.hexdigest()) != (size, checksum):
                 raise _WrongBytesError(
-                    f"{name} in {self.source} is damaged: its checksum was wrong twice. Run verify "
-                    "on the source, delete the damaged files that it names, and run preprocess "
-                    "again."
+                    f"{name} in {self.source.place} is damaged: its checksum was wrong twice. Run "
+                    "verify on the source, delete the damaged files that it names, and run "
+                    "preprocess again."
                 )
 
     def _open_source(self, name: str) -> PieceFile:
         """Open a file to copy; its ``readinto`` reads a range into a buffer."""
         with self._explain_read(name):
-            return open_pieces(self.source / name, self.retries, block_bytes=self._block_bytes)
+            return self.source.open(name, block_bytes=self._block_bytes)
 
     @contextmanager
     def _explain_read(self, name: str) -> Iterator[None]:
@@ -237,7 +241,7 @@ class Copying:
         except OSError as error:
             cure = "Run verify, delete the damaged files that it names, and run preprocess again."
             raise ColabUtilsError(
-                f"{name}, which {INDEX_NAME} lists, cannot be read in {self.source}: "
+                f"{name}, which {INDEX_NAME} lists, cannot be read in {self.source.place}: "
                 f"{explain_os_error(error, cure)}"
             ) from error
 
@@ -252,11 +256,12 @@ def read_target(source: Place, target: Place, index: ShardIndex) -> ShardIndex |
     with explain_write(target):
         if identify_place(source) == identify_place(target):
             raise ColabUtilsError(f"{source} is source and target at once. Name another target.")
-        if (target / WRITER_NAME).exists():
+        store = open_store(target)
+        if store.find_kind(WRITER_NAME):
             raise ColabUtilsError(
                 f"A preprocess is writing into {target}. Name another folder to copy into."
             )
-        if not (target / INDEX_NAME).exists():
+        if not store.find_kind(INDEX_NAME):
             return None
         previous = read_index(target)
         if previous != index:
@@ -280,12 +285,12 @@ def check_space(target: Place, files: list[tuple[str, int, str]], *, cached: boo
     Raises:
         ColabUtilsError: if the disk has too little space.
     """
-    sizes = sorted(size for name, size, _ in files if not has_size(target / name, size))
+    store = open_store(target)
+    sizes = sorted(size for name, size, _ in files if store.stamp(name).bytes != size)
     needed = sum(sizes)
     if cached:
         needed += min(needed, max(_UNDER_WAY_BYTES, sum(sizes[-COPY_STREAMS:])))
-    require_room(
-        target,
+    store.require_room(
         needed * _DISK_MARGIN,
         "name a folder on a bigger disk, or read the shards where they are (train --shards without "
         "--ssd)",

@@ -2,14 +2,12 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from colab_utils.data.coco import CocoDataset
 from colab_utils.data.image_paths import require_folder
-from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import has_files, list_names
+from colab_utils.files import Store, open_store
 from colab_utils.places import Place, open_place
 from colab_utils.shards.index import ShardIndex, explain_read, find_index
 from colab_utils.shards.jobs import are_still_bad, read_shard_index
@@ -69,20 +67,22 @@ def inspect_folder(folder: str | Place) -> FolderState:
         {}
     """
     folder = open_place(folder)
-    return Retries().run(partial(explain_read(folder)(_inspect), folder))
+    with explain_read(folder):
+        return _inspect(open_store(folder))
 
 
-def _inspect(folder: Place) -> FolderState:
+def _inspect(store: Store) -> FolderState:
+    folder = store.place
     index = find_index(folder)
     if index is not None:
-        is_written = (folder / WRITER_NAME).exists()
+        is_written = bool(store.find_kind(WRITER_NAME))
         return FolderState(folder, index, is_finished=not (index.partial or is_written))
     # The arrays of each shard hold the fingerprint and the recipe of all shards.
-    for name in list_names(folder, "shard-*.arrays"):
-        shard = read_shard_index(folder / name)
+    for name in store.list_names("shard-*.arrays"):
+        shard = read_shard_index(store, name)
         if shard is not None:
             return FolderState(folder, shard)
-    if list_names(folder, "shard-*.tar"):
+    if store.list_names("shard-*.tar"):
         raise ColabUtilsError(f"{folder} holds shards without an index. Name another folder.")
     return FolderState(folder)
 
@@ -140,4 +140,5 @@ def confirm_finished(state: FolderState, images: Place, dataset: CocoDataset) ->
 
 
 def _has_files(folder: Place, index: ShardIndex) -> bool:
-    return Retries().run(partial(explain_read(folder)(has_files), folder, index.files()))
+    with explain_read(folder):
+        return open_store(folder).has_files(index.files())

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
-from colab_utils.drive import Retries, guard_drive
+from colab_utils.drive import guard_drive
 from colab_utils.errors import DAMAGE, ColabUtilsError
-from colab_utils.files import hash_bytes, parse_file, read_file, write_file
+from colab_utils.files import hash_bytes, open_store, parse_file
 from colab_utils.os_errors import explain_os_error
 from colab_utils.places import Place, open_place
 from colab_utils.shards.lock import find_writer
@@ -103,14 +103,14 @@ class ShardIndex:
             yield from shard.files()
 
 
-def read_index(folder: str | Place, retries: Retries | None = None) -> ShardIndex:
+def read_index(folder: str | Place) -> ShardIndex:
     """Read ``index.json`` of a folder of shards. The folder may be a URL; see `find_index`.
 
     Raises:
         ColabUtilsError: if there is no folder or no index, or it cannot be read.
     """
     folder = open_place(folder)
-    index = find_index(folder, retries)
+    index = find_index(folder)
     if index is not None:
         return index
     writer = find_writer(folder)
@@ -120,7 +120,7 @@ def read_index(folder: str | Place, retries: Retries | None = None) -> ShardInde
             f"({writer!r}). Wait until it has ended."
         )
     problem = f"There is no folder of shards at {folder}"
-    if folder.exists():
+    if open_store(folder).find_kind():
         problem = f"There is no {INDEX_NAME} in {folder}"
     raise ColabUtilsError(
         f"{problem}. Run preprocess (or copy) first: "
@@ -128,18 +128,17 @@ def read_index(folder: str | Place, retries: Retries | None = None) -> ShardInde
     )
 
 
-def find_index(folder: Place, retries: Retries | None = None) -> ShardIndex | None:
+def find_index(folder: Place) -> ShardIndex | None:
     """Read ``index.json`` of a folder of shards; return None if there is none.
 
-    If Drive fails, ``retries`` tries again. A damaged index is refused only after two reads gave
-    the same bytes.
+    A damaged index is refused only after two reads gave the same bytes.
 
     Raises:
         ColabUtilsError: if the index cannot be read, it was changed since it was written, or
             another version wrote it.
     """
     path = folder / INDEX_NAME
-    read = partial(read_file, path, retries)
+    read = partial(open_store(folder).read, INDEX_NAME)
     try:
         with explain_read(path):
             return parse_file(path, read, lambda content: _parse_index(json.loads(content), folder))
@@ -229,7 +228,7 @@ def write_index(folder: Place, index: ShardIndex) -> None:
     if not index.faults:
         del content["faults"]
     content["xxh3_64"] = hash_bytes(_to_text(content))
-    write_file(folder / INDEX_NAME, json.dumps(content, indent=1).encode())
+    open_store(folder).write(INDEX_NAME, json.dumps(content, indent=1).encode())
 
 
 def _to_text(content: dict[str, Any]) -> bytes:

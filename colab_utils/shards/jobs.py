@@ -10,10 +10,10 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from colab_utils.data.coco import CocoDataset
-from colab_utils.drive import DriveLostError, Retries
+from colab_utils.drive import DriveLostError, explain_write
 from colab_utils.errors import DAMAGE, ColabUtilsError
 from colab_utils.file_cache import FileCache
-from colab_utils.files import has_files, hash_bytes, read_whole, write_file
+from colab_utils.files import Store, hash_bytes, open_store
 from colab_utils.places import Place
 from colab_utils.reader import Reader, Reading
 from colab_utils.running import JobProgress
@@ -77,12 +77,12 @@ def write_in_turn(
         ColabUtilsError: if a shard cannot be written.
         DriveLostError: if Drive went away.
     """
-    retries = Retries(progress.stop)
+    store = open_store(images, progress.stop)
     finished: list[ShardIndex] = []
 
     def list_files() -> Iterator[tuple[ShardJob, int]]:
         for job in jobs:
-            index = _find_or_copy(images, job, retries)
+            index = _find_or_copy(images, job, progress)
             if index is None:
                 yield from ((job, i) for i in range(len(job.dataset)))
             else:
@@ -91,14 +91,14 @@ def write_in_turn(
 
     def read(file: tuple[ShardJob, int]) -> bytes:
         job, i = file
-        return read_image(images, job.dataset, i, retries=retries, cache=job.cache)
+        return read_image(store, job.dataset, i, cache=job.cache)
 
     with (
-        closing(Reader(read, place=images, streams=streams, retries=retries)) as reader,
+        closing(Reader(read, place=images, streams=streams, retries=store.retries)) as reader,
         closing(reader.read_all(list_files())) as readings,
     ):
         for job, files in groupby(readings, key=lambda reading: reading.name[0]):
-            yield _write_shard(images, job, files, progress, retries)
+            yield _write_shard(images, job, files, progress)
             while finished:
                 yield finished.pop()
     yield from finished
@@ -109,7 +109,6 @@ def _write_shard(
     job: ShardJob,
     files: Iterable[Reading],
     progress: JobProgress,
-    retries: Retries,
 ) -> ShardIndex:
     """Write a shard; return an index of it.
 
@@ -122,38 +121,44 @@ def _write_shard(
     # If the run was stopped, this raises an error: another run may be writing already.
     progress.add(0)
     # Arrays come first, since a tar without arrays could be a file of the user.
-    if index.images or job.keeps_empty:
-        retries.write(folder, write_file, job.path.with_suffix(".arrays"), arrays)
-    if index.images:
-        retries.write(folder, write_file, job.path, *tar)
+    with explain_write(folder):
+        store = open_store(folder, progress.stop)
+        if index.images or job.keeps_empty:
+            store.write(job.path.with_suffix(".arrays"), arrays)
+        if index.images:
+            store.write(job.path, *tar)
     return index
 
 
-def read_shard_index(arrays: Place) -> ShardIndex | None:
+def read_shard_index(store: Store, name: str) -> ShardIndex | None:
     """Return an index of the shard that an arrays file describes; None if the file is missing or
     damaged.
     """
     try:
-        return _parse_shard_index(read_whole(arrays, most_bytes=_MOST_ARRAYS_BYTES))
+        content = store.read(name, most_bytes=_MOST_ARRAYS_BYTES, at_full_speed=True)
+        return _parse_shard_index(content)
     except (FileNotFoundError, *DAMAGE):
         return None
 
 
-def find_shard(path: Place, fingerprint: str, recipe: dict[str, Any]) -> ShardIndex | None:
+def find_shard(
+    store: Store, name: str, fingerprint: str, recipe: dict[str, Any]
+) -> ShardIndex | None:
     """Return an index of one finished shard; None if the shard is missing, cut short, or of other
     data or settings.
 
     Args:
-        path: the tar.
+        store: the folder of the shards.
+        name: the name of the tar.
         fingerprint: the fingerprint of the annotations.
         recipe: how the images are stored.
     """
-    index = read_shard_index(path.with_suffix(".arrays"))
-    if index is None or index.shards[0].name != path.name:
+    index = read_shard_index(store, name.replace(".tar", ".arrays"))
+    if index is None or index.shards[0].name != name:
         return None
     if index.fingerprint != fingerprint or index.recipe != recipe:
         return None
-    if index.images and not has_files(path.parent, index.files()):
+    if index.images and not store.has_files(index.files()):
         return None
     return index
 
@@ -167,29 +172,29 @@ def are_still_bad(index: ShardIndex, images: Place, dataset: CocoDataset) -> boo
     if not names:
         return True
     places = [place for place in range(len(dataset)) if dataset.file_name(place) in names]
-    retries = Retries()
-    read = partial(read_image, images, dataset, retries=retries)
-    with closing(Reader(read, place=images, retries=retries)) as reader:
+    store = open_store(images)
+    read = partial(read_image, store, dataset)
+    with closing(Reader(read, place=images, retries=store.retries)) as reader:
         return all(
             isinstance(try_sample(reading.take, dataset, place, index.recipe), SkippedImage)
             for place, reading in zip(places, reader.read_all(places), strict=True)
         )
 
 
-def _find_or_copy(images: Place, job: ShardJob, retries: Retries) -> ShardIndex | None:
+def _find_or_copy(images: Place, job: ShardJob, progress: JobProgress) -> ShardIndex | None:
     """Return an index of a shard that an earlier run finished; None if it has to be written.
 
     If only ``job.drive`` holds the shard, it is copied from there, unless it is damaged.
     """
     folder = job.path.parent
-    index = retries.write(folder, _find_finished, images, job)
+    with explain_write(folder):
+        index = _find_finished(images, job, open_store(folder, progress.stop))
     if index is not None or job.drive is None:
         return index
-    sent = job._replace(path=job.drive / job.path.name)
-    index = retries.run(partial(_find_finished, images, sent))
+    index = _find_finished(images, job, open_store(job.drive, progress.stop))
     if index is None:
         return None
-    copying = Copying(job.drive, folder, retries, overwrite=True)
+    copying = Copying(job.drive, folder, stop=progress.stop, overwrite=True)
     try:
         for name, size, checksum in index.files():
             copying.copy_file(name, size, checksum)
@@ -200,8 +205,8 @@ def _find_or_copy(images: Place, job: ShardJob, retries: Retries) -> ShardIndex 
     return index
 
 
-def _find_finished(images: Place, job: ShardJob) -> ShardIndex | None:
-    index = find_shard(job.path, job.dataset.fingerprint, job.recipe)
+def _find_finished(images: Place, job: ShardJob, store: Store) -> ShardIndex | None:
+    index = find_shard(store, job.path.name, job.dataset.fingerprint, job.recipe)
     if index is None or not are_still_bad(index, images, job.dataset):
         return None
     return index

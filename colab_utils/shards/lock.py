@@ -7,7 +7,6 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from multiprocessing.util import register_after_fork
 from pathlib import Path
 from secrets import token_hex
@@ -16,9 +15,9 @@ from time import sleep, time
 
 import psutil
 
-from colab_utils.drive import Retries, explain_write
+from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.files import hash_bytes, list_names, read_file, write_file
+from colab_utils.files import FileStamp, Store, hash_bytes, open_store
 from colab_utils.machine import find_host, require_linux
 from colab_utils.places import Place, identify_place
 from colab_utils.processes import start_thread
@@ -40,19 +39,17 @@ _SILENT_S = 100.0
 _ABANDONED_S = 3600.0
 
 
-def remove_leftovers(folder: Place) -> None:
+def remove_leftovers(store: Store) -> None:
     """Remove half-written files of processes that have ended.
 
     This machine cannot see whether a process of another machine runs. The files of such a process
     are removed one hour after the last write.
     """
-    for name in list_names(folder, ".*.part"):
-        path = folder / name
+    for name in store.list_names(".*.part"):
         match = _PART.fullmatch(name)
-        # Another process may remove the file at the same time.
-        with suppress(FileNotFoundError):
-            if match and not _is_written(path, match[1], int(match[2])):
-                path.unlink()
+        if match and not _is_written(store.stamp(name), match[1], int(match[2])):
+            # Another process may remove the file at the same time.
+            store.remove(name)
 
 
 @contextmanager
@@ -80,27 +77,29 @@ def hold_folder(folder: Place) -> Iterator[None]:
         colab_utils.errors.ColabUtilsError: Another writer is at work in ...
     """
     require_linux("lock a folder")
-    path = folder / WRITER_NAME
-    retries = Retries()
+    store = open_store(folder)
+    # The block writes to the same folder, and meets the errors of what is done beside it.
+    impatient = open_store(folder, patience_s=0)
     mark = token_hex(8)
     ended = threading.Event()
 
     def begin() -> None:
         pid = os.getpid()
         text = f"process {pid} on {os.uname().nodename}\n{_find_host()}\n{pid}\n{mark}\n"
-        write_file(path, text.encode())
-        remove_leftovers(folder)
+        store.write(WRITER_NAME, text.encode())
+        remove_leftovers(store)
 
     def touch() -> None:
         while not ended.wait(_TOUCH_S):
-            # Nothing is reported: the block writes to the same folder and meets the same error.
             with suppress(OSError, ColabUtilsError):
-                path.touch()
+                impatient.touch(WRITER_NAME)
 
-    is_new = not retries.write(folder, folder.exists)
-    retries.write(folder, partial(folder.mkdir, parents=True, exist_ok=True))
+    with explain_write(folder):
+        is_new = not store.find_kind()
+        store.make()
     with lock_here(folder) as is_free:
-        writer = retries.write(folder, partial(find_writer, folder, is_locked=not is_free))
+        with explain_write(folder):
+            writer = find_writer(folder, is_locked=not is_free)
         if writer:
             raise ColabUtilsError(
                 f"Another writer is at work in {folder} ({writer!r}). Let it end, or stop it. "
@@ -109,18 +108,18 @@ def hold_folder(folder: Place) -> Iterator[None]:
             )
         _marks.add(mark)
         try:
-            retries.write(folder, begin)
+            with explain_write(folder):
+                begin()
             start_thread(touch, "writer")
             yield
         finally:
             ended.set()
             _marks.discard(mark)
             with suppress(OSError, ColabUtilsError):
-                remove_leftovers(folder)
-                path.unlink(missing_ok=True)
+                remove_leftovers(impatient)
+                impatient.remove(WRITER_NAME)
                 if is_new:
-                    # This fails if the folder is not empty.
-                    folder.rmdir()
+                    impatient.drop()
 
 
 @contextmanager
@@ -157,12 +156,12 @@ def find_writer(folder: Place, *, is_locked: bool = False) -> str:
         folder: the folder, which need not exist.
         is_locked: whether a process on this machine is known to write there.
     """
-    path = folder / WRITER_NAME
+    store = open_store(folder)
     lines = ""
     silent_s = math.inf
     with suppress(FileNotFoundError):
-        lines = read_file(path)[:200].decode(errors="replace")
-        silent_s = time() - path.stat().st_mtime
+        lines = store.read(WRITER_NAME)[:200].decode(errors="replace")
+        silent_s = _measure_silence_s(store.stamp(WRITER_NAME))
     writer, host, pid, mark, *_ = (lines + "\n\n\n").split("\n")
     if host != _find_host():
         is_alive = True
@@ -174,23 +173,29 @@ def find_writer(folder: Place, *, is_locked: bool = False) -> str:
         # so the process is looked up, too.
         is_alive = pid.isdecimal() and _is_running(int(pid[:9]))
     if is_alive and silent_s < -_SILENT_S:
-        is_alive = _is_touched(path)
+        is_alive = _is_touched(store)
     is_writing = is_locked or (silent_s < _SILENT_S and is_alive)
     return (writer or "unknown") if is_writing else ""
 
 
-def _is_touched(path: Place) -> bool:
+def _measure_silence_s(stamp: FileStamp) -> float:
+    """Return the seconds since a file was written to."""
+    return time() - stamp.modified_ns / 1e9
+
+
+def _is_touched(store: Store) -> bool:
     """Watch a lock file whose time is in the future; return whether its writer touches it."""
     warnings.warn(
-        f"{path} has a time in the future: the clocks of two machines differ. Wait "
-        f"{_SILENT_S:.0f} seconds while the file is watched. If it changes, another process writes "
-        "there.",
+        f"{store.locate(WRITER_NAME)} has a time in the future: the clocks of two machines differ. "
+        f"Wait {_SILENT_S:.0f} seconds while the file is watched. If it changes, another process "
+        "writes there.",
         ColabUtilsWarning,
         stacklevel=2,
     )
-    before = path.stat()
+    before = store.stamp(WRITER_NAME)
     sleep(_SILENT_S)
-    return path.exists() and path.stat().st_mtime != before.st_mtime
+    after = store.stamp(WRITER_NAME)
+    return after.bytes >= 0 and after != before
 
 
 def _is_running(pid: int) -> bool:
@@ -204,11 +209,11 @@ def _is_running(pid: int) -> bool:
         return psutil.pid_exists(pid)
 
 
-def _is_written(path: Place, host: str, pid: int) -> bool:
+def _is_written(stamp: FileStamp, host: str, pid: int) -> bool:
     """Return whether the process in a temporary file's name may still be writing the file."""
     if host == find_host():
         return _is_running(pid)
-    return time() - path.stat().st_mtime < _ABANDONED_S
+    return _measure_silence_s(stamp) < _ABANDONED_S
 
 
 def _find_host() -> str:

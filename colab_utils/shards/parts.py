@@ -3,8 +3,8 @@
 from functools import partial
 from time import perf_counter
 
-from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
+from colab_utils.files import open_store
 from colab_utils.places import Place, open_place
 from colab_utils.processes import ThreadPool
 from colab_utils.require import require_max_bad
@@ -76,7 +76,7 @@ def finish_shards(
         done = _find_all(run)
         check_bad(dataset, done, max_bad)
         index = finish_folder(run, done)
-        Retries().write(folder, remove_leftovers, folder)
+        remove_leftovers(open_store(folder))
     return make_report(index, started_s, describe_source(dataset))
 
 
@@ -102,4 +102,4 @@ def _find_all(run: ShardRun) -> list[ShardIndex]:
 
 def _find(run: ShardRun, number: int) -> ShardIndex | None:
     path = name_shard(run.folder, number)
-    return Retries().run(partial(find_shard, path, run.dataset.fingerprint, run.recipe))
+    return find_shard(open_store(run.folder), path.name, run.dataset.fingerprint, run.recipe)

@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 
 from colab_utils.data.coco import CocoDataset, open_coco
 from colab_utils.data.orientation import Exif
-from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError, UnavailableError
 from colab_utils.file_cache import FileCache
-from colab_utils.files import FileStamp, stamp_file
+from colab_utils.files import FileStamp, Store, open_store
 from colab_utils.machine import count_cores
 from colab_utils.places import Place, open_place
 from colab_utils.processes import ThreadPool
@@ -131,7 +130,7 @@ def open_annotations(images: str | Place, annotations: Annotations) -> CocoDatas
     """
     if isinstance(annotations, CocoDataset):
         return annotations
-    dataset = Retries().run(partial(open_coco, images, annotations))
+    dataset = open_coco(images, annotations)
     if not len(dataset):
         raise ColabUtilsError(f"The list of images in {annotations} is empty. Name another file.")
     return dataset
@@ -141,7 +140,8 @@ def stamp_annotations(annotations: Annotations) -> FileStamp:
     """Return the name, size and time of the JSON. If they differ later, the file was changed."""
     if isinstance(annotations, CocoDataset):
         return annotations.stamp
-    return stamp_file(open_place(annotations))
+    place = open_place(annotations)
+    return open_store(place).stamp(place)
 
 
 class ImageCost(NamedTuple):
@@ -173,17 +173,17 @@ def read_sample(
     """
     count = min(_TRIED_IMAGES, len(dataset))
     places = np.linspace(0, len(dataset) - 1, count).astype(np.int64).tolist()
-    read = partial(_read_trial, images, dataset, Retries(), cache)
+    read = partial(_read_trial, open_store(images), dataset, cache)
     with ThreadPool(count) as pool:
         return list(pool.map(read, places))
 
 
 def _read_trial(
-    images: Place, dataset: CocoDataset, retries: Retries, cache: FileCache | None, place: int
+    store: Store, dataset: CocoDataset, cache: FileCache | None, place: int
 ) -> TrialFile:
     single = dataset.subset(place, place + 1)
     try:
-        return TrialFile(single, read_image(images, single, 0, retries, cache))
+        return TrialFile(single, read_image(store, single, 0, cache))
     except UnavailableError:
         raise
     except ColabUtilsError as error:

@@ -12,10 +12,9 @@ from colab_utils.data.coco import CocoDataset
 from colab_utils.data.masks import encode_segmentation, resize_rles
 from colab_utils.data.object_checks import count_faults
 from colab_utils.data.segmentations import is_nothing
-from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError, UnavailableError
 from colab_utils.file_cache import FileCache
-from colab_utils.files import read_file
+from colab_utils.files import Store
 from colab_utils.places import Place
 from colab_utils.shards.index import SkippedImage
 from colab_utils.shards.stored_images import StoredImage, store_image
@@ -117,13 +116,7 @@ def name_image(images: Place, dataset: CocoDataset, i: int) -> str:
     return f"{images.absolute()}/{dataset.file_name(i)}"
 
 
-def read_image(
-    images: Place,
-    dataset: CocoDataset,
-    i: int,
-    retries: Retries | None = None,
-    cache: FileCache | None = None,
-) -> bytes:
+def read_image(store: Store, dataset: CocoDataset, i: int, cache: FileCache | None = None) -> bytes:
     """Read the bytes of one image's file. With ``cache``, they are kept there.
 
     Raises:
@@ -131,10 +124,10 @@ def read_image(
         DriveLostError: if Drive went away.
     """
     if cache is not None:
-        read = partial(read_image, images, dataset, i, retries)
-        return cache.read(name_image(images, dataset, i), read)
+        read = partial(read_image, store, dataset, i)
+        return cache.read(name_image(store.place, dataset, i), read)
     try:
-        return read_file(dataset.find_image(images, i)[0], retries)
+        return store.read(dataset.find_image(store.place, i)[0])
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise ColabUtilsError(MISSING) from None
     except OSError as error:
@@ -142,7 +135,7 @@ def read_image(
         if error.errno in (ENOSPC, EDQUOT):
             # Drive or its cache is full. The file itself may be sound.
             raise UnavailableError(
-                f"{images}: {reason}. Free some space there, and run the same again."
+                f"{store.place}: {reason}. Free some space there, and run the same again."
             ) from None
         raise ColabUtilsError(reason) from None
 

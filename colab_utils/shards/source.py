@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 
 from colab_utils.data.coco import CocoDataset
 from colab_utils.errors import DAMAGE, UnavailableError
-from colab_utils.files import FileStamp, read_file, write_file
+from colab_utils.files import FileStamp, open_store, read_file
 from colab_utils.places import Place
 
 SOURCE_NAME = ".source.json"
@@ -65,4 +65,4 @@ def keep_source(folder: Place, source: ShardSource) -> None:
     # The notes only save time.
     with suppress(OSError, UnavailableError):
         if read_source(folder, source.fingerprint) != source:
-            write_file(folder / SOURCE_NAME, json.dumps(asdict(source)).encode())
+            open_store(folder, patience_s=0).write(SOURCE_NAME, json.dumps(asdict(source)).encode())

@@ -2,11 +2,9 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 
-from colab_utils.drive import Retries, guard_drive
-from colab_utils.files import hash_file
-from colab_utils.places import Place, open_place
+from colab_utils.files import Store, open_store
+from colab_utils.places import Place
 from colab_utils.progress import show_progress
 from colab_utils.shards.index import read_index
 from colab_utils.units import format_count
@@ -51,41 +49,37 @@ def verify_shards(folder: str | Place) -> VerifyReport:
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: There is no folder of shards at ...
     """
-    folder = open_place(folder)
-    retries = Retries()
-    index = read_index(folder, retries)
+    store = open_store(folder)
+    index = read_index(store.place)
     bad = []
     with show_progress("verify", total=index.bytes, unit="B", scale=True) as bar:
         for shard in index.shards:
-            look = partial(find_fault, folder, shard.files(), retries)
-            reason = retries.run(look)
+            reason = find_fault(store, shard.files())
             if reason.endswith(_MISSING):
-                retries.find_again([folder / name for name, _, _ in shard.files()])
-                reason = retries.run(look)
+                store.find_again(name for name, _, _ in shard.files())
+                reason = find_fault(store, shard.files())
             if reason:
                 bad.append(BadShard(shard.name, reason))
-            bar.set_postfix_str(str(retries), refresh=False)
+            bar.set_postfix_str(str(store.retries), refresh=False)
             bar.update(shard.bytes + shard.arrays_bytes)
     return VerifyReport(len(index.shards), index.images, tuple(bad))
 
 
-def find_fault(
-    folder: Place, files: Iterable[tuple[str, int, str]], retries: Retries | None = None
-) -> str:
+def find_fault(store: Store, files: Iterable[tuple[str, int, str]]) -> str:
     """Return what is wrong with the first bad file: it is missing, or was changed, or cannot be
     read. Return "" if all files are good.
     """
     for name, size, checksum in files:
-        path = folder / name
         try:
-            with guard_drive(path):
-                count = path.stat().st_size
-                if count != size:
-                    return (
-                        f"{name} has {count:,} bytes, but {size:,} were written: it was cut short "
-                        "or changed"
-                    )
-            if hash_file(path, retries)[1] != checksum:
+            count = store.stamp(name).bytes
+            if count < 0:
+                return f"{name} {_MISSING}"
+            if count != size:
+                return (
+                    f"{name} has {count:,} bytes, but {size:,} were written: it was cut short or "
+                    "changed"
+                )
+            if store.hash(name)[1] != checksum:
                 return f"{name} has another checksum than when it was written: its content changed"
         except FileNotFoundError:
             return f"{name} {_MISSING}"

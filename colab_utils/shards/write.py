@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from colab_utils.data.coco import CocoDataset
 from colab_utils.data.defects import count_allowed, describe_faults, require_sound_objects
 from colab_utils.data.orientation import Exif, choose_turn
-from colab_utils.drive import Retries, explain_write, is_on_drive
+from colab_utils.drive import explain_write, is_on_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.file_cache import FileCache
-from colab_utils.files import has_files, list_names, require_room
+from colab_utils.files import open_store
 from colab_utils.places import Place, identify_place, open_place
 from colab_utils.processes import ThreadPool
 from colab_utils.progress import show_progress
@@ -204,13 +204,11 @@ def write_shards(
     state.require(dataset, recipe)
     index = confirm_finished(state, images, dataset)
     if index is None:
-        patience = Retries()
-        with hold_folder(folder) if part is None else nullcontext():
-            recipe = patience.write(folder, begin_folder, folder, images, dataset, recipe)
-            patience.write(folder, partial(folder.mkdir, parents=True, exist_ok=True))
+        with hold_folder(folder) if part is None else nullcontext(), explain_write(folder):
+            recipe = begin_folder(folder, images, dataset, recipe)
+            open_store(folder).make()
             run = ShardRun(folder, images, dataset, recipe, part)
-            with explain_write(folder):
-                done = write_all(run, processes, streams, max_bad)
+            done = write_all(run, processes, streams, max_bad)
             if part is not None:
                 return make_report(join_index(run, done), started_s)
             index = finish_folder(run, done)
@@ -258,7 +256,7 @@ def plan_recipe(
         if "exif" not in recipe:
             read = None
             if cache is not None:
-                read = partial(read_image, images, dataset, retries=Retries(), cache=cache)
+                read = partial(read_image, open_store(images), dataset, cache=cache)
             recipe = {**recipe, "exif": choose_turn(images, dataset, read=read)}
         costs = try_images(images, files.result(), recipe)
     image_bytes = sum(max(cost.tar_bytes, cost.arrays_bytes) for cost in costs) / len(costs)
@@ -278,15 +276,16 @@ def begin_folder(
     recipe = plan_recipe(images, dataset, state.recipe or recipe)
     image_bytes = recipe["shard_mb"] * 1e6 / recipe["images_per_shard"]
     # A look at each shard would take minutes on a slow Drive.
-    tars = list_names(folder, "shard-*.tar")
+    store = open_store(folder)
+    tars = store.list_names("shard-*.tar")
     missing = sum(
         len(places)
         for number, places in enumerate(split_images(recipe, len(dataset)))
         if name_shard(folder, number).name not in tars
     )
     cure = "name another folder, or store smaller images (--min-size)"
-    require_room(folder, missing * image_bytes, cure)
-    (folder / INDEX_NAME).unlink(missing_ok=True)
+    store.require_room(missing * image_bytes, cure)
+    store.remove(INDEX_NAME)
     return recipe
 
 
@@ -316,7 +315,7 @@ def write_all(
 def are_there(run: ShardRun, done: Iterable[ShardIndex]) -> bool:
     """Look again for images that seemed to be missing; return whether some are there after all."""
     names = [image.file_name for image in _join_skipped(done) if image.reason == MISSING]
-    return bool(Retries().find_again([run.images / name for name in names]))
+    return open_store(run.images).find_again(names)
 
 
 def _watch(run: ShardRun, processes: int, streams: int | str, max_bad: float) -> list[ShardIndex]:
@@ -357,19 +356,20 @@ def finish_folder(run: ShardRun, done: Collection[ShardIndex]) -> ShardIndex:
             that only they see, such as one in their memory.
     """
     folder = run.folder
-    patience = Retries()
+    store = open_store(folder)
     index = join_index(run, done)
-    if not patience.write(folder, has_files, folder, index.files()):
+    if not store.has_files(index.files()):
         raise ColabUtilsError(
             f"The shards were written, but this process does not see all of them in {folder}. Name "
             "a folder that all workers and this machine share, and run the same again."
         )
-    patience.write(folder, write_index, folder, index)
+    with explain_write(folder):
+        write_index(folder, index)
     keep_source(folder, describe_source(run.dataset))
     empty = [single.shards[0] for single in done if not single.images]
     for shard in empty:
         # From now on, the index tells that no image of the shard can be used.
-        patience.write(folder, partial((folder / shard.arrays_name).unlink, missing_ok=True))
+        store.remove(shard.arrays_name)
     return index
 
 

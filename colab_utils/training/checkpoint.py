@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
+from math import inf
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, get_args
@@ -22,11 +23,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from colab_utils.drive import DriveLostError, Retries, explain_write, find_mount, guard_drive
+from colab_utils.drive import DriveLostError, RefusedError, explain_write, find_mount
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableError
-from colab_utils.files import hash_bytes, list_names, parse_file, read_whole, write_file
+from colab_utils.files import Store, hash_bytes, open_store, parse_file
 from colab_utils.machine import COLAB_ROOT
-from colab_utils.places import Place, PlaceLike, RefusedError, open_place
+from colab_utils.places import Place, PlaceLike, open_place
 from colab_utils.processes import ThreadPool
 
 State = Mapping[str, Any]
@@ -77,6 +78,7 @@ class CheckpointFolder:
 
     def __init__(self, run: PlaceLike) -> None:
         self.run = open_place(run)
+        self._store = open_store(self.run)
         place = str(self.run.absolute()).encode(errors="surrogatepass")
         self.waiting = _find_own_folder() / hash_bytes(place)
 
@@ -84,8 +86,8 @@ class CheckpointFolder:
     def newest(self) -> Place | None:
         """Return the newest checkpoint, or None. If Drive is lost, search this machine alone."""
         with suppress(DriveLostError, RefusedError):
-            return next(reversed(self._list()), None)
-        return next(reversed(_list_files(self.waiting, "newest")), None)
+            return next(reversed(self._list(patience_s=0)), None)
+        return next(reversed(_list_files(open_store(self.waiting), "newest")), None)
 
     def read_to_resume(self) -> State | None:
         """Read the newest checkpoint as `read` does.
@@ -94,7 +96,7 @@ class CheckpointFolder:
         of a folder may be out of date.
         """
         state = self.read()
-        if state is None and Retries().run(self._has_begun):
+        if state is None and self._has_begun():
             text = (
                 f"The run in {self.run} has begun before, and no checkpoint shows: it starts again "
                 "at step 0. If it had checkpoints, stop it now, and start it again when Drive "
@@ -104,8 +106,8 @@ class CheckpointFolder:
         return state
 
     def _has_begun(self) -> bool:
-        with _explain_read(self.run), guard_drive(self.run):
-            return bool((self.run / _BEGUN).exists())
+        with _explain_read(self.run):
+            return bool(self._store.find_kind(_BEGUN))
 
     def prepare(self, *, anew: bool) -> None:
         """Make the folder. With ``anew``, move older checkpoints to a new folder beside them:
@@ -115,18 +117,16 @@ class CheckpointFolder:
             ColabUtilsError: The folder cannot be made or written to.
         """
         with explain_write(self.run):
-            self.run.mkdir(parents=True, exist_ok=True)
-            if isinstance(self.run, Path) and not os.access(self.run, os.W_OK):
-                raise PermissionError("Permission denied")
-            if not (self.run / _BEGUN).exists():
-                write_file(self.run / _BEGUN, b"This run has begun.\n")
-            places: tuple[Place, ...] = (self.run, self.waiting) if anew else ()
-            for folder in places:
-                names = (folder / f"previous-{number}" for number in count(1))
-                target: Any = next(name for name in names if not name.exists())
-                for path in [*_list_files(folder, "newest"), *_list_files(folder, "best")]:
-                    target.mkdir(exist_ok=True)
-                    path.replace(target / path.name)
+            self._store.make()
+            if not self._store.find_kind(_BEGUN):
+                self._store.write(_BEGUN, b"This run has begun.\n")
+            stores = (self._store, open_store(self.waiting)) if anew else ()
+            for store in stores:
+                names = (f"previous-{number}" for number in count(1))
+                target = store.locate(next(name for name in names if not store.find_kind(name)))
+                for path in [*_list_files(store, "newest"), *_list_files(store, "best")]:
+                    open_store(target).make()
+                    store.move(path, target / path.name)
 
     def save(self, state: State, *, step: int, which: Which = "newest") -> Place:
         """Write one checkpoint, then remove those that it replaces, and return its path.
@@ -147,7 +147,8 @@ class CheckpointFolder:
         path: Place = self.run / f"{_PREFIXES[which]}-{step:08d}.pt"
         parts = pack_state({**state, "step": step})
         try:
-            self._write(path, which, *parts)
+            # Training goes on, so nothing is waited for.
+            self._write(path, which, *parts, patience_s=0)
         except (OSError, UnavailableError) as error:
             waiting = self.waiting / path.name
             try:
@@ -177,10 +178,10 @@ class CheckpointFolder:
         """
         for which in get_args(Which):
             # Only the newest one is sent. The older ones are removed when it has arrived.
-            for path in _list_files(self.waiting, which)[-1:]:
+            for path in _list_files(open_store(self.waiting), which)[-1:]:
                 content = _read_sealed(path)
                 try:
-                    Retries().run(partial(self._write, self.run / path.name, which, content))
+                    self._write(self.run / path.name, which, content)
                 except (OSError, UnavailableError) as error:
                     mount = find_mount(self.run) or COLAB_ROOT / "drive"
                     raise DriveLostError(
@@ -208,7 +209,7 @@ class CheckpointFolder:
                 of the run are torn.
         """
         torn: list[Place] = []
-        for path in reversed(Retries().run(lambda: self._list(which))):
+        for path in reversed(self._list(which)):
             try:
                 content = _read_sealed(path)
             except TornError:
@@ -234,32 +235,31 @@ class CheckpointFolder:
         _warn_of_torn(torn)
         return None
 
-    def _list(self, which: Which = "newest") -> list[Place]:
+    def _list(self, which: Which = "newest", patience_s: float = inf) -> list[Place]:
         """Return the checkpoints in the run's folder and on this machine, sorted by step."""
-        with _explain_read(self.run), guard_drive(self.run):
-            paths = [*_list_files(self.waiting, which), *_list_files(self.run, which)]
+        with _explain_read(self.run):
+            paths = _list_files(open_store(self.waiting), which)
+            paths += _list_files(open_store(self.run, patience_s=patience_s), which)
         return sorted(paths, key=lambda path: path.name)
 
-    def _write(self, path: Place, which: Which, *parts: bytes | memoryview) -> None:
-        with guard_drive(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(path, *parts)
+    def _write(
+        self, path: Place, which: Which, *parts: bytes | memoryview, patience_s: float = inf
+    ) -> None:
+        store = open_store(path.parent, patience_s=patience_s)
+        store.make()
+        store.write(path, *parts)
         # If an old file cannot be removed, it does no harm.
         with suppress(OSError, ColabUtilsError):
-            self._remove_others(path, which)
+            self._remove_others(store, path, which)
 
-    def _remove_others(self, path: Place, which: Which) -> None:
+    def _remove_others(self, store: Store, path: Place, which: Which) -> None:
         """Remove the checkpoints that the new one at ``path`` replaces."""
-        others = [other for other in _list_files(path.parent, which) if other != path]
+        others = [other for other in _list_files(store, which) if other != path]
         old = others[: len(others) - _OTHERS_KEPT[which]]
         if path.parent != self.waiting:
-            old += _list_files(self.waiting, which)
+            old += _list_files(open_store(self.waiting), which)
         for file in old:
-            if isinstance(file, Path):
-                # Drive moves deleted files to its bin, where they still count for the user's
-                # quota. An empty file takes none of it.
-                os.truncate(file, 0)
-            file.unlink()
+            open_store(file.parent, patience_s=0).remove(file, is_large=True)
 
 
 class CheckpointWriter:
@@ -373,9 +373,9 @@ def _read_sealed(path: Place) -> bytes:
             "checkpoint is used then."
         )
 
-    read = partial(read_whole, path, most_bytes=_MOST_BYTES)
+    read = partial(open_store(path).read, path, most_bytes=_MOST_BYTES, at_full_speed=True)
     with _explain_read(path):
-        return parse_file(path, lambda: Retries().run(read), check_seal)
+        return parse_file(path, read, check_seal)
 
 
 def _load_content(path: Place, content: bytes) -> State:
@@ -485,7 +485,7 @@ def _warn_of_torn(paths: Sequence[Place]) -> None:
         warnings.warn(text, ColabUtilsWarning, stacklevel=3)
 
 
-def _list_files(folder: Place, which: Which) -> list[Place]:
+def _list_files(store: Store, which: Which) -> list[Place]:
     """Return the checkpoints in a folder, sorted by step."""
-    names = list_names(folder, f"{_PREFIXES[which]}-{8 * '[0-9]'}.pt")
-    return [folder / name for name in names]
+    names = store.list_names(f"{_PREFIXES[which]}-{8 * '[0-9]'}.pt")
+    return [store.locate(name) for name in names]

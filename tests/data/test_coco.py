@@ -23,7 +23,7 @@ from colab_utils.data.coco import open_coco, read_coco, write_subset
 from colab_utils.data.image_paths import explain_missing, list_base_names
 from colab_utils.data.masks import encode_segmentation
 from colab_utils.errors import ColabUtilsError, escape
-from colab_utils.places import open_place
+from colab_utils.files import open_store
 from tests.drive_mount import mount_or_skip
 
 QUICK = settings(
@@ -940,8 +940,9 @@ def test_at_a_url_the_name_itself_is_tried_first(path, name):
     bucket = fsspec.filesystem("memory")
     bucket.pipe(f"/names/{name}", b"")
     dataset = read(path, make_coco(images=[{"id": 7, "file_name": name}]))
-    path, by_name = dataset.find_image(open_place("memory://names"), 0)
-    assert (path.is_file(), by_name) == (True, False)
+    store = open_store("memory://names")
+    path, by_name = dataset.find_image(store.place, 0)
+    assert (store.find_kind(path), by_name) == ("file", False)
     bucket.rm("/names", recursive=True)
 
 

@@ -36,8 +36,9 @@ from colab_utils import files
 from colab_utils.data.coco import read_coco
 from colab_utils.data.image_checks import read_header
 from colab_utils.data.masks import unpack_masks
-from colab_utils.drive import DriveLostError, Retries
+from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableError
+from colab_utils.files import open_store
 from colab_utils.loading import dataset as dataset_module
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.coco_folder import CocoFolder
@@ -349,9 +350,9 @@ def test_an_image_is_not_bad_because_too_many_files_are_open(coco_mini, open_all
     recipe = {"storage": "keep", "min_size": 800, "max_size": 1333}
     open_all()
     with pytest.raises(UnavailableError, match="Raise the limit"):
-        read_header(coco_mini.images, coco, 0, Retries())
+        read_header(open_store(coco_mini.images), coco, 0)
     with pytest.raises(UnavailableError, match="Raise the limit"):
-        try_sample(partial(read_image, coco_mini.images, coco, 0), coco, 0, recipe)
+        try_sample(partial(read_image, open_store(coco_mini.images), coco, 0), coco, 0, recipe)
 
 
 def test_a_slowed_folder_is_paid_for_what_is_read(tiny_shards, monkeypatch):
@@ -722,11 +723,11 @@ def test_loose_files_are_read_again_where_drive_fails(tiny_dataset, monkeypatch)
     monkeypatch.setattr("colab_utils.drive.is_on_drive", lambda path: True)
     monkeypatch.setattr("colab_utils.files.open", open_badly, raising=False)
     assert torch.equal(folder[3][0], whole[0])
-    assert folder.retries.count == 2
+    assert folder.store.retries.count == 2
     # A copy in a worker counts its own retries.
     copied = pickle.loads(pickle.dumps(folder))
     assert torch.equal(copied[3][0], whole[0])
-    assert copied.retries.count == 0
+    assert copied.store.retries.count == 0
     fails = iter([errno.EIO] * 9)
     with pytest.raises(DriveLostError, match="Drive got disconnected, its quota is used up"):
         folder[3]

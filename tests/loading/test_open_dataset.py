@@ -33,7 +33,7 @@ from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.opening import LooseFiles
 from colab_utils.running import JobProgress
-from colab_utils.shards import jobs, plan, write
+from colab_utils.shards import plan, write
 from colab_utils.shards.copy import Copying
 from colab_utils.shards.index import read_index, write_index
 from colab_utils.shards.jobs import write_in_turn
@@ -204,15 +204,26 @@ def test_small_shards_come_first_and_are_those_of_write_shards(
     assert read_files(places["drive"]) == read_files(folder)
 
 
+def call_before_writing(monkeypatch, call):
+    """Call a function with the path of each file of a shard before it is written."""
+    write_file = files.write_file
+
+    def write(path, *parts):
+        if path.suffix in (".tar", ".arrays"):
+            call(path)
+        write_file(path, *parts)
+
+    monkeypatch.setattr(files, "write_file", write)
+
+
 def test_shards_are_written_in_the_order_of_the_first_epoch(tiny_dataset, places, monkeypatch):
     log = places["ssd"].parent / "written"
 
-    def note(path, *parts):
+    def note(path):
         with open(log, "a") as file:
             file.write(f"{path.name}\n")
-        files.write_file(path, *parts)
 
-    monkeypatch.setattr(jobs, "write_file", note)
+    call_before_writing(monkeypatch, note)
     dataset = open_tiny(tiny_dataset, places)
     dataset.wait()
     tars = [name for name in log.read_text().split() if name.endswith(".tar")]
@@ -237,11 +248,10 @@ def test_shards_of_slow_files_are_those_of_write_shards(own_dataset, places, tmp
 
 
 def test_the_writer_has_the_lowest_priority(tiny_dataset, places, tmp_path, monkeypatch):
-    def note_priority(path, *parts):
+    def note_priority(path):
         (tmp_path / "priority").write_text(str(os.nice(0)))
-        files.write_file(path, *parts)
 
-    monkeypatch.setattr(jobs, "write_file", note_priority)
+    call_before_writing(monkeypatch, note_priority)
     open_tiny(tiny_dataset, places).wait()
     assert (tmp_path / "priority").read_text() == "19"
 
@@ -694,7 +704,7 @@ def test_shards_that_do_not_fit_are_read_on_drive(tiny_dataset, places, referenc
 def test_a_disk_that_fills_ends_the_writing_alone(
     tiny_dataset, reference, places, small_disk, monkeypatch
 ):
-    monkeypatch.setattr(write, "require_room", lambda *_: None)
+    monkeypatch.setattr(files, "require_space", lambda *_: None)
     with pytest.warns(ColabUtilsWarning, match="too full to keep more files"):
         dataset = open_tiny(tiny_dataset, {**places, "ssd": small_disk})
     with pytest.raises(ColabUtilsError, match=r"No space left .* it continues there"):
@@ -840,7 +850,7 @@ print("opened")
 
 
 def test_a_writing_process_that_the_system_ends_is_told(tiny_dataset, places, monkeypatch):
-    monkeypatch.setattr(jobs, "write_file", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    call_before_writing(monkeypatch, lambda path: os.kill(os.getpid(), signal.SIGKILL))
     dataset = open_tiny(tiny_dataset, places)
     with pytest.raises(ColabUtilsError, match="The system ended a process"):
         dataset.wait()
@@ -849,7 +859,7 @@ def test_a_writing_process_that_the_system_ends_is_told(tiny_dataset, places, mo
 
 def test_a_writing_that_is_stopped_is_told(tiny_dataset, places, monkeypatch):
     monkeypatch.setattr(writing, "_STOP_S", 0.1)
-    monkeypatch.setattr(jobs, "write_file", lambda *_: time.sleep(60))
+    call_before_writing(monkeypatch, lambda path: time.sleep(60))
     dataset = open_tiny(tiny_dataset, places)
     dataset.stop()
     with pytest.raises(ColabUtilsError, match=r"was stopped\. Run the same again"):
@@ -857,7 +867,7 @@ def test_a_writing_that_is_stopped_is_told(tiny_dataset, places, monkeypatch):
 
 
 def test_a_fault_of_the_writer_is_told(tiny_dataset, places, monkeypatch):
-    monkeypatch.setattr(jobs, "write_file", lambda *_: 1 / 0)
+    call_before_writing(monkeypatch, lambda path: 1 / 0)
     dataset = open_tiny(tiny_dataset, places)
     with pytest.raises(ColabUtilsError, match="The writing of shards failed: ZeroDivisionError"):
         dataset.wait()

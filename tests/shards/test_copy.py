@@ -19,9 +19,10 @@ from pathlib import Path
 
 import pytest
 
+from colab_utils import files
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import DriveFile, hash_file
+from colab_utils.files import DriveFile, hash_bytes
 from colab_utils.machine import find_host
 from colab_utils.shards import copy as module
 from colab_utils.shards.copy import copy_shards
@@ -38,9 +39,15 @@ RECIPE = {
 }
 
 
-def open_as(kind):
-    """Return a function that opens each file of the source as one of this kind."""
-    return lambda path, retries, **_: kind(path, retries)
+def hash_file(path):
+    """The size and the checksum of a file."""
+    content = path.read_bytes()
+    return len(content), hash_bytes(content)
+
+
+def open_as(monkeypatch, kind):
+    """Open each file that is copied or compared as one of this kind."""
+    monkeypatch.setattr(files, "DriveFile", kind)
 
 
 def make_source(folder, *, shards=4, seed=0, tar_bytes=3000, arrays_bytes=1000):
@@ -88,10 +95,11 @@ def opened(monkeypatch):
 
     class CountingFile(DriveFile):
         def __init__(self, path, *options):
-            counts[Path(path).name] += 1
+            if Path(path).parent.name == "drive":
+                counts[Path(path).name] += 1
             super().__init__(path, *options)
 
-    monkeypatch.setattr(module, "open_pieces", open_as(CountingFile))
+    open_as(monkeypatch, CountingFile)
     return counts
 
 
@@ -176,7 +184,7 @@ def test_a_slowed_folder_slows_every_stream(source, tmp_path, monkeypatch):
             seen.append(self.profile)
             self.profile = None
 
-    monkeypatch.setattr(module, "open_pieces", open_as(SpyingFile))
+    open_as(monkeypatch, SpyingFile)
     slow_down(source, "bad")
     copy_shards(source, tmp_path / "ssd")
     assert {profile.name for profile in seen} == {"bad"}
@@ -260,7 +268,7 @@ def test_a_read_that_was_wrong_once_is_repaired(source, tmp_path, monkeypatch):
                 buffer[:count] = b"?" * count
             return count
 
-    monkeypatch.setattr(module, "open_pieces", open_as(FlakyFile))
+    open_as(monkeypatch, FlakyFile)
     copy_shards(source, tmp_path / "ssd")
     assert bad == []
     assert_same(source, tmp_path / "ssd")
@@ -292,7 +300,7 @@ def test_a_drive_that_vanishes_leaves_complete_files(source, tmp_path, monkeypat
             return super().readinto(buffer, offset)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "open_pieces", open_as(VanishingFile))
+        open_as(patch, VanishingFile)
         with pytest.raises(
             DriveLostError,
             match=r"disconnected.*force_remount.*run the same again: what is done is safe",
@@ -460,7 +468,7 @@ def test_files_are_read_at_once(source, tmp_path, monkeypatch):
                 barrier.wait(20)
             return super().readinto(buffer, offset)
 
-    monkeypatch.setattr(module, "open_pieces", open_as(WaitingFile))
+    open_as(monkeypatch, WaitingFile)
     copy_shards(source, tmp_path / "ssd", streams=8)
     assert_same(source, tmp_path / "ssd")
 
@@ -522,7 +530,7 @@ def test_a_read_error_of_the_source_is_not_told_as_one_of_the_target(source, tmp
         def readinto(self, buffer, offset):
             raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(module, "open_pieces", open_as(BrokenFile))
+    open_as(monkeypatch, BrokenFile)
     message = rf"shard-00000.*cannot be read in {re.escape(str(source))}: Input/output error"
     with pytest.raises(ColabUtilsError, match=message):
         copy_shards(source, tmp_path / "ssd")

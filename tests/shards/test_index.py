@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import pytest
 
-from colab_utils.drive import DriveLostError, Retries, explain_write
+from colab_utils.drive import DriveLostError, explain_write
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import hash_bytes, hash_file, write_file
+from colab_utils.files import hash_bytes, open_store, write_file
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.index import (
     ShardIndex,
@@ -244,15 +244,14 @@ def test_no_folder_no_index_and_an_interrupted_run(tmp_path):
         read_index(tmp_path)
 
 
-@pytest.mark.parametrize("retries", [None, Retries()])
 @pytest.mark.parametrize(
     ("change", "times"),
     [(cut, 4), (alter, 2)],
 )
-def test_an_index_that_was_read_badly_is_read_again(tmp_path, monkeypatch, change, times, retries):
+def test_an_index_that_was_read_badly_is_read_again(tmp_path, monkeypatch, change, times):
     write_index(tmp_path, INDEX)
     reads = BadReads(monkeypatch, ".json", change, times)
-    assert read_index(tmp_path, retries) == INDEX
+    assert read_index(tmp_path) == INDEX
     assert reads.times == 0
 
 
@@ -331,4 +330,4 @@ def test_members_make_a_plain_tar():
 def test_checksums_of_bytes_and_files_agree(tmp_path):
     # The content is more than is read at once.
     (tmp_path / "a").write_bytes(b"abc" * 100_000)
-    assert hash_file(tmp_path / "a") == (300_000, hash_bytes(b"abc" * 100_000))
+    assert open_store(tmp_path).hash("a") == (300_000, hash_bytes(b"abc" * 100_000))

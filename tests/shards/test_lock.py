@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.files import open_store
 from colab_utils.machine import find_host
 from colab_utils.shards import lock as module
 from colab_utils.shards.lock import hold_folder, remove_leftovers
@@ -46,7 +47,7 @@ def test_leftovers_of_dead_processes_go_and_nothing_else(tmp_path):
     ]
     for name in gone + kept:
         (tmp_path / name).touch()
-    remove_leftovers(tmp_path)
+    remove_leftovers(open_store(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
 
 
@@ -57,7 +58,7 @@ def test_what_another_machine_writes_is_left_for_an_hour(tmp_path):
     for path in (recent, abandoned):
         path.touch()
     os.utime(abandoned, (time.time() - 3700,) * 2)
-    remove_leftovers(tmp_path)
+    remove_leftovers(open_store(tmp_path))
     assert list(tmp_path.iterdir()) == [recent]
 
 
@@ -93,7 +94,7 @@ def test_a_writer_in_a_container_is_another_machine(tmp_path):
             hold_folder(folder),
         ):
             pass
-        remove_leftovers(folder)
+        remove_leftovers(open_store(folder))
         assert sorted(path.name for path in folder.iterdir()) == before
         process.kill()
 

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from colab_utils.__main__ import main
-from colab_utils.drive import DriveLostError
+from colab_utils.drive import DriveLostError, RefusedError
 from colab_utils.errors import ColabUtilsError
+from colab_utils.files import open_store
 from colab_utils.loading.dataset import ShardDataset
-from colab_utils.places import RefusedError, open_place
+from colab_utils.places import open_place
 from colab_utils.shards import copy as copying
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.folder_state import inspect_folder
@@ -139,7 +140,7 @@ def test_shards_that_only_the_workers_see_are_told(photos):
             workers=2,
             **SETTINGS,
         )
-    assert not open_place("memory://lost/shards/index.json").exists()
+    assert not open_store("memory://lost/shards").find_kind("index.json")
 
 
 def test_a_second_writer_at_a_url_is_refused(photos, bucket):

@@ -3,11 +3,11 @@
 import json
 import os
 import shutil
+import time
 
 import pytest
 
 from colab_utils.course.sample_data import make_dataset
-from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.opening import open_dataset
 from colab_utils.shards import jobs, source
@@ -111,7 +111,7 @@ def test_only_bad_images_are_read_again_and_at_the_same_time(data, spoiled, fold
     def note(*arguments, **options):
         reading.append(1)
         counts.append(len(reading))
-        Retries().stop.wait(0.2)
+        time.sleep(0.2)
         reading.pop()
         return read(*arguments, **options)
 

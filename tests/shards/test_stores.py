@@ -7,14 +7,13 @@ from __future__ import annotations
 import pytest
 
 from colab_utils.data.checks import check_dataset
-from colab_utils.drive import DriveLostError
+from colab_utils.drive import DriveLostError, RefusedError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.files import list_names
+from colab_utils.files import open_store
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
-from colab_utils.places import RefusedError, open_place
 from colab_utils.shards import copy as copying
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.index import read_index
@@ -65,8 +64,10 @@ def test_shards_are_written_verified_and_copied(store, url, photos, local, tmp_p
     copy_shards(local, f"{store.url}/sent")
     assert verify_shards(f"{store.url}/sent").bad == ()
     assert copy_shards(local, f"{store.url}/sent").bytes == 0
-    names = open_place(f"{store.url}/sent").list_sizes()
-    assert names == {name: len(content) for name, content in snapshot(local).items()}
+    sent = open_store(f"{store.url}/sent")
+    assert {name: len(sent.read(name)) for name in sent.list_names()} == {
+        name: len(content) for name, content in snapshot(local).items()
+    }
 
 
 def test_shards_arrive(url, local, tmp_path):
@@ -87,7 +88,7 @@ def test_checkpoints_lie_in_a_bucket(store):
     assert CheckpointFolder(run).read()["losses"] == [3]
     CheckpointFolder(run).prepare(anew=True)
     assert CheckpointFolder(run).read() is None
-    assert len(open_place(f"{run}/previous-1").list_sizes()) == 2
+    assert len(open_store(f"{run}/previous-1").list_names()) == 2
 
 
 @pytest.mark.parametrize("name", ["nothing/shards", "bucket/nothing"])
@@ -116,7 +117,7 @@ def test_a_bucket_is_never_made(store, photos, local):
     ):
         with pytest.raises(ColabUtilsError, match="its bucket or folder is not there"):
             call()
-    assert not open_place(url).exists()
+    assert not open_store(url).find_kind()
 
 
 @pytest.mark.parametrize(("status", "code"), [(429, "TooManyRequests"), (503, "SlowDown")])
@@ -166,8 +167,8 @@ def expect_expiry(store, skip, call):
 @pytest.mark.parametrize("skip", [0, 12])
 def test_writing_goes_on_with_new_credentials(store, url, photos, local, tmp_path, skip):
     expect_expiry(store, skip, lambda: write(photos, url))
-    assert not open_place(f"{url}/index.json").exists()
-    finished = list_names(open_place(url), "shard-*")
+    assert not open_store(url).find_kind("index.json")
+    finished = open_store(url).list_names("shard-*")
     assert bool(finished) == bool(skip)
     write(photos, url)
     copy_shards(url, tmp_path / "all")

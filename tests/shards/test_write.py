@@ -28,14 +28,13 @@ import psutil
 import pytest
 from PIL import Image
 
-from colab_utils import running
+from colab_utils import files, running
 from colab_utils.data.checks import check_dataset
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, UnavailableError
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.machine import find_host
 from colab_utils.shards import jobs, write
-from colab_utils.shards import records as image_module
 from colab_utils.shards.estimate import plan_shards
 from colab_utils.shards.folder_state import inspect_folder
 from colab_utils.shards.index import read_index, write_index
@@ -84,23 +83,23 @@ def test_files_are_read_ahead(dataset, folder, undisturbed, monkeypatch):
 
 def test_reading_goes_on_while_a_shard_is_written(dataset, folder, undisturbed, monkeypatch):
     """Else a slow Drive would wait at the end of each shard."""
-    real = jobs.read_image, jobs.write_file
+    real = jobs.read_image, files.write_file
     read = set()
     are_read = threading.Event()
 
-    def read_image(images, dataset, i, **options):
-        content = real[0](images, dataset, i, **options)
+    def read_image(store, dataset, i, **options):
+        content = real[0](store, dataset, i, **options)
         read.add(dataset.file_name(i))
         if len(read) == 12:
             are_read.set()
         return content
 
     def write_file(path, *parts):
-        assert are_read.wait(60)
+        assert path.suffix not in (".tar", ".arrays") or are_read.wait(60)
         real[1](path, *parts)
 
     monkeypatch.setattr(jobs, "read_image", read_image)
-    monkeypatch.setattr(jobs, "write_file", write_file)
+    monkeypatch.setattr(files, "write_file", write_file)
     run(dataset, folder, streams=2)
     assert snapshot(folder) == snapshot(undisturbed)
 
@@ -184,13 +183,14 @@ def test_a_finished_folder_is_left_as_it_is(tiny_dataset, undisturbed, folder):
 
 SLOW_RUN = """
 import sys, time
-from colab_utils.shards import records as module, write
-read = module.read_file
-def read_slowly(path, *options):
+from colab_utils import files as module
+from colab_utils.shards import write
+read = module.read_whole
+def read_slowly(path, **options):
     time.sleep(0.15)
-    return read(path, *options)
+    return read(path, **options)
 if __name__ == "__main__":
-    module.read_file = read_slowly
+    module.read_whole = read_slowly
     images, annotations, shards, shard_mb, workers = sys.argv[1:]
     options = {"shards": shards, "shard_mb": float(shard_mb), "workers": int(workers)}
     try:
@@ -328,16 +328,16 @@ def test_too_little_space_is_told_before_the_first_byte(tiny_dataset, folder, mo
 def test_a_worker_ended_by_the_system(tiny_dataset, undisturbed, folder, monkeypatch):
     data = (tiny_dataset.images, tiny_dataset.annotations)
     parent = os.getpid()
-    read = image_module.read_file
+    read = files.read_whole
     last = names(tiny_dataset.annotations)[-1]
 
-    def die(path, *options):
+    def die(path, **options):
         if os.getpid() != parent and path.name == last:
             os.kill(os.getpid(), signal.SIGKILL)
-        return read(path, *options)
+        return read(path, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(image_module, "read_file", die)
+        patch.setattr(files, "read_whole", die)
         with pytest.raises(ColabUtilsError, match="fewer workers"):
             run(data, folder, workers=2)
     assert not list(folder.glob(".*"))
@@ -431,14 +431,14 @@ def test_a_shard_holds_fewer_images_where_masks_are_large(tmp_path, folder):
 
 def test_a_locked_file_is_one_bad_image(dataset, folder, monkeypatch):
     bad = names(dataset[1])[3]
-    read = image_module.read_file
+    read = files.read_whole
 
-    def lock(path, *options):
+    def lock(path, **options):
         if path.name == bad:
             raise PermissionError(errno.EACCES, "Permission denied")
-        return read(path, *options)
+        return read(path, **options)
 
-    monkeypatch.setattr(image_module, "read_file", lock)
+    monkeypatch.setattr(files, "read_whole", lock)
     assert (
         run(dataset, folder, max_bad=0.1).skipped[0].reason
         == "the file cannot be read: Permission denied"
@@ -451,14 +451,14 @@ def test_an_image_that_a_full_disk_does_not_give_is_no_bad_image(
 ):
     images, annotations = dataset
     refused = names(annotations)[9]
-    read = image_module.read_file
+    read = files.read_whole
 
-    def read_or_refuse(path, *options):
+    def read_or_refuse(path, **options):
         if path.name == refused:
             raise OSError(number, os.strerror(number))
-        return read(path, *options)
+        return read(path, **options)
 
-    monkeypatch.setattr(image_module, "read_file", read_or_refuse)
+    monkeypatch.setattr(files, "read_whole", read_or_refuse)
     with pytest.raises(UnavailableError, match=r"images: the file cannot be read: .* Free some"):
         write_shards(images, annotations, shards=folder, workers=1)
 
@@ -468,17 +468,17 @@ def test_an_image_that_a_full_disk_does_not_give_is_no_bad_image(
 @pytest.mark.parametrize("place", [0, 9])
 def test_a_lost_drive_stops_and_is_no_bad_image(dataset, folder, monkeypatch, workers, place):
     lost = names(dataset[1])[place]
-    read = image_module.read_file
+    read = files.read_whole
 
-    def lose(path, *options):
-        files = [frame.filename for frame in traceback.extract_stack()]
-        measures = any(file.endswith("plan.py") for file in files)
+    def lose(path, **options):
+        callers = [frame.filename for frame in traceback.extract_stack()]
+        measures = any(caller.endswith("plan.py") for caller in callers)
         if path.name == lost and measures == (place == 0):
             raise DriveLostError("It cannot be read: Drive got disconnected.")
-        return read(path, *options)
+        return read(path, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(image_module, "read_file", lose)
+        patch.setattr(files, "read_whole", lose)
         with pytest.raises(DriveLostError, match="disconnected"):
             run(dataset, folder, workers=workers, max_bad=1.0)
     assert not (folder / "index.json").exists()

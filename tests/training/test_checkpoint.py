@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from colab_utils import files
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.training import checkpoint
 from colab_utils.training.checkpoint import CheckpointFolder, explain_state, pack_state
 from tests.bad_reads import BadReads, alter, cut
 from tests.drive_mount import mount_or_skip
@@ -293,21 +293,21 @@ def test_what_a_disk_refuses_waits_here_and_is_sent_later(tmp_path, monkeypatch,
     # A full disk does not pass, so nothing is waited for.
     monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (10_000.0,))
     folder = CheckpointFolder(tmp_path / "run")
-    real = checkpoint.write_file
+    real = files.write_file
 
     def refuse(path, *parts):
         if path.parent == folder.run:
             raise OSError(number, os.strerror(number))
         real(path, *parts)
 
-    monkeypatch.setattr(checkpoint, "write_file", refuse)
+    monkeypatch.setattr(files, "write_file", refuse)
     with pytest.warns(ColabUtilsWarning, match=rf"{os.strerror(number)}: .*20\.pt waits in "):
         assert folder.save(make_state(), step=20).parent == folder.waiting
     with pytest.raises(
         DriveLostError, match=rf"20\.pt is not in .*{folder.waiting} .*free space there"
     ):
         folder.send_waiting()
-    monkeypatch.setattr(checkpoint, "write_file", real)
+    monkeypatch.setattr(files, "write_file", real)
     folder.send_waiting()
     assert list_names(folder.run) == ["checkpoint-00000020.pt"]
     assert list_names(folder.waiting) == []

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torchvision.transforms import v2
 
-from colab_utils import drive
+from colab_utils import drive, files
 from colab_utils.course.sample_data import BuiltinDataset, make_dataset
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
@@ -340,7 +340,7 @@ class Refusal:
     def __init__(self) -> None:
         self.times: dict[str, int | None] = {}
         self.refused: list[str] = []
-        self._write = checkpoint.write_file
+        self._write = files.write_file
 
     def write(self, path, *parts):
         left = self.times.get(path.name, 0)
@@ -356,7 +356,7 @@ class Refusal:
 @pytest.fixture
 def refusal(monkeypatch) -> Refusal:
     refusal = Refusal()
-    monkeypatch.setattr(checkpoint, "write_file", refusal.write)
+    monkeypatch.setattr(files, "write_file", refusal.write)
     return refusal
 
 

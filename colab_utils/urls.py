@@ -1,0 +1,367 @@
+"""Files at URLs that fsspec knows, in buckets and at web servers.
+
+fsspec reads and writes the files, and finds your credentials; its documentation says how to set
+them. This module adds errors that say what to do. A file that it writes appears only when the file
+is complete. This module is imported where a place is a URL.
+"""
+
+import errno
+import io
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from functools import lru_cache
+from pathlib import PurePosixPath
+from secrets import token_hex
+from time import time
+from typing import Any
+
+from fsspec import get_filesystem_class
+from fsspec.core import url_to_fs
+
+from colab_utils.drive import RefusedError, ServerLostError
+from colab_utils.errors import ColabUtilsError, UnavailableError, escape
+
+# Protocols of object stores. In such a store, a file appears only when it is complete.
+_STORES = (
+    "s3",
+    "s3a",
+    "gs",
+    "gcs",
+    "az",
+    "abfs",
+    "abfss",
+    "oss",
+    "oci",
+    "tos",
+    "hf",
+    "memory",
+)
+_PACKAGES = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "az": "adlfs",
+    "abfs": "adlfs",
+    "abfss": "adlfs",
+    "adl": "adlfs",
+    "hf": "huggingface_hub",
+    "http": "aiohttp",
+    "https": "aiohttp",
+    "sftp": "paramiko",
+    "ssh": "paramiko",
+    "smb": "smbprotocol",
+    "webdav": "webdav4",
+}
+# HTTP statuses below 500 after which the same request may succeed later.
+_PASSING_STATUS = (408, 409, 425, 429)
+_MISSING_STATUS = (404, 410)
+# What an error means whose type, or one that it comes from, has this name. The types of most
+# packages are named, because none of these packages may be there. Every other error is a failure
+# that may pass.
+_MEANINGS = {
+    "FileNotFoundError": "missing",
+    "NotADirectoryError": "missing",
+    "IsADirectoryError": "folder",
+    "PermissionError": "refused",
+    "NotImplementedError": "refused",
+    "ImportError": "refused",
+    "TypeError": "refused",
+    "ValueError": "refused",
+    "NoCredentialsError": "refused",
+    "PartialCredentialsError": "refused",
+    "ProfileNotFound": "refused",
+    "DefaultCredentialsError": "refused",
+    "RefreshError": "refused",
+    "NonRetryableError": "refused",
+}
+# Seconds without any data after which a web server counts as silent.
+_SILENT_S = 60.0
+
+
+class UrlFolder:
+    """What `Store` does with files at URLs. Each method makes its requests once."""
+
+    def read(self, path: Any, most_bytes: float, at_full_speed: bool) -> bytes:
+        """Return the content of a file."""
+        with guard_server(path):
+            system, key = locate(path)
+            return bytes(system.cat_file(key))
+
+    def read_range(self, path: Any, start: int, count: int) -> bytes:
+        """Return ``count`` bytes of a file, beginning with byte ``start``."""
+        with guard_server(path):
+            system, key = locate(path)
+            content = bytes(system.cat_file(key, start=start, end=start + count))
+        if len(content) > count:
+            raise _refuse_parts(path)
+        return content
+
+    def find_size(self, path: Any) -> int:
+        """Return the size in bytes of a file of which parts are to be read."""
+        if not path.is_web:
+            return _find_info(path).get("size") or 0
+        headers = {"Range": "bytes=0-0"}
+        with guard_server(path):
+            system, key = locate(path)
+            # Without a size, fsspec would ask for it by a request that some servers refuse.
+            with system.open(key, "rb", block_size=0, size=1, headers=headers) as stream:
+                size = stream.r.headers.get("Content-Range", "").rpartition("/")[2]
+        if not size.isdigit():
+            raise _refuse_parts(path)
+        return int(size)
+
+    def stamp(self, path: Any) -> tuple[int, float]:
+        """Return the bytes of a file, and when it was written to, in seconds since 1970."""
+        info = _find_info(path)
+        changed_s = time()
+        for key in ("created", "modified", "mtime", "LastModified"):
+            if isinstance(info.get(key), datetime):
+                changed_s = info[key].timestamp()
+        return info.get("size") or 0, changed_s
+
+    def find_sizes(self, place: Any, names: Iterable[str]) -> dict[str, int]:
+        """List the folder once; return the size in bytes of each file, by its name."""
+        with guard_server(place):
+            system, key = locate(place)
+            system.invalidate_cache()
+            infos = system.ls(key, detail=True)
+        return {
+            PurePosixPath(info["name"]).name: info.get("size") or 0
+            for info in infos
+            if info["type"] == "file"
+        }
+
+    def list(self, place: Any) -> Iterable[str]:
+        """Return the names of the files in the folder."""
+        return self.find_sizes(place, ())
+
+    def find_kind(self, path: Any) -> str:
+        """Return "file" or "folder"."""
+        return "file" if _find_info(path)["type"] == "file" else "folder"
+
+    def write(self, path: Any, parts: tuple[bytes | memoryview, ...]) -> None:
+        """Write a file, and read it back."""
+        if path.is_web:
+            raise ColabUtilsError(
+                f"{path} lies on a web server, which can only be read. Name a folder or a bucket "
+                "to write to."
+            )
+        content = b"".join(parts)
+        try:
+            with guard_server(path):
+                _send(path, content)
+        except FileNotFoundError as error:
+            raise RefusedError(
+                f"{path} cannot be written: its bucket or folder is not there. Look at the "
+                "address, or make the bucket."
+            ) from error
+        if self.read(path, 0, at_full_speed=True) != content:
+            raise OSError(errno.EIO, "what was written reads back differently")
+
+    def create(self, path: Any) -> io.BytesIO:
+        """Return memory for a file that is sent when it is complete."""
+        return io.BytesIO()
+
+    def remove(self, path: Any, is_large: bool) -> None:
+        """Remove a file."""
+        # Some servers raise no error for a missing file, so look for the file first.
+        _find_info(path)
+        with guard_server(path):
+            system, key = locate(path)
+            system.rm_file(key)
+
+    def move(self, path: Any, target: Any) -> None:
+        """Move a file."""
+        with guard_server(path):
+            system, key = locate(path)
+            system.mv(key, locate(target)[1])
+
+    def touch(self, path: Any) -> None:
+        """Write a file again."""
+        self.write(path, (self.read(path, 0, at_full_speed=True),))
+
+    def make(self, path: Any) -> None:
+        """Make the folder, if the server has folders."""
+        if path.protocol not in _STORES and not path.is_web:
+            with guard_server(path):
+                system, key = locate(path)
+                system.makedirs(key, exist_ok=True)
+
+    def drop(self, path: Any) -> None:
+        """Do nothing: a bucket has no empty folders."""
+
+    def require_room(self, path: Any, needed: float, cure: str) -> None:
+        """Do nothing: the room of a server is not known."""
+
+
+def _refuse_parts(path: Any) -> RefusedError:
+    return RefusedError(
+        f"The server of {path} sends no parts of files. Copy the file to this machine, for "
+        "example with wget, and name the copy."
+    )
+
+
+def _send(path: Any, content: bytes) -> None:
+    system, key = locate(path)
+    if path.protocol in _STORES:
+        system.pipe_file(key, content)
+        return
+    temporary = f"{key}.{token_hex(4)}.part"
+    system.pipe_file(temporary, content)
+    system.mv(temporary, key)
+
+
+def _find_info(path: Any) -> dict[str, Any]:
+    """Return fsspec's information on a file or folder.
+
+    Raises:
+        FileNotFoundError: it is not there.
+    """
+    with guard_server(path):
+        system, key = locate(path)
+        system.invalidate_cache()
+        return dict(system.info(key))
+
+
+def locate(path: Any) -> tuple[Any, str]:
+    """Return fsspec's file system of the server, and the path of this file in it."""
+    system = _open_system(path.server, os.getpid())
+    return system, system._strip_protocol(path.url) + path.query
+
+
+@lru_cache
+def _open_system(server: str, process: int) -> Any:
+    """Open fsspec's file system of a server.
+
+    The number of the process is a key of the cache, because a forked process cannot use the file
+    system that its parent opened.
+    """
+    options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+    protocol = server.partition(":")[0]
+    if protocol in ("http", "https"):
+        from aiohttp import ClientTimeout
+
+        # A large file may take long, so the total time has no limit. Only the time without any data
+        # is limited.
+        silence = ClientTimeout(total=None, sock_connect=_SILENT_S, sock_read=_SILENT_S)
+        # The environment may name a proxy. A part of a compressed file would be other bytes.
+        headers = {"Accept-Encoding": "identity"}
+        options["client_kwargs"] = {"timeout": silence, "trust_env": True, "headers": headers}
+    return url_to_fs(server, **options)[0]
+
+
+def require_protocol(url: str, protocol: str) -> None:
+    """Refuse a URL if fsspec does not know its protocol, or lacks the package for it.
+
+    Forget the servers that were opened: your credentials may be new.
+    """
+    _open_system.cache_clear()
+    try:
+        get_filesystem_class(protocol)
+    except ImportError as error:
+        package = _PACKAGES.get(protocol)
+        cure = f"Run: pip install {package}" if package else error
+        raise ColabUtilsError(f"{url} needs a package that is not installed. {cure}") from None
+    except ValueError:
+        raise ColabUtilsError(
+            f"{url} has a protocol that fsspec does not know. Look at its name, or copy the data "
+            "to a folder."
+        ) from None
+
+
+@contextmanager
+def guard_server(path: Any) -> Iterator[None]:
+    """Replace errors of fsspec and its packages by errors that say what to do.
+
+    Raises:
+        FileNotFoundError: there is no such file, folder or bucket.
+        IsADirectoryError: it is a folder.
+        ServerLostError: the server did not answer, or failed. The same request may succeed later.
+        RefusedError: the server refused, and would refuse the same request again.
+    """
+    try:
+        yield
+    except ColabUtilsError:
+        raise
+    except Exception as error:
+        # The library's own error is not shown: its text may hold the address with a signature.
+        raise _explain_failure(path, _find_cause(error)) from None
+
+
+def _explain_failure(path: Any, cause: Exception) -> Exception:
+    """Return the error of this package, or of Python, that stands for an error of a server."""
+    meaning = _find_meaning(cause)
+    if meaning == "missing":
+        return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    if meaning == "folder":
+        return IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    reason = _describe_cause(cause)
+    kind: type[UnavailableError] = ServerLostError
+    problem = "failed"
+    cure = "Run the same again later"
+    if meaning == "refused":
+        _open_system.cache_clear()
+        kind = RefusedError
+        problem = "refused"
+        cure = (
+            "Look at the address, and at your credentials and rights there; they may have expired. "
+            "Then run the same again"
+        )
+    failure = kind(
+        f"{path} cannot be reached: the server {problem} ({reason}). {cure}: what is done is safe."
+    )
+    failure.reason = reason
+    return failure
+
+
+def _find_cause(error: Exception) -> Exception:
+    """Return the error that a package raised an error of Python from: that one has the status.
+
+    fsspec says of every failure of a web server that the file is not there.
+    """
+    cause = error.__cause__
+    is_of_python = type(error).__module__ == "builtins"
+    if is_of_python and isinstance(cause, Exception) and not isinstance(cause, LookupError):
+        return cause
+    return error
+
+
+def _find_meaning(error: Exception) -> str:
+    """Return what an error means: "missing", "folder", "refused" or "failed"."""
+    status = _find_status(error)
+    if status in _MISSING_STATUS:
+        return "missing"
+    if status:
+        is_refused = 300 <= status < 500 and status not in _PASSING_STATUS
+        return "refused" if is_refused else "failed"
+    # The error of gcsfs for a refused request has neither a status nor a number.
+    if type(error) is OSError and error.errno is None:
+        return "refused"
+    names = [kind.__name__ for kind in type(error).__mro__]
+    return next((_MEANINGS[name] for name in names if name in _MEANINGS), "failed")
+
+
+def _describe_cause(error: Exception) -> str:
+    """Return an error in one line, without its address where a server answered."""
+    status = _find_status(error)
+    text = f"{type(error).__name__}: {error}"
+    if status:
+        text = f"{status} {getattr(error, 'message', error)}"
+    return escape(" ".join(text.split()))[:200]
+
+
+def _find_status(error: Any) -> int:
+    """Return the HTTP status of an error; 0 if it has none."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        # So botocore tells of an answer of S3.
+        return int(response["ResponseMetadata"]["HTTPStatusCode"])
+    for holder in (error, response):
+        for name in ("status", "code", "status_code"):
+            value = getattr(holder, name, None)
+            if isinstance(value, int):
+                return value
+    return 0
