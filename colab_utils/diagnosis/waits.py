@@ -257,12 +257,16 @@ def _describe_evidence(evidence: Mapping[str, float], times: SampleTimes, looks:
     if times.samples:
         unit = " ms"
         scale = 1000 / times.samples
-        start = f"A sample takes {scale * whole:.3g} ms"
+        start = f"A sample takes {_round(scale * whole)} ms"
     parts = []
     for name in sorted(evidence, key=evidence.__getitem__, reverse=True):
         if evidence[name] >= _WORTH_A_WORD * whole:
-            parts.append(f"{scale * evidence[name]:.3g}{unit} {_EVIDENCE[name][1]}")
+            parts.append(f"{_round(scale * evidence[name])}{unit} {_EVIDENCE[name][1]}")
     return f"{start}: {', '.join(parts)}."
+
+
+def _round(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _explain_slow_sample(waits: Array, share: float, facts: LoopFacts) -> Cause | None:
