@@ -97,8 +97,12 @@ class Places:
             return 0
         caller = max(both, key=self._depths.__getitem__)
         first = min(map(_read_number, [*model._lines[caller]]))
-        lines = [*self._lines[caller].items()]
-        return sum(count for line, count in lines if _read_number(line) < first)
+        # In the line of the loop itself, the last batch is freed, which is no work on this one.
+        return sum(
+            count
+            for line, count in [*self._lines[caller].items()]
+            if _read_number(line) < first and not _read_code(line).startswith(" `for ")
+        )
 
 
 def _shorten(line: str) -> str:

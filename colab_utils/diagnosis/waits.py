@@ -104,7 +104,8 @@ def explain_starts(starts: Array, batches: int, loop_s: float, facts: LoopFacts)
     workers start again, or any batch takes about as long to load. ``batches`` were loaded in all.
     """
     share = float(starts.sum()) / loop_s
-    if facts.left_at_once > len(starts) / 2:
+    # A loop that ends by itself may leave one pass like this.
+    if facts.left_at_once > max(1, len(starts) / 2):
         why = (
             f"The loop left {facts.left_at_once} passes after one batch, and waited "
             f"{starts.mean():.2g} s for each."

@@ -91,6 +91,12 @@ def two_cores(monkeypatch):
             "restarts",
             r"after the first waits 1 s .*3\)\. Workers start again.*persistent_workers=True",
         ),
+        # The loop left one pass after one batch, as it may where it ends.
+        (
+            {**PASSES, "restarts": True, "left_at_once": 1, "share": 0.3},
+            "restarts",
+            r"persistent_workers=True",
+        ),
         # Workers stay, so that cure is in place.
         (
             {**PASSES, "share": 0.3},

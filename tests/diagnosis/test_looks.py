@@ -219,7 +219,14 @@ def test_the_innermost_function_of_most_looks_is_named_with_the_code_that_calls_
     )
 
 
-def test_what_comes_before_the_model_is_told_from_the_rest_of_a_step():
+def test_what_comes_before_the_model_is_told_from_the_rest_of_a_step(tmp_path):
+    script = tmp_path / "loop.py"
+    script.write_text("for batch in loader:\n    crop(batch)\n    model(batch)\n")
+    freeing = make_looks(
+        step={f"{script}:1 <module>": 5, f"{script}:2 <module>": 1},
+        **{MODEL: {f"net.py:5 forward < {script}:3 <module>": 1}},
+    )
+    assert freeing.measure_preparation() == (1 / 6, "in 1 of 6 looks")
     looks = make_looks(
         step={
             "a.py:9 resize < train.py:3 train < main.py:1 <module>": 6,
