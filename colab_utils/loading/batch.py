@@ -6,7 +6,7 @@ A worker writes the buffer. The loader makes float images and dense masks from i
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
 
@@ -222,8 +222,8 @@ def write_batch(
     views = _open_tables(memory, layout)
     for name, table in tables.items():
         views[name][:] = table
-    pixels = np.split(views["pixels"], 3 * areas.cumsum()[:-1])
-    bits = np.split(views["bits"], offsets[tables["counts"].cumsum()[:-1]])
+    pixels = _cut(views["pixels"], 3 * areas.cumsum())
+    bits = _cut(views["bits"], offsets[tables["counts"].cumsum()])
     for place, size in enumerate(sizes):
         image = pixels[place].reshape(*size, 3)
         begin(place)
@@ -235,6 +235,11 @@ def write_batch(
         masks = MaskBits(*(torch.from_numpy(views[name]) for name in MaskBits._fields))
         draw_masks(masks, split_masks(torch.from_numpy(views["dense"]), sizes, counts), flips)
     return layout, memory
+
+
+def _cut(table: NDArray[np.uint8], ends: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
+    """Return the parts of a table that end at these bytes, as views."""
+    return [table[first:end] for first, end in pairwise([0, *ends.tolist()])]
 
 
 def _mirror(image: Tensor) -> None:
