@@ -8,6 +8,7 @@ import pytest
 
 from colab_utils.errors import ColabUtilsError
 from tests.colab.environments import SMALL
+from tests.colab.run_overlay import TESTS
 from tests.colab.runtimes import list_requirements, parse_list, read_runtime, read_runtimes
 from tools.cells import ROOT
 
@@ -58,3 +59,8 @@ def test_a_runtime_that_nobody_knows_is_refused_with_those_that_are_known():
 def test_a_list_without_a_package_is_refused_by_name():
     with pytest.raises(ColabUtilsError, match=r"names no .*numpy.*python"):
         parse_list("torch==2.11.0+cpu")
+
+
+@pytest.mark.parametrize("path", TESTS)
+def test_what_an_overlay_runs_is_there(path):
+    assert (ROOT / path).exists()
