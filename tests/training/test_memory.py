@@ -162,7 +162,8 @@ def test_on_a_gpu_training_begins_before_a_shard_is_written(tiny_dataset, tmp_pa
     opened = multiprocessing.get_context("fork").Event()
 
     def write_late(path, *parts):
-        opened.wait(20)
+        if ".tar" in path.name:
+            opened.wait(20)
         write_file(path, *parts)
 
     def note(line):
@@ -170,7 +171,7 @@ def test_on_a_gpu_training_begins_before_a_shard_is_written(tiny_dataset, tmp_pa
             written.extend((tmp_path / "ssd").glob("*.tar"))
             opened.set()
 
-    monkeypatch.setattr("colab_utils.shards.jobs.write_file", write_late)
+    monkeypatch.setattr("colab_utils.files.write_file", write_late)
     monkeypatch.setattr("colab_utils.training.memory._BATCH_SIZES", (2, 1))
     with SimulatedGpu(monkeypatch):
         report = train(
