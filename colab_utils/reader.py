@@ -27,6 +27,9 @@ from colab_utils.streams import (
 
 AHEAD_BYTES = 64_000_000
 """Most bytes that a reader holds in files that are being read or were not taken yet."""
+AHEAD_IMAGES = 256
+"""A worker of `make_loader` is told of this many images in advance. Its reader decides how many of
+their files to read at once."""
 
 # Files that `read_all` asks for, per stream. Files are taken in order, so a slow file holds up
 # those behind it. With 16 files for each stream, the other streams run out of files only if one

@@ -27,7 +27,7 @@ from torch.utils.data import (
 from colab_utils.data.coco import write_subset
 from colab_utils.data.sizes import plan_sizes
 from colab_utils.diagnosis.noise import LEAST_NOISE, find_error
-from colab_utils.diagnosis.simulator import READ_AHEAD, Loop, forecast_rate
+from colab_utils.diagnosis.simulator import Loop, forecast_rate
 from colab_utils.diagnosis.stages import LoadingStages
 from colab_utils.diagnosis.timing import (
     BatchTimes,
@@ -45,7 +45,7 @@ from colab_utils.loading.emulated_step import EmulatedStep
 from colab_utils.loading.loader import Loader, make_loader
 from colab_utils.machine import count_cores
 from colab_utils.processes import quiet_fork
-from colab_utils.reader import AHEAD_BYTES
+from colab_utils.reader import AHEAD_BYTES, AHEAD_IMAGES
 from colab_utils.shards.copy import Copying
 from colab_utils.shards.index import write_index
 from colab_utils.shards.write import write_shards
@@ -320,8 +320,7 @@ def find_fixes(now: Situation) -> list[Fix]:
                 tried.append(_try_out(now, fix, plans[fix.id].options, own_rate))
                 if not tried[-1].is_confirmed:
                     count = max(count, 1 + _MORE_TRIALS)
-    others = rank_fixes(ranked[len(tried) :])
-    return [*rank_fixes(tried), *others] if not now.verify else rank_fixes([*tried, *others])
+    return [*rank_fixes(tried), *rank_fixes(ranked[len(tried) :])]
 
 
 def _describe_fix(model: "_Model", plan: _Plan, own_rate: float) -> Fix:
@@ -557,7 +556,7 @@ class _Model:
             loop = replace(loop, work_s=cost.work_s + timed.stages["read"].cpu_ms / 1000)
             if packs:
                 held = int(AHEAD_BYTES / max(timed.file_bytes, 1))
-                loop = replace(loop, streams=_STREAMS, read_ahead=min(READ_AHEAD, held))
+                loop = replace(loop, streams=_STREAMS, read_ahead=min(AHEAD_IMAGES, held))
             elif self.now.loader.dataset.streams != 1:
                 loop = replace(loop, streams=loop.batch_size, read_ahead=0)
         if packs and not workers:

@@ -13,10 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from colab_utils.errors import ColabUtilsError
+from colab_utils.reader import AHEAD_IMAGES
 from colab_utils.require import require_count, require_number
-
-READ_AHEAD = 256
-"""A worker of `make_loader` knows so many images in advance."""
 
 _ROUNDING_S = 1e-9
 # More batches would take minutes to simulate, and show nothing new.
@@ -109,7 +107,7 @@ class Loop:
     """Share of a core that the step keeps busy."""
     lock: float = 0.3
     """Share of its work for which a thread beside the step holds Python's lock."""
-    read_ahead: int = READ_AHEAD
+    read_ahead: int = AHEAD_IMAGES
     """Images that the streams of a process read before those of the batch that it loads."""
     epoch_batches: float = math.inf
     """Batches in an epoch. At its end, all that was asked for is used up."""
@@ -218,7 +216,7 @@ def simulate(
     for read in reads or (None,):
         require_number("read_s", read, minimum=0, below=math.inf)
     settings: dict[str, Any] = {**counts, **amounts, "cores": cores, "in_order": in_order}
-    read_ahead = READ_AHEAD if workers else streams
+    read_ahead = AHEAD_IMAGES if workers else streams
     loop = Loop(workers, read_s=reads, read_ahead=read_ahead, **settings)
     if not 0 < seconds <= loop.limit_s * _MAX_BATCHES:
         raise ColabUtilsError(

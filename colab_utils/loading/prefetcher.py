@@ -27,13 +27,12 @@ from colab_utils.loading.shared_memory import SharedBufferPool
 from colab_utils.loading.workers import WorkerDiedError, WorkerJob, describe_exit, explain_death
 from colab_utils.machine import count_oom_kills
 from colab_utils.processes import end_process, end_with_parent, quiet_fork
+from colab_utils.reader import AHEAD_IMAGES
 from colab_utils.streams import StreamTrial
 
 PREFETCH = 2
 """Default number of batches that each worker prepares ahead."""
 
-# Each worker is told of this many files in advance. Its reader decides how many to read at once.
-_TOLD_IMAGES = 256
 _LENT_BUFFERS = 4
 """Buffers that a training loop may hold: the current batch, the next one, and two that a user
 keeps."""
@@ -201,7 +200,7 @@ class Prefetcher:
         self._oom_kills = count_oom_kills()
         self._worker_count = workers
         self._ahead = max(1, workers * prefetch)
-        self._told_images = max(1, workers) * _TOLD_IMAGES if fetcher.reads_ahead else 0
+        self._told_images = max(1, workers) * AHEAD_IMAGES if fetcher.reads_ahead else 0
         # Batches that are not requested yet: number, indices, and the worker that reads ahead.
         self._planned: deque[tuple[int, list[int], int | None]] = deque()
         # Batches of the next pass whose files the workers read already.
