@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import process_time
@@ -35,7 +36,7 @@ from colab_utils.shards.index import ShardIndex, ShardInfo, write_index
 from colab_utils.shards.jobs import ShardJob, write_in_turn
 from colab_utils.shards.lock import hold_folder
 from colab_utils.shards.source import describe_source, keep_source
-from colab_utils.shards.write import ShardRun, are_there, begin_folder, check_bad, join_index
+from colab_utils.shards.write import ShardRun, begin_folder, check_bad, join_index, write_all
 
 # The lowest priority: training goes before.
 _PRIORITY = 19
@@ -97,11 +98,7 @@ class ShardWriter:
 
     def _write_all(self) -> None:
         run = ShardRun(self.ssd, self.images, self.dataset, self.recipe)
-        done = self._write_once(run)
-        if are_there(run, done):
-            # Drive did not show these images for a while. Their shards are written again.
-            done = self._write_once(run)
-        check_bad(self.dataset, done, self.max_bad)
+        done = write_all(run, partial(self._write_once, run), self.max_bad)
         index = join_index(run, done)
         write_index(self.ssd, index)
         self._try_on_drive(self._write_index, index)

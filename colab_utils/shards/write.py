@@ -6,7 +6,7 @@ ones.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -208,7 +208,7 @@ def write_shards(
             recipe = begin_folder(folder, images, dataset, recipe)
             open_store(folder).make()
             run = ShardRun(folder, images, dataset, recipe, part)
-            done = write_all(run, processes, streams, max_bad)
+            done = write_all(run, partial(_watch, run, processes, streams, max_bad), max_bad)
             if part is not None:
                 return make_report(join_index(run, done), started_s)
             index = finish_folder(run, done)
@@ -290,32 +290,26 @@ def begin_folder(
 
 
 def write_all(
-    run: ShardRun, processes: int, streams: int | str, max_bad: float
+    run: ShardRun, write: Callable[[], list[ShardIndex]], max_bad: float
 ) -> list[ShardIndex]:
     """Write the shards of a run; return an index of each.
 
     Args:
         run: the run.
-        processes: number of processes.
-        streams: number of files that each process reads at the same time.
+        write: writes the shards that are not finished, and returns an index of each shard.
         max_bad: the share or the number of bad images, and of bad objects, that is allowed.
 
     Raises:
         ColabUtilsError: if too many images or objects are bad, a shard cannot be written, or the
             system ended a process.
     """
-    done = _watch(run, processes, streams, max_bad)
-    if are_there(run, done):
-        # Only the shards of these images are written again: the others are finished.
-        done = _watch(run, processes, streams, max_bad)
+    done = write()
+    missing = [image.file_name for image in _join_skipped(done) if image.reason == MISSING]
+    if open_store(run.images).find_again(missing):
+        # Drive did not show these images for a while. Only their shards are written again.
+        done = write()
     check_bad(run.dataset, done, max_bad)
     return done
-
-
-def are_there(run: ShardRun, done: Iterable[ShardIndex]) -> bool:
-    """Look again for images that seemed to be missing; return whether some are there after all."""
-    names = [image.file_name for image in _join_skipped(done) if image.reason == MISSING]
-    return open_store(run.images).find_again(names)
 
 
 def _watch(run: ShardRun, processes: int, streams: int | str, max_bad: float) -> list[ShardIndex]:
