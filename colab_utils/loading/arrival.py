@@ -77,6 +77,7 @@ class Arrival:
 
     Attributes:
         arrived: the numbers of the shards that have arrived.
+        source: the store of the shards on Drive.
         retries: counts how often Drive failed and was tried again.
 
     Raises:
@@ -105,7 +106,8 @@ class Arrival:
         # A damaged file of an earlier copy is replaced, but not a file of the user.
         overwrite = _has_copies(target, index)
         self._job = Copying(source, target, overwrite=overwrite)
-        self.retries = self._job.source.retries
+        self.source = self._job.source
+        self.retries = self.source.retries
         with explain_write(target):
             self._job.target.make()
         self._thread = start_thread(self._run, "arrival")

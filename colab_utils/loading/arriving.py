@@ -7,7 +7,6 @@ from pathlib import Path
 from time import sleep
 from typing import Any
 
-from colab_utils.files import open_store
 from colab_utils.loading.arrival import POLL_S, Arrival, plan_windows, wait_for_file
 from colab_utils.loading.contract import Transforms
 from colab_utils.loading.dataset import ShardDataset
@@ -111,7 +110,7 @@ class ArrivingShards(ShardDataset):
         windows = plan_windows(index.recipe, [shard.images for shard in index.shards], seed)
         order = [*chain(*windows)]
         arrival = Arrival(source, target, index, order=order, workers=workers)
-        load = partial(load_shard, open_store(source))
+        load = partial(load_shard, arrival.source)
         # On a bad day, it takes 606 ms to read the tables of a shard on Drive. For 150 shards, one
         # thread would need 90 seconds.
         with ThreadPool(_READERS) as pool:

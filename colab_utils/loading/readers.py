@@ -67,7 +67,7 @@ def load_shard(store: Store, shard: ShardInfo) -> ShardArrays:
             "changed. Copy it again, or run preprocess again on this folder."
         )
     try:
-        return load_arrays(store.locate(shard.arrays_name), shard)
+        return load_arrays(store.locate(shard.arrays_name), shard, store)
     except UnavailableError:
         raise
     except (ColabUtilsError, OSError) as error:
@@ -76,4 +76,4 @@ def load_shard(store: Store, shard: ShardInfo) -> ShardArrays:
             ColabUtilsWarning,
             stacklevel=5,
         )
-        return rebuild_arrays(path, shard)
+        return rebuild_arrays(path, shard, store)

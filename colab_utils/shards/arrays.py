@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from colab_utils.data.decoding import read_npy_header
 from colab_utils.data.masks import pack_masks
 from colab_utils.errors import ColabUtilsError, UnavailableError
-from colab_utils.files import hash_bytes, open_store, read_file
+from colab_utils.files import Store, hash_bytes, open_store
 from colab_utils.places import Place
 from colab_utils.shards.index import ShardInfo
 
@@ -211,17 +211,18 @@ def describe_shard(content: bytes) -> tuple[dict[str, Any], ShardInfo]:
     return head, shard
 
 
-def load_arrays(path: Place, shard: ShardInfo) -> ShardArrays:
+def load_arrays(path: Place, shard: ShardInfo, store: Store | None = None) -> ShardArrays:
     """Load the arrays of one shard. The bits of the masks stay on disk.
 
     Args:
         path: the arrays file.
         shard: the shard's entry in the index.
+        store: reads the file. Default: a store of its own.
 
     Raises:
         ColabUtilsError: if the file is damaged, or is not the one that the index lists.
     """
-    pieces = open_store(path).open(path, block_bytes=_BLOCK_BYTES)
+    pieces = (store or open_store(path)).open(path, block_bytes=_BLOCK_BYTES)
     with _explain_damage(path), pieces as file:
         size = file.find_size()
 
@@ -257,19 +258,20 @@ def _list_tables() -> list[str]:
     return [field.name for field in fields(ShardArrays) if field.name != "bits"]
 
 
-def rebuild_arrays(path: Place, shard: ShardInfo) -> ShardArrays:
+def rebuild_arrays(path: Place, shard: ShardInfo, store: Store | None = None) -> ShardArrays:
     """Build the arrays of one shard again from its tar.
 
     Args:
         path: the tar.
         shard: the shard's entry in the index.
+        store: reads the file. Default: a store of its own.
 
     Raises:
         ColabUtilsError: if the tar is damaged, or is not the one that the index lists.
     """
     builder = ArraysBuilder()
     with _explain_damage(path):
-        content = memoryview(read_file(path, most_bytes=math.inf))
+        content = memoryview((store or open_store(path)).read(path, most_bytes=math.inf))
         if (len(content), hash_bytes(content)) != (shard.bytes, shard.xxh3_64):
             raise ValueError("another checksum than the index has")
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:

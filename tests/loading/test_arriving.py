@@ -190,7 +190,7 @@ def test_a_drive_that_fails_for_a_while_is_tried_again(drive, tmp_path, monkeypa
     assert sorted(flatten(list_ids(make_loader(dataset, batch_size=2, workers=0)))) == sorted(
         dataset.image_ids.tolist()
     )
-    assert dataset.arrival.retries.count
+    assert dataset.arrival.retries.count == 3
     assert not list(fails)
 
 
