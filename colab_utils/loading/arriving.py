@@ -13,7 +13,7 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.readers import ShardFiles, load_shard
 from colab_utils.places import Place, open_place, require_local_path
 from colab_utils.processes import ThreadPool
-from colab_utils.shards.index import read_index
+from colab_utils.shards.index import ShardIndex, read_index
 
 # Threads that read the tables of the shards. The tables of a shard lie at the start of the small
 # file beside it.
@@ -78,6 +78,7 @@ class ArrivingShards(ShardDataset):
         seed: seed of the order in which the shards are copied.
         transforms: as for `ShardDataset`.
         contiguous_labels: map category ids to 1 to K.
+        index: the index of ``source``, if you have read it already. Default: it is read.
 
     Attributes:
         arrival: the running copy (see `Arrival`). Its ``is_complete`` tells whether all shards have
@@ -103,10 +104,11 @@ class ArrivingShards(ShardDataset):
         seed: int = 0,
         transforms: Transforms | None = None,
         contiguous_labels: bool = False,
+        index: ShardIndex | None = None,
     ) -> None:
         source = open_place(source)
         target = require_local_path(target)
-        index = read_index(source)
+        index = index or read_index(source)
         windows = plan_windows(index.recipe, [shard.images for shard in index.shards], seed)
         order = [*chain(*windows)]
         arrival = Arrival(source, target, index, order=order, workers=workers)

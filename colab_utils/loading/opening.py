@@ -120,12 +120,14 @@ def open_dataset(
     require_count("seed", seed, minimum=0)
     index = _find_complete(ssd)
     ssd_has_shards = index is not None and open_store(ssd).has_files(index.files())
-    drive_has_shards = False
+    index_on_drive = None
     instead = f"the shards in {ssd}, which were not compared with the annotations"
     try:
         _require_same(ssd, index, annotations)
         instead = f"the shards in {ssd}"
-        drive_has_shards = drive is not None and _has_shards(drive, annotations)
+        if drive is not None:
+            index_on_drive = _find_complete(drive)
+            _require_same(drive, index_on_drive, annotations)
     except UnavailableError as error:
         drive = None
         if ssd_has_shards:
@@ -134,14 +136,16 @@ def open_dataset(
             raise
         else:
             _warn_of_unsent(error)
-    if ssd_has_shards and (drive_has_shards or drive is None):
+    if ssd_has_shards and (index_on_drive is not None or drive is None):
         shutil.rmtree(ssd / _CACHE_NAME, ignore_errors=True)
         return _open_shards(ssd, seed, contiguous_labels)
-    if drive is not None and drive_has_shards:
+    if drive is not None and index_on_drive is not None:
         shutil.rmtree(ssd / _CACHE_NAME, ignore_errors=True)
         try:
             _remove_mark(ssd)
-            return ArrivingShards(drive, ssd, seed=seed, contiguous_labels=contiguous_labels)
+            return ArrivingShards(
+                drive, ssd, seed=seed, contiguous_labels=contiguous_labels, index=index_on_drive
+            )
         except ColabUtilsError as error:
             _warn(error, f"the shards in {drive} themselves, which is slower")
             return _open_shards(drive, seed, contiguous_labels)
@@ -289,17 +293,6 @@ def _require_same(folder: Place, index: ShardIndex | None, annotations: Place) -
             f"The shards in {folder} are of other annotations. Name another folder, or delete "
             "these shards if the annotations have changed."
         )
-
-
-def _has_shards(drive: Place, annotations: Place) -> bool:
-    """Return whether a folder has an index of all shards of a dataset.
-
-    Raises:
-        ColabUtilsError: the folder has the index of another dataset.
-    """
-    index = _find_complete(drive)
-    _require_same(drive, index, annotations)
-    return index is not None
 
 
 def _warn_of_unsent(error: ColabUtilsError) -> None:
