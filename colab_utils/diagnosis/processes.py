@@ -34,8 +34,8 @@ _METHODS = ("__getitem__", "__getitems__", "read_packed", "read_into")
 # A thread whose innermost line is in these files waits for somebody else.
 SERVES = re.compile(
     "/threading.py:|/queue.py:|/selectors.py:|/multiprocessing/|/pin_memory.py:|"
-    # A thread of a reader waits for the next file.
-    "/colab_utils/reader.py:[0-9]+ _serve"
+    # Threads of a pool, and those of a reader, wait here for their next task.
+    "/concurrent/futures/thread.py:[0-9]+ _worker|/colab_utils/reader.py:[0-9]+ _serve"
 )
 # A worker looks at its own stack so often.
 _PAUSE_S = 0.25

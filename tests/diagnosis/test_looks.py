@@ -23,6 +23,8 @@ from colab_utils.diagnosis.processes import WorkerMonitor, list_other_workers
 from colab_utils.diagnosis.system_calls import classify_call, find_wait, measure_memory_part
 from colab_utils.diagnosis.watch import watch
 from colab_utils.errors import ColabUtilsError
+from colab_utils.files import read_file
+from colab_utils.reader import Reader
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
@@ -285,6 +287,18 @@ def test_a_loop_is_seen_in_a_sample_and_in_another_loader():
     assert dataset.looks.measure_place("step", OTHER_LOADER) == (1.0, "in 8 of 8 looks")
     assert dataset.looks.measure_place("step", SAMPLE) == (0.0, "in 0 of 8 looks")
     assert dataset.looks.measure_place("between", OTHER_LOADER) == (0.0, "")
+
+
+def test_threads_that_wait_for_their_next_task_load_no_sample(tmp_path):
+    (tmp_path / "file").write_bytes(b"1")
+    dataset = _Looking()
+    reader = Reader(read_file, place=tmp_path, streams=1)
+    assert [reading.take() for reading in reader.read_all([tmp_path / "file"])] == [b"1"]
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+        list(DataLoader(dataset))
+    reader.close()
+    assert "test_looks.py" in dataset.looks.describe_line("sample")
 
 
 def load_late():

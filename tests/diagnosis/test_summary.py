@@ -187,7 +187,8 @@ def test_workers_have_started_when_each_has_given_a_batch():
 
 
 def test_passes_of_one_batch_have_a_cure_of_their_own(capsys):
-    watched = watch(DataLoader(_Items(8), num_workers=1))
+    # No cause is named before a loop has lasted half a second.
+    watched = watch(DataLoader(_Items(8, wait_s=0.05), num_workers=1))
     step = make_step()
     for _ in range(12):
         values, _ = next(iter(watched))
