@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
+from typing import Any, Literal, NoReturn
 
 import colab_utils
 from colab_utils.drive import explain_write
@@ -30,8 +30,8 @@ from colab_utils.slow_drive import find_profile
 
 _JSON_START = b'{\n "command": '
 _SCRIPT = "colab-utils"
-# An argument of a docstring: its name, the word for its value in brackets, and its meaning.
-_ARGUMENT = re.compile(r"^ {8}(\w+)(?: \((.+?)\))?: (.+(?:\n {12}.+)*)", re.MULTILINE)
+# A line of `_OPTIONS`, with the lines that continue it.
+_OPTION = re.compile(r"^(\w+)(?: (\S+))?: (.+(?:\n  .+)*)", re.MULTILINE)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -197,40 +197,113 @@ def place(text: str) -> str:
     return os.path.expanduser(text)
 
 
-# The type of an option, and the function that reads its text.
-Place = Annotated[str, place]
-LocalPath = Annotated[str, local_path]
-CountOrAuto = Annotated[int | Literal["auto"], number]
-Exif = Literal["auto", "turn", "keep"]
+# How the text of an option is read, by the word for its value in the help.
+_READERS: dict[str, Callable[[str], Any]] = {
+    "DIR": local_path,
+    "FILE": local_path,
+    "DIR|URL": place,
+    "FILE|URL": place,
+    "I/N": part_of_all,
+    "N": int,
+    "N|auto": number,
+    "N|SHARE": number,
+    "X": float,
+    "NAME": str,
+}
+# The options of each command: a name, the word for its value, and its meaning. An option that is
+# left out takes the default of the command's function, or of the function that the command calls.
+_OPTIONS = {
+    "check": """
+images DIR|URL: image folder
+annotations FILE|URL: COCO instance JSON
+deep: decode each whole image, not only its header
+repair FILE: write a repaired copy of the annotations to this JSON
+report FILE: write an HTML page: what to do, the worst images, the data in numbers
+crowds leave|objects: with --repair: make objects of crowds, such as CVAT's masks (leave)
+exif auto|turn|keep: turn or keep photos that EXIF turns while their size does not tell how they
+  were annotated; auto treats them like the other photos (auto)
+val_images DIR|URL: image folder of the validation set; without it, that of --images
+val_annotations FILE|URL: JSON of the validation set; finds images that are in both sets
+""",
+    "diagnose": """
+images DIR|URL: image folder
+annotations FILE|URL: COCO instance JSON
+shards DIR|URL: folder of shards, in place of --images and --annotations
+batch_size N: images in a batch (4)
+workers N|auto: worker processes (auto)
+step_ms X: milliseconds of your training step for a batch; the step is emulated (100)
+verify: apply the fixes that can be applied here, and measure
+""",
+    "preprocess": """
+images DIR|URL: image folder
+annotations FILE|URL: COCO instance JSON
+shards DIR|URL: folder of shards
+plan: print the plan with its estimate, and write nothing
+part I/N: write only part I of N; machines write the parts in any order, and may repeat them
+finish: write the index if all parts are written; otherwise name the missing ones
+workers N|auto: worker processes (auto)
+streams N|auto: files that each process reads at once (auto)
+min_size N: shorter side in training, px (800)
+max_size N: limit of the longer side, px (1333)
+storage auto|keep|shrink: shrink: make images smaller that are larger than training needs; keep:
+  keep every file's bytes; auto: shrink if any image is larger (auto)
+exif auto|turn|keep: turn or keep photos that EXIF turns while their size does not tell how they
+  were annotated; auto treats them like the other photos (auto)
+shard_mb X: approximate size of a shard, MB (128)
+max_bad N|SHARE: bad images or objects to allow: a number such as 5, or a share (0.01)
+""",
+    "verify": """
+shards DIR|URL: folder of shards
+""",
+    "copy": """
+shards DIR|URL: folder of shards
+to DIR|URL: folder to copy to
+""",
+    "train": """
+run DIR|URL: folder for checkpoints
+shards DIR|URL: folder of shards
+images DIR|URL: image folder, in place of --shards
+annotations FILE|URL: COCO instance JSON of --images
+drive DIR|URL: folder on Drive for the shards of --images
+ssd DIR: folder on the SSD: copy or write the shards there while it trains
+val_shards DIR|URL: shards to evaluate on: box and mask AP
+steps N: train for N steps in all
+epochs N: or for N epochs in all; 1 without --steps
+model NAME: model by torchvision's name; the default depends on the device
+batch_size N|auto: images in a batch (auto)
+min_size N: shorter side in training, px; the default depends on the model
+max_size N: limit of the longer side, px; without it, 5/3 of --min-size
+learning_rate X: highest learning rate; the default depends on the batch size
+resume auto|never: continue a run, or begin anew (auto)
+seed N: seed of the order and of random weights (0)
+checkpoint_steps N: steps between checkpoints; without it, one a minute, and one at an epoch's end
+""",
+    "compare": """
+report DIR: folder for the receipt
+images DIR: image folder
+annotations FILE: COCO instance JSON
+batch_size N: images in a batch (4)
+step_ms X: milliseconds of your training step for a batch; the step is emulated (100)
+strategies NAME: names, separated by commas; without it, all
+drive_profile NAME: how slow Drive is; without it, as the slowed folder of --images, else typical
+repeats N: how often each strategy is timed (3)
+seconds X: how long each strategy runs cold, in seconds (30)
+against FILE: draw these receipts of many machines, time nothing
+""",
+}
 
 
 def check(
-    images: Place,
-    annotations: Place,
-    deep: bool = False,
-    repair: LocalPath = "",
-    report: LocalPath = "",
+    images: str,
+    annotations: str,
+    repair: str = "",
+    report: str = "",
     crowds: Literal["leave", "objects"] = "leave",
-    exif: Exif = "auto",
-    val_images: Place = "",
-    val_annotations: Place = "",
+    val_images: str = "",
+    val_annotations: str = "",
+    **settings: Any,
 ) -> Any:
-    """Look over a COCO dataset: every defect by name.
-
-    Args:
-        images (DIR): image folder, or its URL
-        annotations (FILE): COCO instance JSON, or its URL
-        deep: decode each whole image, not only its header
-        repair (OUT.json): write a repaired copy of the annotations
-        report (FILE.html): write a page: what to do, the worst images, the data in numbers
-        crowds: with --repair: make objects of crowds, such as CVAT's masks
-        exif: turn or keep photos that EXIF turns while their size does not tell how they were
-            annotated; auto treats them like the other photos
-        val_images (DIR): image folder of the validation set, or its URL; without it, that of
-            --images
-        val_annotations (FILE): JSON of the validation set, or its URL; finds images that are in
-            both sets
-    """
+    """Look over a COCO dataset: every defect by name."""
     from colab_utils.data.repair import repair_annotations
     from colab_utils.show.report import write_check
 
@@ -238,8 +311,8 @@ def check(
         raise ColabUtilsError(
             "--val-images is given without --val-annotations. Name its JSON, too."
         )
-    validation = (val_images or images, val_annotations) if val_annotations else None
-    settings: Any = {"deep": deep, "validation": validation, "exif": exif}
+    if val_annotations:
+        settings["validation"] = (val_images or images, val_annotations)
     if repair:
         checked = repair_annotations(images, annotations, output=repair, crowds=crowds, **settings)
     else:
@@ -251,25 +324,14 @@ def check(
 
 
 def diagnose(
-    images: Place = "",
-    annotations: Place = "",
-    shards: Place = "",
-    batch_size: int = 4,
-    workers: CountOrAuto = "auto",
+    images: str = "",
+    annotations: str = "",
+    shards: str = "",
     step_ms: float = 100,
     verify: bool = False,
+    **settings: Any,
 ) -> Any:
-    """Find what training waits for, and which fix wins most.
-
-    Args:
-        images (DIR): image folder, or its URL
-        annotations (FILE): COCO instance JSON, or its URL
-        shards (DIR): folder of shards, or its URL, in place of --images and --annotations
-        batch_size (N): images in a batch
-        workers (N): worker processes
-        step_ms (X): milliseconds of your training step for a batch; the step is emulated
-        verify: apply the fixes that can be applied here, and measure
-    """
+    """Find what training waits for, and which fix wins most."""
     from colab_utils.loading.emulated_step import EmulatedStep
 
     if shards and not (images or annotations):
@@ -280,57 +342,31 @@ def diagnose(
         raise ColabUtilsError(
             "The data are either --images and --annotations, or --shards alone. See --help."
         )
-    loader = colab_utils.make_loader(dataset, batch_size=batch_size, workers=workers)
+    loader = colab_utils.make_loader(dataset, **{"batch_size": 4, **settings})
     with closing(loader):
         return colab_utils.diagnose(loader, EmulatedStep(step_ms), verify=verify)
 
 
 def preprocess(
-    images: Place,
-    annotations: Place,
-    shards: Place,
+    images: str,
+    annotations: str,
+    shards: str,
     plan: bool = False,
-    part: Annotated[tuple[int, int], part_of_all] | None = None,
     finish: bool = False,
-    workers: CountOrAuto = "auto",
-    streams: CountOrAuto = "auto",
-    min_size: int = 800,
-    max_size: int = 1333,
     storage: Literal["auto", "keep", "shrink"] = "auto",
-    exif: Exif = "auto",
-    shard_mb: float = 128,
-    max_bad: Annotated[float, number] = 0.01,
+    **settings: Any,
 ) -> Any:
-    """Write a COCO dataset as shards.
-
-    Args:
-        images (DIR): image folder, or its URL
-        annotations (FILE): COCO instance JSON, or its URL
-        shards (DIR): folder of shards, or its URL
-        plan: print the plan with its estimate, and write nothing
-        part (I/N): write only part I of N; machines write the parts in any order, and may repeat
-            them
-        finish: write the index if all parts are written; otherwise name the missing ones
-        workers (N): worker processes
-        streams (N): files that each process reads at once
-        min_size (N): shorter side in training, px
-        max_size (N): limit of the longer side, px
-        storage: shrink: make images smaller that are larger than training needs; keep: keep every
-            file's bytes; auto: shrink if any image is larger
-        exif: turn or keep photos that EXIF turns while their size does not tell how they were
-            annotated; auto treats them like the other photos
-        shard_mb (X): approximate size of a shard, MB
-        max_bad (X): bad images or objects to allow: a share such as 0.05, or a number such as 5
-    """
+    """Write a COCO dataset as shards."""
     from colab_utils.shards.estimate import plan_shards
     from colab_utils.shards.folder_state import inspect_folder
     from colab_utils.shards.plan import Annotations, open_annotations
 
+    part = settings.get("part")
     if plan + finish + bool(part) > 1:
         raise ColabUtilsError("Pass one of --plan, --part and --finish, and leave out the others.")
     if finish:
-        return colab_utils.finish_shards(images, annotations, shards=shards, max_bad=max_bad)
-    sizes: Any = {"min_size": min_size, "max_size": max_size, "workers": workers}
+        chosen = _pick(settings, "max_bad")
+        return colab_utils.finish_shards(images, annotations, shards=shards, **chosen)
     opened: Annotations = annotations
     begun = inspect_folder(shards).recipe if storage == "auto" else {}
     if begun:
@@ -338,23 +374,13 @@ def preprocess(
         storage = begun["storage"]
     if plan or storage == "auto":
         opened = open_annotations(images, annotations)
-        planned = plan_shards(images, opened, storage=storage, **sizes)
+        chosen = _pick(settings, "min_size", "max_size", "workers")
+        planned = plan_shards(images, opened, storage=storage, **chosen)
         if plan:
             return planned
         storage = planned.storage
         print(f"note: {planned}", file=sys.stderr)
-    report = colab_utils.write_shards(
-        images,
-        opened,
-        shards=shards,
-        storage=storage,
-        streams=streams,
-        exif=exif,
-        shard_mb=shard_mb,
-        max_bad=max_bad,
-        part=part,
-        **sizes,
-    )
+    report = colab_utils.write_shards(images, opened, shards=shards, storage=storage, **settings)
     if part:
         print(
             "note: this part is written. When all parts are, run preprocess with --finish in place "
@@ -364,101 +390,40 @@ def preprocess(
     return report
 
 
-def verify(shards: Place) -> Any:
-    """Check every shard against its checksum.
+def _pick(settings: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: settings[name] for name in names if name in settings}
 
-    Args:
-        shards (DIR): folder of shards, or its URL
-    """
+
+def verify(shards: str) -> Any:
+    """Check every shard against its checksum."""
     return colab_utils.verify_shards(shards)
 
 
-def copy(shards: Place, to: Place) -> Any:
-    """Copy shards from Drive to the local SSD.
-
-    Args:
-        shards (DIR): folder of shards, or its URL
-        to (DIR): folder to copy to, or its URL
-    """
+def copy(shards: str, to: str) -> Any:
+    """Copy shards from Drive to the local SSD."""
     return colab_utils.copy_shards(shards, to)
 
 
-def train(
-    run: Place,
-    shards: Place | None = None,
-    images: Place | None = None,
-    annotations: Place | None = None,
-    drive: Place | None = None,
-    ssd: LocalPath | None = None,
-    val_shards: Place | None = None,
-    steps: int | None = None,
-    epochs: int | None = None,
-    model: str | None = None,
-    batch_size: CountOrAuto = "auto",
-    min_size: int | None = None,
-    max_size: int | None = None,
-    learning_rate: float | None = None,
-    resume: Literal["auto", "never"] = "auto",
-    seed: int = 0,
-    checkpoint_steps: int | None = None,
-) -> Any:
-    """Train a torchvision Mask R-CNN on shards or images. The same command continues a run.
-
-    Args:
-        run (DIR): folder for checkpoints, or its URL
-        shards (DIR): folder of shards, or its URL
-        images (DIR): image folder, or its URL, in place of --shards
-        annotations (FILE): COCO instance JSON of --images, or its URL
-        drive (DIR): folder on Drive for the shards of --images, or its URL
-        ssd (DIR): folder on the SSD: copy or write the shards there while it trains
-        val_shards (DIR): shards to evaluate on, or their URL: box and mask AP
-        steps (N): train for N steps in all
-        epochs (N): or for N epochs in all; 1 without --steps
-        model (NAME): model by torchvision's name; the default depends on the device
-        batch_size (N): images in a batch
-        min_size (N): shorter side in training, px; the default depends on the model
-        max_size (N): limit of the longer side, px; without it, 5/3 of --min-size
-        learning_rate (X): highest learning rate; the default depends on the batch size
-        resume: continue a run, or begin anew
-        seed (N): seed of the order and of random weights
-        checkpoint_steps (N): steps between checkpoints; without it, one a minute, and one at an
-            epoch's end
-    """
-    # Each option is an argument of the package's function.
-    options: dict[str, Any] = locals()
+def train(run: str, **settings: Any) -> Any:
+    """Train a torchvision Mask R-CNN on shards or images. The same command continues a run."""
     log = None if sys.stderr.isatty() else lambda line: print(line, file=sys.stderr)
-    report = colab_utils.train(**options, log=log)
+    report = colab_utils.train(run=run, log=log, **settings)
     # With several processes, only the first one prints the report.
     return report if os.environ.get("RANK", "0") == "0" else None
 
 
 def compare(
-    report: LocalPath,
-    images: LocalPath = "",
-    annotations: LocalPath = "",
-    batch_size: int = 4,
+    report: str,
+    images: str = "",
+    annotations: str = "",
     step_ms: float = 100,
     strategies: str = "",
     drive_profile: str = "",
-    repeats: int = 3,
     seconds: float = 30,
-    against: Annotated[Sequence[str], local_path] = (),
+    against: Sequence[str] = (),
+    **settings: Any,
 ) -> Any:
-    """Time every way of loading, side by side, and write a receipt.
-
-    Args:
-        report (DIR): folder for the receipt
-        images (DIR): image folder
-        annotations (FILE): COCO instance JSON
-        batch_size (N): images in a batch
-        step_ms (X): milliseconds of your training step for a batch; the step is emulated
-        strategies (A,B,C): names, separated by commas; without it, all
-        drive_profile (NAME): how slow Drive is; without it, as the slowed folder of --images,
-            else typical
-        repeats (N): how often each strategy is timed
-        seconds (X): how long each strategy runs cold, in seconds
-        against (JSON): draw these receipts of many machines, time nothing
-    """
+    """Time every way of loading, side by side, and write a receipt."""
     from colab_utils.course.receipts import write_class
     from colab_utils.loading.emulated_step import EmulatedStep
     from colab_utils.show.report import check_receipt_folder, write_receipt
@@ -475,9 +440,8 @@ def compare(
         strategies=strategies.split(",") if strategies else None,
         drive_profile=drive_profile or find_profile(images) or "typical",
         step=EmulatedStep(step_ms),
-        batch_size=batch_size,
-        repeats=repeats,
         timeline_s=seconds,
+        **settings,
     )
     print(f"receipt: {write_receipt(comparison, report)}", file=sys.stderr)
     return comparison
@@ -512,30 +476,22 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _add_options(command: _Parser, run: Callable[..., Any]) -> None:
-    """Add an option for each parameter of a command's function.
-
-    The annotation says how the text is read. The docstring names the value, and gives the help:
-    "name (VALUE): help". An option that you leave out takes the function's default.
-    """
-    texts = {name: text for name, *text in _ARGUMENT.findall(run.__doc__ or "")}
-    for name, parameter in inspect.signature(run).parameters.items():
-        # Without docstrings (python -OO), there is no help.
-        value, meaning = texts.get(name, [None, ""])
-        default = parameter.default
-        kind = parameter.annotation
-        if type(None) in get_args(kind):
-            kind = get_args(kind)[0]
-        settings: dict[str, Any] = {"required": default is parameter.empty}
-        if kind is bool:
+    """Add the options of a command. Those without a default in its function are required."""
+    parameters = inspect.signature(run).parameters
+    for name, value, meaning in _OPTION.findall(_OPTIONS[run.__name__]):
+        parameter = parameters.get(name)
+        settings: dict[str, Any] = {}
+        if not value:
             settings["action"] = "store_true"
-        elif get_origin(kind) is Literal:
-            settings["choices"] = get_args(kind)
+        elif value.islower():
+            settings["choices"] = value.split("|")
         else:
             settings["metavar"] = value
-            settings["type"] = getattr(kind, "__metadata__", [kind])[0]
-            settings["nargs"] = "+" if default == () else None
-        if default not in (parameter.empty, None, "", ()) and kind is not bool:
-            meaning += f" ({default})"
+            settings["type"] = _READERS[value]
+        if parameter is not None:
+            settings["required"] = parameter.default is parameter.empty
+            if parameter.default == ():
+                settings["nargs"] = "+"
         option = f"--{name.replace('_', '-')}"
         command.add_argument(option, help=" ".join(meaning.split()), **settings)
 

@@ -71,7 +71,7 @@ def find_group_cores(root: Path = Path("/")) -> float:
         root: Folder that holds ``proc`` and ``sys``.
     """
     cores = math.inf
-    for text in _read_groups(root, "cpu", "cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"):
+    for text in _read_groups(root, "cpu.max"):
         quota, period = text.split()
         cores = min(cores, int(quota) / int(period))
     return cores
@@ -86,20 +86,10 @@ def find_group_memory(root: Path = Path("/")) -> float:
         root: Folder that holds ``proc`` and ``sys``.
     """
     free = math.inf
-    for text in _read_groups(
-        root,
-        "memory",
-        "memory.max",
-        "memory.limit_in_bytes",
-        "memory.current",
-        "memory.usage_in_bytes",
-        "memory.stat",
-    ):
+    for text in _read_groups(root, "memory.max", "memory.current", "memory.stat"):
         limit, used, stat = text.split(maxsplit=2)
-        # The kernel can drop the cache, so it counts as free. In version 1 of control groups, the
-        # file holds two numbers: the cache of the group itself, then the cache of the group and its
-        # subgroups together.
-        cache = re.findall(r"inactive_file (\d+)", stat)[-1]
+        # The kernel can drop the cache, so it counts as free.
+        cache = re.findall(r"inactive_file (\d+)", stat)[0]
         free = min(free, int(limit) - int(used) + int(cache))
     return free
 
@@ -113,10 +103,8 @@ def count_oom_kills(root: Path = Path("/")) -> int:
     Args:
         root: Folder that holds ``proc`` and ``sys``.
     """
-    paths: list[Path] = []
-    for folder in _list_groups(root, "memory"):
-        paths += [folder / "memory.events", folder / "memory.oom_control"]
-    for path in (*paths, root / "proc/vmstat"):
+    events = [folder / "memory.events" for folder in _list_groups(root)]
+    for path in (*events, root / "proc/vmstat"):
         # The file may be missing, or not be readable.
         with suppress(OSError):
             count = re.search(r"^oom_kill (\d+)", path.read_text(), re.M)
@@ -125,32 +113,27 @@ def count_oom_kills(root: Path = Path("/")) -> int:
     return 0
 
 
-def _list_groups(root: Path, controller: str) -> list[Path]:
-    """Return the folders of the control groups that hold this process, innermost first.
+def _list_groups(root: Path) -> list[Path]:
+    """Return the folders of the control groups (version 2) that hold this process, innermost first.
 
-    Version 1 of control groups has a tree for each controller. Version 2 has one tree for all
-    controllers. In a container, the inner folders may not be visible. The top folder of the tree is
-    then the container's own group.
+    In a container, the inner folders may not be visible. The top folder of the tree is then the
+    container's own group.
     """
-    folders: list[Path] = []
     table = root / "proc/self/cgroup"
-    lines = table.read_text().splitlines() if table.is_file() else []
-    for line in lines:
-        _, controllers, group = line.split(":", 2)
-        if not controllers or controller in controllers.split(","):
-            tree = root / "sys/fs/cgroup" / (controller if controllers else "")
-            folder = tree / group.strip("/")
-            folders += [folder, *folder.parents]
-    return folders
+    group = re.search("^0::/(.*)$", table.read_text() if table.is_file() else "", re.M)
+    if group is None:
+        return []
+    folder = root / "sys/fs/cgroup" / group[1]
+    return [folder, *folder.parents]
 
 
-def _read_groups(root: Path, controller: str, *names: str) -> list[str]:
+def _read_groups(root: Path, *names: str) -> list[str]:
     """Return the joined text of these files for each control group that limits this process."""
     texts: list[str] = []
-    for folder in _list_groups(root, controller):
+    for folder in _list_groups(root):
         paths = [folder / name for name in names]
         text = "".join(path.read_text() for path in paths if path.is_file())
-        # Without a limit, the text begins with "max" or -1.
+        # Without a limit, the text begins with "max".
         if text[:1].isdigit():
             texts.append(text)
     return texts
