@@ -222,8 +222,6 @@ report FILE: write an HTML page: what to do, the worst images, the data in numbe
 crowds leave|objects: with --repair: make objects of crowds, such as CVAT's masks (leave)
 exif auto|turn|keep: turn or keep photos that EXIF turns while their size does not tell how they
   were annotated; auto treats them like the other photos (auto)
-val_images DIR|URL: image folder of the validation set; without it, that of --images
-val_annotations FILE|URL: JSON of the validation set; finds images that are in both sets
 """,
     "diagnose": """
 images DIR|URL: image folder
@@ -299,20 +297,12 @@ def check(
     repair: str = "",
     report: str = "",
     crowds: Literal["leave", "objects"] = "leave",
-    val_images: str = "",
-    val_annotations: str = "",
     **settings: Any,
 ) -> Any:
     """Look over a COCO dataset: every defect by name."""
     from colab_utils.data.repair import repair_annotations
     from colab_utils.show.report import write_check
 
-    if val_images and not val_annotations:
-        raise ColabUtilsError(
-            "--val-images is given without --val-annotations. Name its JSON, too."
-        )
-    if val_annotations:
-        settings["validation"] = (val_images or images, val_annotations)
     if repair:
         checked = repair_annotations(images, annotations, output=repair, crowds=crowds, **settings)
     else:

@@ -127,12 +127,6 @@ REMOTE_CALLS = {
     "repair images": lambda url: repair_annotations(url, "a.json", output="b.json"),
     "check_dataset images": lambda url: colab_utils.check_dataset(url, "a.json"),
     "check_dataset annotations": lambda url: colab_utils.check_dataset("images", url),
-    "check_dataset validation images": lambda url: colab_utils.check_dataset(
-        "images", "a", validation=(url, "b")
-    ),
-    "check_dataset validation JSON": lambda url: colab_utils.check_dataset(
-        "images", "a", validation=("b", url)
-    ),
     "read_coco": read_coco,
     "write_shards images": lambda url: write_shards(url, "a.json", shards="shards"),
     "write_shards annotations": lambda url: write_shards("images", url, shards="shards"),
@@ -284,7 +278,7 @@ def list_path_options():
 def test_the_options_that_name_places_are_all_there():
     options = list_path_options()
     assert {command for command, *_ in options} == set(COMMANDS)
-    assert (len(options), sum(takes_url for *_, takes_url in options)) == (33, 19)
+    assert (len(options), sum(takes_url for *_, takes_url in options)) == (31, 17)
 
 
 @pytest.mark.parametrize(("command", "option", "takes_url"), list_path_options())

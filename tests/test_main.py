@@ -667,35 +667,6 @@ def test_check_says_what_to_do_about_the_first_defect(run, world, fault, says):
     assert_one_error(status, err, contains=says)
 
 
-def test_check_and_its_repair_never_go_round_for_a_leak(run, world):
-    """What check advises, done with the options it was called with, is what check then accepts."""
-    coco = json.loads((world / "coco.json").read_text())
-    val = {**coco, "images": coco["images"][:2], "annotations": []}
-    (world / "val.json").write_text(json.dumps(val))
-    start = ("check", "--images", world / "images", "--val-annotations", world / "val.json")
-    status, _, err = run(*start, "--annotations", world / "coco.json")
-    assert_one_error(status, err, contains="--repair with --val-annotations leaves the image out")
-    options = ("--annotations", world / "coco.json", "--repair", world / "whole.json")
-    status, out, _ = run(*start, *options)
-    assert status == 0
-    assert "2 x image in validation, too" in out
-    status, out, _ = run(*start, "--annotations", world / "whole.json")
-    assert (status, out.split()[0]) == (0, "10")
-
-
-def test_val_images_alone_are_refused(run, world):
-    status, _, err = run(
-        "check",
-        "--images",
-        world / "images",
-        "--annotations",
-        world / "coco.json",
-        "--val-images",
-        world / "images",
-    )
-    assert_one_error(status, err, contains="--val-annotations")
-
-
 # These tests look at the plan of preprocess.
 
 

@@ -6,7 +6,7 @@ The report names each kind of defect, says what it leads to, and has statistics 
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import get_args
@@ -17,7 +17,6 @@ from colab_utils.data.coco import CocoDataset, list_repeated_names, read_coco
 from colab_utils.data.defects import EFFECTS, SERIOUS, Defect
 from colab_utils.data.image_checks import (
     Findings,
-    Header,
     check_image,
     has_many_crowds,
     read_header,
@@ -25,8 +24,8 @@ from colab_utils.data.image_checks import (
 from colab_utils.data.image_paths import require_folder
 from colab_utils.data.orientation import Exif, pick_turn
 from colab_utils.data.statistics import DatasetStatistics, measure_dataset
-from colab_utils.errors import ColabUtilsError, escape
-from colab_utils.files import open_store, read_file
+from colab_utils.errors import escape
+from colab_utils.files import open_store
 from colab_utils.machine import count_cores
 from colab_utils.places import Place, PlaceLike, open_place
 from colab_utils.progress import show_progress
@@ -35,8 +34,6 @@ from colab_utils.require import require_choice
 from colab_utils.running import JobProgress, run_jobs
 from colab_utils.units import format_count
 
-Validation = tuple[PlaceLike, PlaceLike]
-"""The image folder and the JSON of a validation set."""
 # Number of examples that the report keeps of each kind of defect.
 _EXAMPLES = 5
 # Number of images that the report lists as the worst.
@@ -120,7 +117,6 @@ def check_dataset(
     annotations: PlaceLike | CocoDataset,
     *,
     deep: bool = False,
-    validation: Validation | None = None,
     exif: Exif = "auto",
 ) -> DatasetReport:
     """Check every image file and every annotation of a COCO dataset, on all cores.
@@ -132,8 +128,6 @@ def check_dataset(
         deep: decode each image completely. By default, only its header and its end are looked at.
             Decoding also finds damage in the middle of a file, if its format has checksums, as
             PNG has. Preprocessing decodes each image, too.
-        validation: image folder and JSON of the validation set. Images that are in both datasets
-            are reported.
         exif: what becomes of photos that EXIF turns while their size does not tell how they were
             annotated, as in `write_shards`. With "auto", all other photos are looked at.
 
@@ -150,17 +144,10 @@ def check_dataset(
     """
     require_choice("exif", exif, get_args(Exif))
     folder = open_place(images)
-    for place in validation or ():
-        # A wrong place raises its error here, before the long work begins.
-        open_place(place)
     dataset = read_coco(annotations)
     findings = inspect_images(folder, dataset, deep=deep)
-    shared: dict[int, str] = {}
-    if validation:
-        headers = [finding.header for finding in findings]
-        shared = find_shared(folder, dataset, headers, *validation)
     turn, unclear = _settle_turns(dataset, findings, exif)
-    return replace(_sum_up(dataset, findings, shared.values()), exif=turn, unclear=unclear)
+    return replace(_sum_up(dataset, findings), exif=turn, unclear=unclear)
 
 
 def inspect_images(images: Place, dataset: CocoDataset, *, deep: bool = False) -> list[Findings]:
@@ -235,13 +222,8 @@ def _settle_turns(
     return "keep", tuple(dataset.image_ids[unclear[:_DRAWN_TURNS]].tolist())
 
 
-def _sum_up(
-    dataset: CocoDataset, findings: Sequence[Findings], shared: Iterable[str]
-) -> DatasetReport:
-    """Make the report from the findings in each image, and from those in the whole dataset.
-
-    ``shared`` describes the images that the validation set has, too.
-    """
+def _sum_up(dataset: CocoDataset, findings: Sequence[Findings]) -> DatasetReport:
+    """Make the report from the findings in each image, and from those in the whole dataset."""
     examples = defaultdict[str, list[str]](list)
     scores = Counter[int]()
     for i, finding in enumerate(findings):
@@ -251,7 +233,6 @@ def _sum_up(
                 scores[i] += _SERIOUS_SCORE
             elif kind != "image without objects":
                 scores[i] += 1
-    examples["image in validation, too"] += shared
     for kind, text in _find_in_all(dataset, findings):
         examples[kind].append(text)
     problems = []
@@ -339,43 +320,3 @@ def _find_corner(findings: Sequence[Findings]) -> Iterator[Defect]:
             "their images"
         )
         yield "objects in one corner", text
-
-
-def find_shared(
-    images: Place,
-    dataset: CocoDataset,
-    headers: Sequence[Header],
-    others: PlaceLike,
-    annotations: PlaceLike,
-) -> dict[int, str]:
-    """Return the images that are in another dataset, too, whatever their names are.
-
-    Two images are the same if their files have the same bytes. Only files of the same size are
-    compared.
-
-    Returns:
-        A dict from the index of each such image to a text that names both files.
-    """
-    others = open_place(others)
-    require_folder(others)
-    by_size = defaultdict[int, list[int]](list)
-    other = read_coco(annotations)
-    store = open_store(others)
-    shared: dict[int, str] = {}
-    for i, header in enumerate(headers):
-        by_size[header.bytes].append(i)
-
-    def compare(i: int) -> None:
-        # Files that cannot be read are not used in training, so they are left out here.
-        with suppress(OSError, ColabUtilsError):
-            content = store.read(other.find_image(others, i)[0])
-            for twin in by_size.get(len(content), ()):
-                if read_file(dataset.find_image(images, twin)[0]) == content:
-                    name = escape(dataset.file_name(twin))
-                    shared[twin] = f"{name} is {escape(other.file_name(i))}"
-
-    reader = Reader(compare, place=others, retries=store.retries)
-    for reading in reader.read_all(range(len(other))):
-        reading.take()
-    reader.close()
-    return dict(sorted(shared.items()))

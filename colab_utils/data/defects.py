@@ -41,9 +41,6 @@ EFFECTS = {
         "object is trained with a wrong box, or with a wrong mask: COCO's polygons have x before "
         "y, its RLE runs along columns, and its boxes are x, y, width, height"
     ),
-    "image in validation, too": (
-        "average precision comes out too high: --repair with --val-annotations leaves the image out"
-    ),
     "no objects": "note: nothing to train on, and nothing to evaluate",
     "box without area": "note: left out of training",
     "empty annotation": "note: left out of training",

@@ -46,8 +46,6 @@ class Header(NamedTuple):
     """Height and width as stored, in pixels; 0 if the file is unusable."""
     orientation: int = 1
     """EXIF orientation, 1 to 8."""
-    bytes: int = 0
-    """Size of the file in bytes."""
 
     def compare(self, size: Size) -> str:
         """Return what `compare_turn` says of the size in the annotations."""
@@ -132,7 +130,7 @@ def _describe(data: bytes, notes: list[Defect], *, deep: bool) -> Header:
         with suppress(EOFError):
             opened.seek(1)
             notes.append(("animated image", ""))
-    return Header(notes, (height, width), orientation, len(data))
+    return Header(notes, (height, width), orientation)
 
 
 def check_image(dataset: CocoDataset, i: int, header: Header) -> Findings:

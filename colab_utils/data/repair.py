@@ -17,9 +17,7 @@ import numpy as np
 from colab_utils.data.checks import (
     DatasetReport,
     Problem,
-    Validation,
     check_dataset,
-    find_shared,
     inspect_images,
 )
 from colab_utils.data.coco import CocoDataset, read_coco, write_coco
@@ -62,7 +60,6 @@ def repair_annotations(
     output: str | Path,
     crowds: Literal["leave", "objects"] = "leave",
     deep: bool = False,
-    validation: Validation | None = None,
     exif: Exif = "auto",
 ) -> DatasetReport:
     """Write a repaired copy of the annotations. The original file is not changed.
@@ -90,8 +87,6 @@ def repair_annotations(
             crowds, and V7 Darwin exports objects with holes as crowds. "leave" keeps all crowds.
         deep: decode each image completely, as in :func:`check_dataset`. Damaged images are left
             out.
-        validation: image folder and JSON of the validation set. Images that are in both datasets
-            are left out.
         exif: as in :func:`check_dataset`.
 
     Returns:
@@ -105,9 +100,6 @@ def repair_annotations(
     output = require_new(require_local_path(output))
     dataset = read_coco(annotations)
     headers = [findings.header for findings in inspect_images(folder, dataset, deep=deep)]
-    if validation is not None:
-        for i in find_shared(folder, dataset, headers, *validation):
-            headers[i] = Header([("image in validation, too", "")])
     done = defaultdict[str, list[str]](list)
     gone = Counter[str]()
     for i in _find_swapped(dataset, headers):
@@ -146,7 +138,7 @@ def repair_annotations(
         )
     with explain_write(output.parent):
         write_coco(output, entries, kept, dataset.categories)
-    report = check_dataset(folder, output, deep=deep, validation=validation, exif=exif)
+    report = check_dataset(folder, output, deep=deep, exif=exif)
     return replace(report, repairs=tuple(_describe_repair(kind, done[kind], gone) for kind in done))
 
 

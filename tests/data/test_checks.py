@@ -533,43 +533,6 @@ def test_a_deep_repair_leaves_out_what_a_deep_check_finds(dataset, tmp_path):
     assert check_dataset(dataset.images, tmp_path / "out.json", deep=True).ok
 
 
-def test_pictures_of_training_in_validation(dataset, tmp_path):
-    """By what the file holds: under its own name, under another one, and not for a name or an id
-    alone.
-    """
-    others = tmp_path / "val"
-    others.mkdir()
-    shutil.copy(dataset.file(2), others / dataset.file(2).name)
-    shutil.copy(dataset.file(3), others / "renamed.jpg")
-    paint()(dataset)
-    # The copy differs in content and is as long as the original.
-    (others / dataset.file(4).name).write_bytes(dataset.file(4).read_bytes()[:-1] + b"!")
-    names = [dataset.file(2).name, "renamed.jpg", dataset.file(4).name, "missing.jpg"]
-    images = [{**dataset.coco["images"][n], "file_name": name} for n, name in enumerate(names)]
-    (tmp_path / "val.json").write_text(
-        json.dumps({**dataset.coco, "images": images, "annotations": []})
-    )
-    report = dataset.check(validation=(others, tmp_path / "val.json"))
-    problem = next(
-        problem for problem in report.problems if problem.kind == "image in validation, too"
-    )
-    assert not report.ok
-    assert problem.examples == (
-        f"{names[0]} is {names[0]}",
-        f"{dataset.file(3).name} is renamed.jpg",
-    )
-    repaired = repair_annotations(
-        dataset.images,
-        dataset.annotations,
-        output=tmp_path / "out.json",
-        validation=(others, tmp_path / "val.json"),
-    )
-    assert repaired.ok
-    counts = {repair.kind: repair.count for repair in repaired.repairs}
-    assert counts["image in validation, too"] == 2
-    assert repaired.images == len(dataset.coco["images"]) - 2
-
-
 def test_masks_painted_with_cvat_are_crowds_unless_taken_as_objects(dataset, tmp_path):
     """All are crowds: 0 objects, unless they are taken as objects."""
     for annotation in dataset.coco["annotations"]:

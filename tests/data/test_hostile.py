@@ -121,12 +121,6 @@ def test_a_folder_whose_name_no_json_holds(tmp_path, coco):
     assert not (tmp_path / "new.json").exists()
 
 
-def test_no_folder_of_validation_images_is_said(tmp_path, coco):
-    check(tmp_path, coco)
-    with pytest.raises(ColabUtilsError, match=r"There is no image folder at .*missing"):
-        check(tmp_path, coco, validation=(tmp_path / "missing", tmp_path / "a.json"))
-
-
 @pytest.mark.parametrize("kind", ["bit", "profile"])
 def test_what_pillow_would_not_write_costs_no_image(tmp_path, coco, kind):
     """A scan with a transparent colour, and a TIFF whose colour profile is text: both stopped the
