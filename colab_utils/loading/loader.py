@@ -36,8 +36,6 @@ from colab_utils.streams import StreamTrial, require_streams
 if TYPE_CHECKING:
     from colab_utils.loading.late import LateSample
 
-# An epoch with fewer batches would end before the trials do.
-_TUNED_BATCHES = 64
 # The first batches of a loader show what is wrong with its transforms. To check all batches would
 # make the GPU wait.
 _CHECKED_BATCHES = 20
@@ -142,8 +140,6 @@ def make_loader(
         batch_size: Images in a batch. The last batch of an epoch may hold fewer.
         device: Device on which the batches are delivered. Default: "cpu".
         workers: Processes that load. 0 loads in this process when a batch is requested. "auto"
-            finds the fastest number in at most three short trials (``tune_workers``), up to the
-            number of cores. For an epoch of fewer than 64 batches, or while shards arrive, "auto"
             is one process for each core, at most 4. Default: "auto".
         streams: Files of a ``CocoFolder``, or pieces of shards on Drive or at a URL, that each
             worker reads at the same time for the next batches. A read that waits for Drive needs no
@@ -237,22 +233,12 @@ def make_loader(
         drop_last=drop_last,
     )
     is_complete = fetcher.arrival is None or fetcher.arrival.is_complete
-    rates: dict[int, float] = {}
     if sampler is not None and not is_complete:
         raise ColabUtilsError(
             "A sampler cannot be used while shards arrive. Wait until all shards have arrived, or "
             "leave sampler out."
         )
-    # Trials read images. Of loose files that become shards, they would read some too early.
-    is_complete = is_complete and not fetcher.source.is_passing
-    if workers == "auto" and is_complete and len(fetcher) >= _TUNED_BATCHES * batch_size:
-        from colab_utils.loading.tune import tune_workers
-
-        batches = list(BatchSampler(len(fetcher), batch_size, seed, sizes=fetcher.sizes))
-        count, rates = tune_workers(fetcher, batches)
-        if max_wait_s is not None:
-            count = max(1, count)
-    loader = Loader(
+    return Loader(
         fetcher,
         order,
         device=torch_device,
@@ -265,8 +251,6 @@ def make_loader(
         max_bad=max(count_allowed(len(fetcher), max_bad), fetcher.source.max_bad),
         max_wait_s=max_wait_s,
     )
-    loader.rates = rates
-    return loader
 
 
 def _check_wait(max_wait_s: float | None, workers: int) -> None:
@@ -311,8 +295,6 @@ class Loader:
     arguments of `make_loader` as attributes, which cannot be changed.
 
     Attributes:
-        rates: Images/s with each number of workers that was tried (``workers="auto"``). During the
-            trials, an emulated step used 0.9 of a core. Empty if there were no trials.
         total: Number of images of the latest batch, in all processes together.
         bad: Index and reason of every image that was left out (``max_bad``).
         late: Index and seconds of every image that was not loaded in time (``max_wait_s``), even if
@@ -341,7 +323,6 @@ class Loader:
 
             warn_of_open_file(self.dataset)
         self.batch_size = self._order.batch_size
-        self.rates: dict[int, float] = {}
         self.bad: list[tuple[int, str]] = []
         self.late: list[LateSample] = []
         self.total = 0
@@ -572,18 +553,6 @@ class Loader:
         count = sum(trial.streams for trial in self.streams)
         rate = sum(trial.files_per_s for trial in self.streams)
         return f"{rate:.0f} reads a second with {count} streams; more streams win nothing"
-
-    def describe_workers(self) -> str:
-        """Describe why this number of workers was chosen; empty if there were no trials.
-
-        Example:
-            >>> make_loader(range(3), batch_size=1, workers=0).describe_workers()
-            ''
-        """
-        if not self.rates:
-            return ""
-        trials = [f"{rate:.0f} images/s with {workers}" for workers, rate in self.rates.items()]
-        return f"workers: {self.workers}, the fewest with about the best rate ({', '.join(trials)})"
 
     def list_jobs(self) -> list[WorkerJob]:
         """Return the requested batches that have not arrived yet, oldest first."""

@@ -210,7 +210,6 @@ class LooseFiles(CocoFolder):
         arrival: the `Writing`; None in workers, or if another process writes.
     """
 
-    is_passing = True
     _shards: ShardDataset | None = None
     _is_told = False
 

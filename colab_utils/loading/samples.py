@@ -18,22 +18,6 @@ from colab_utils.reader import Reader
 from colab_utils.streams import StreamTrial
 
 
-def has_moved_names(names: dict[int, str], others: dict[int, str]) -> bool:
-    """Return whether a name belongs to different labels in two datasets.
-
-    A name that only one of the datasets has does not count, because the other dataset may spell it
-    differently.
-
-    Example:
-        >>> has_moved_names({1: "cat", 2: "dog"}, {1: "dog", 2: "cat"})
-        True
-        >>> has_moved_names({1: "cat", 2: "dog"}, {1: "Cat", 2: "dog"})
-        False
-    """
-    labels = {name: label for label, name in others.items()}
-    return any(labels.get(name, label) != label for label, name in names.items())
-
-
 def is_own(value: Any) -> bool:
     """Return whether the class of an object is one of this package.
 
@@ -72,8 +56,6 @@ class CocoSamples(Dataset[tuple[Tensor, Target]]):
     shard_of: Any = None
     """int64 [I]: number of the shard of each image, also before it is written; None without shards.
     """
-    is_passing = False
-    """Whether a later pass may find a nearer form of the dataset (see `find_nearest`)."""
     is_slow = False
     """Whether files come slowly, so that reading them ahead wins time."""
     _reader: Reader | None = None

@@ -14,7 +14,6 @@ from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.opening import open_dataset
-from colab_utils.loading.samples import has_moved_names
 from colab_utils.places import PlaceLike, open_place
 
 
@@ -150,7 +149,7 @@ def find_images(
     validation = None
     if val_shards:
         validation = ShardDataset(val_shards, contiguous_labels=True)
-        is_moved = has_moved_names(validation.class_names, dataset.class_names)
+        is_moved = _has_moved_names(validation.class_names, dataset.class_names)
         if validation.category_ids != dataset.category_ids or is_moved:
             raise ColabUtilsError(
                 f"{val_shards} has other category ids than {place}, or other ids for the same "
@@ -164,3 +163,19 @@ def find_images(
             "Check the annotations that the shards were made from."
         )
     return OpenData(dataset, rows, validation, is_loose=source.shards is None)
+
+
+def _has_moved_names(names: dict[int, str], others: dict[int, str]) -> bool:
+    """Return whether a name belongs to different labels in two datasets.
+
+    A name that only one of the datasets has does not count, because the other dataset may spell it
+    differently.
+
+    Example:
+        >>> _has_moved_names({1: "cat", 2: "dog"}, {1: "dog", 2: "cat"})
+        True
+        >>> _has_moved_names({1: "cat", 2: "dog"}, {1: "Cat", 2: "dog"})
+        False
+    """
+    labels = {name: label for label, name in others.items()}
+    return any(labels.get(name, label) != label for label, name in names.items())
