@@ -236,15 +236,14 @@ verify: apply the fixes that can be applied here, and measure
 images DIR|URL: image folder
 annotations FILE|URL: COCO instance JSON
 shards DIR|URL: folder of shards
-plan: print the plan with its estimate, and write nothing
 part I/N: write only part I of N; machines write the parts in any order, and may repeat them
 finish: write the index if all parts are written; otherwise name the missing ones
 workers N|auto: worker processes (auto)
 streams N|auto: files that each process reads at once (auto)
 min_size N: shorter side in training, px (800)
 max_size N: limit of the longer side, px (1333)
-storage auto|keep|shrink: shrink: make images smaller that are larger than training needs; keep:
-  keep every file's bytes; auto: shrink if any image is larger (auto)
+storage keep|shrink: shrink: make images smaller that are larger than training needs; keep: keep
+  every file's bytes; the default is that of the shards in the folder, or shrink
 exif auto|turn|keep: turn or keep photos that EXIF turns while their size does not tell how they
   were annotated; auto treats them like the other photos (auto)
 shard_mb X: approximate size of a shard, MB (128)
@@ -341,36 +340,22 @@ def preprocess(
     images: str,
     annotations: str,
     shards: str,
-    plan: bool = False,
     finish: bool = False,
-    storage: Literal["auto", "keep", "shrink"] = "auto",
     **settings: Any,
 ) -> Any:
     """Write a COCO dataset as shards."""
-    from colab_utils.shards.estimate import plan_shards
     from colab_utils.shards.folder_state import inspect_folder
-    from colab_utils.shards.plan import Annotations, open_annotations
 
     part = settings.get("part")
-    if plan + finish + bool(part) > 1:
-        raise ColabUtilsError("Pass one of --plan, --part and --finish, and leave out the others.")
+    if finish and part:
+        raise ColabUtilsError("Pass one of --part and --finish, and leave out the other.")
     if finish:
         chosen = _pick(settings, "max_bad")
         return colab_utils.finish_shards(images, annotations, shards=shards, **chosen)
-    opened: Annotations = annotations
-    begun = inspect_folder(shards).recipe if storage == "auto" else {}
-    if begun:
-        # Some shards are written already: without --storage, the others are stored the same way.
-        storage = begun["storage"]
-    if plan or storage == "auto":
-        opened = open_annotations(images, annotations)
-        chosen = _pick(settings, "min_size", "max_size", "workers")
-        planned = plan_shards(images, opened, storage=storage, **chosen)
-        if plan:
-            return planned
-        storage = planned.storage
-        print(f"note: {planned}", file=sys.stderr)
-    report = colab_utils.write_shards(images, opened, shards=shards, storage=storage, **settings)
+    # If some shards are written already, the others are stored the same way.
+    begun = inspect_folder(shards).recipe
+    settings = {"storage": begun.get("storage", "shrink"), **settings}
+    report = colab_utils.write_shards(images, annotations, shards=shards, **settings)
     if part:
         print(
             "note: this part is written. When all parts are, run preprocess with --finish in place "

@@ -25,7 +25,6 @@ from colab_utils.data.repair import repair_annotations
 from colab_utils.diagnosis.watch import watch
 from colab_utils.errors import ColabUtilsError
 from colab_utils.places import require_local_path
-from colab_utils.shards.estimate import plan_shards
 from colab_utils.shards.folder_state import inspect_folder
 from colab_utils.shards.index import read_index
 from colab_utils.shards.parts import finish_shards
@@ -131,8 +130,6 @@ REMOTE_CALLS = {
     "write_shards images": lambda url: write_shards(url, "a.json", shards="shards"),
     "write_shards annotations": lambda url: write_shards("images", url, shards="shards"),
     "write_shards shards": lambda url: write_shards("images", "a.json", shards=url),
-    "plan_shards images": lambda url: plan_shards(url, "a.json"),
-    "plan_shards annotations": lambda url: plan_shards("images", url),
     "finish_shards images": lambda url: finish_shards(url, "a.json", shards="shards"),
     "finish_shards annotations": lambda url: finish_shards("images", url, shards="shards"),
     "finish_shards shards": lambda url: finish_shards("images", "a.json", shards=url),

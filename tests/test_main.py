@@ -17,7 +17,6 @@ import time
 from functools import partial
 from pathlib import Path
 
-import psutil
 import pytest
 
 import colab_utils
@@ -26,7 +25,6 @@ from colab_utils.__main__ import main
 from colab_utils.comparison import compare as comparison
 from colab_utils.course.questions import collect_answers
 from colab_utils.diagnosis import diagnose as layers
-from colab_utils.shards.estimate import plan_shards
 from colab_utils.shards.index import read_index
 from colab_utils.training import train as loop
 from tests.tiny_model import TINY_MODEL
@@ -219,7 +217,6 @@ BAD = [
             ("--workers", 0),
             ("--workers", "many"),
             ("--storage", "zip"),
-            ("--plan", "--workers", 0),
             ("--max-bad", "nan"),
             ("--max-bad", 1.5),
         )
@@ -257,14 +254,10 @@ BAD = [
     # Other shards are there already.
     (["preprocess", *COCO, "--shards", "{}/shards", "--min-size", 64], "shards"),
     (["preprocess", *COCO, "--shards", "{}/shards", "--storage", "keep"], "shards"),
-    (["preprocess", *COCO, "--shards", "{}/broken", "--plan"], "broken"),
+    (["preprocess", *COCO, "--shards", "{}/broken"], "broken"),
     (
         ["preprocess", "--images", "{}/empty", "--annotations", "{}/coco.json", *NEW],
         "No image that was tried",
-    ),
-    (
-        ["preprocess", "--images", "{}/empty", "--annotations", "{}/coco.json", *NEW, "--plan"],
-        "empty",
     ),
     (["train", "--shards", "{}/shards", "--run", "{}/coco.json", "--steps", 1], "coco.json"),
     (["compare", *COCO, "--report", "{}/coco.json"], "coco.json"),
@@ -417,7 +410,6 @@ def test_the_installed_script_is_the_same_command_line(tmp_path):
     [
         ("check", colab_utils.check_dataset),
         ("preprocess", colab_utils.write_shards),
-        ("preprocess", plan_shards),
         ("train", colab_utils.train),
         ("compare", colab_utils.compare),
     ],
@@ -667,11 +659,10 @@ def test_check_says_what_to_do_about_the_first_defect(run, world, fault, says):
     assert_one_error(status, err, contains=says)
 
 
-# These tests look at the plan of preprocess.
+# This test looks at preprocess.
 
 
 PREPROCESS = ("preprocess", *COCO, *NEW, "--workers", 1)
-PLAN_KEYS = {"storage", "reason", "bytes", "write_s", "images", "sampled_images"}
 
 
 @pytest.fixture
@@ -682,54 +673,14 @@ def preprocess(run, world):
     return call
 
 
-def test_a_plan_alone_writes_nothing(preprocess, world, tmp_path):
-    before = hash_tree(world)
-    status, out, err = preprocess("--plan", "--json", tmp_path / "plan.json")
-    assert (status, err) == (0, "")
-    assert out.startswith("keep: no image is larger")
-    content = json.loads((tmp_path / "plan.json").read_text(), parse_constant=refuse_constant)
-    assert set(content) == PLAN_KEYS | {"command"}
-    assert json.loads(preprocess("--plan", "--json", "-")[1])["storage"] == "keep"
-    assert hash_tree(world) == before
-
-
-def test_the_plan_is_shown_and_taken(preprocess, world):
-    status, out, err = preprocess("--min-size", 64)
-    assert status == 0
-    assert err.startswith("note: shrink: 12 of 12 images are larger")
-    assert len(err.splitlines()) == 1
-    assert "12 images" in out
-    assert read_index(world / "new").recipe["storage"] == "shrink"
-
-
-def test_notes_leave_standard_output_to_the_json(preprocess):
-    status, out, err = preprocess("--json", "-")
-    assert (status, json.loads(out)["storage"]) == (0, "keep")
-    assert all(line.startswith("note: ") for line in err.splitlines())
-
-
-@pytest.mark.parametrize(
-    ("options", "storage"),
-    [
-        (("--storage", "shrink"), "shrink"),
-        (("--storage", "auto", "--min-size", 64), "shrink"),
-    ],
-)
-def test_each_choice_of_the_plan_can_be_overruled(preprocess, world, options, storage):
-    status, _, err = preprocess(*options)
-    assert status == 0, err
-    assert read_index(world / "new").recipe["storage"] == storage
-
-
 # The shards are finished in one case and not in the other.
 @pytest.mark.parametrize("lost", [None, "index.json"])
-def test_what_was_begun_continues_without_a_plan(preprocess, world, monkeypatch, lost):
-    assert preprocess("--storage", "shrink")[0] == 0
+def test_what_was_begun_continues_as_it_was_stored(preprocess, world, lost):
+    assert preprocess("--storage", "keep")[0] == 0
     before = hash_tree(world / "new")
     if lost:
         (world / "new" / lost).unlink()
-    monkeypatch.setattr("colab_utils.shards.estimate.plan_shards", None)
-    for options in ((), ("--storage", "shrink")):
+    for options in ((), ("--storage", "keep")):
         status, _, err = preprocess(*options)
         assert (status, err) == (0, "")
         assert hash_tree(world / "new") == before
@@ -760,27 +711,6 @@ def many(world):
         "--shards",
         world / "new",
     )
-
-
-def test_ctrl_c_while_it_plans(many, world):
-    process = start(*many, "--workers", 2, start_new_session=True)
-    try:
-        limit = time.monotonic() + 60
-        children = []
-        while len(children) < 2 and process.poll() is None and time.monotonic() < limit:
-            time.sleep(0.01)
-            children = psutil.Process(process.pid).children()
-        os.killpg(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert (process.returncode, out) == (130, ""), err
-    assert (
-        err.strip()
-        == "stopped: nothing half-done is left, and the same command uses what was finished"
-    )
-    assert not (world / "new").exists()
-    assert not [child for child in children if child.is_running()]
 
 
 @pytest.mark.parametrize("workers", [1, 2])

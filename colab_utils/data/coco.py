@@ -31,7 +31,7 @@ from colab_utils.data.image_paths import find_file, list_meanings, require_folde
 from colab_utils.data.masks import number_within
 from colab_utils.data.segmentations import Entry
 from colab_utils.errors import DAMAGE, ColabUtilsError, ColabUtilsWarning
-from colab_utils.files import FileStamp, write_file
+from colab_utils.files import write_file
 from colab_utils.places import Place, PlaceLike, open_place
 from colab_utils.require import require_packages
 from colab_utils.units import format_count
@@ -48,8 +48,6 @@ class CocoDataset:
 
     fingerprint: str
     """XXH3-128 of the JSON file, in hexadecimal."""
-    stamp: FileStamp
-    """The size and time of the JSON file when it was read."""
     categories: tuple[Entry, ...]
     """Each category's ``id`` and ``name``, in order of id."""
     image_ids: NDArray[np.int64]
@@ -259,7 +257,7 @@ def read_coco(annotations: PlaceLike | CocoDataset) -> CocoDataset:
     if isinstance(annotations, CocoDataset):
         return annotations
     path = open_place(annotations)
-    stamp, content = read_content(path)
+    content = read_content(path)
     fingerprint = xxhash.xxh3_128_hexdigest(content)
     try:
         text = decode_json(content)
@@ -268,12 +266,10 @@ def read_coco(annotations: PlaceLike | CocoDataset) -> CocoDataset:
         columns = read_columns(text)
     except ColabUtilsError as error:
         raise ColabUtilsError(f"{path} does not hold COCO instances: {error}") from None
-    return _group_annotations(columns, text, fingerprint, stamp)
+    return _group_annotations(columns, text, fingerprint)
 
 
-def _group_annotations(
-    columns: Columns, text: str, fingerprint: str, stamp: FileStamp
-) -> CocoDataset:
+def _group_annotations(columns: Columns, text: str, fingerprint: str) -> CocoDataset:
     """Return the dataset that was read into ``columns`` from ``text``, sorted by image."""
     images = np.array(columns.images, np.int64).reshape(-1, 3)
     rows = np.array(columns.rows, np.int64).reshape(-1, 6)
@@ -290,7 +286,6 @@ def _group_annotations(
     texts, text_ends = _join_texts(_cut_texts(text, first, rows[:, 4:]))
     return CocoDataset(
         fingerprint=fingerprint,
-        stamp=stamp,
         categories=tuple(
             {"id": number, "name": name} for number, name in sorted(columns.categories.items())
         ),

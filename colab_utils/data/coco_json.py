@@ -16,7 +16,7 @@ from colab_utils.data.fields import read_crowd, to_integer
 from colab_utils.data.image_paths import take_base_name
 from colab_utils.data.segmentations import Entry
 from colab_utils.errors import DAMAGE, ColabUtilsError, escape
-from colab_utils.files import FileStamp, open_store
+from colab_utils.files import open_store
 from colab_utils.machine import find_free_memory
 from colab_utils.os_errors import explain_os_error
 from colab_utils.places import Place
@@ -193,17 +193,15 @@ class _OtherFormatError(ColabUtilsError):
     """The text is no JSON, or lacks a list of COCO. It may be another tool's format."""
 
 
-def read_content(path: Place) -> tuple[FileStamp, bytes]:
-    """Return the stamp of a COCO JSON before it was read, and its bytes.
+def read_content(path: Place) -> bytes:
+    """Return the bytes of a COCO JSON.
 
     Raises:
         ColabUtilsError: if there is no such file, or if it is too large for this machine's memory.
         DriveLostError: if Drive went away.
     """
-    store = open_store(path)
     try:
-        stamp = store.stamp(path)
-        return stamp, store.read(path, most_bytes=find_free_memory() / _MEMORY_OF_JSON)
+        return open_store(path).read(path, most_bytes=find_free_memory() / _MEMORY_OF_JSON)
     except OSError as error:
         cure = "Check its name."
         if isinstance(error, IsADirectoryError):

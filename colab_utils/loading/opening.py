@@ -29,9 +29,7 @@ from colab_utils.require import require_count, require_max_bad
 from colab_utils.shards.folder_state import find_common_recipe
 from colab_utils.shards.index import INDEX_NAME, ShardIndex, find_index, read_index
 from colab_utils.shards.lock import WRITER_NAME, hold_folder
-from colab_utils.shards.plan import make_recipe, open_annotations, split_images, stamp_annotations
-from colab_utils.shards.source import read_source
-from colab_utils.shards.write import plan_recipe
+from colab_utils.shards.plan import make_recipe, open_annotations, plan_recipe, split_images
 from colab_utils.streams import require_streams
 from colab_utils.units import format_count
 
@@ -127,7 +125,8 @@ def open_dataset(
         instead = f"the shards in {ssd}"
         if drive is not None:
             index_on_drive = _find_complete(drive)
-            _require_same(drive, index_on_drive, annotations)
+            if index_on_drive != index:
+                _require_same(drive, index_on_drive, annotations)
     except UnavailableError as error:
         drive = None
         if ssd_has_shards:
@@ -277,17 +276,10 @@ def _find_complete(folder: Place) -> ShardIndex | None:
 
 
 def _require_same(folder: Place, index: ShardIndex | None, annotations: Place) -> None:
-    """Raise an error if a folder has an index of another dataset.
-
-    The JSON is read only if it has changed since the shards were written.
-    """
+    """Raise an error if a folder has an index of another dataset."""
     if index is None:
         return
-    source = read_source(folder, index.fingerprint)
-    if source is not None and source.json == stamp_annotations(annotations):
-        return
-    _, content = read_content(annotations)
-    if index.fingerprint != xxhash.xxh3_128_hexdigest(content):
+    if index.fingerprint != xxhash.xxh3_128_hexdigest(read_content(annotations)):
         raise ColabUtilsError(
             f"The shards in {folder} are of other annotations. Name another folder, or delete "
             "these shards if the annotations have changed."

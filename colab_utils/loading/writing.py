@@ -35,7 +35,6 @@ from colab_utils.shards.copy import Copying
 from colab_utils.shards.index import ShardIndex, ShardInfo, write_index
 from colab_utils.shards.jobs import ShardJob, write_in_turn
 from colab_utils.shards.lock import hold_folder
-from colab_utils.shards.source import describe_source, keep_source
 from colab_utils.shards.write import ShardRun, begin_folder, check_bad, join_index, write_all
 
 # The lowest priority: training goes before.
@@ -102,8 +101,6 @@ class ShardWriter:
         index = join_index(run, done)
         write_index(self.ssd, index)
         self._try_on_drive(self._write_index, index)
-        for folder in {self.ssd, self.drive or self.ssd}:
-            keep_source(folder, describe_source(self.dataset))
 
     def _write_once(self, run: ShardRun) -> list[ShardIndex]:
         """Write and send all shards that are not finished; return an index of each shard."""

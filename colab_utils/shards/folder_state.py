@@ -5,15 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from colab_utils.data.coco import CocoDataset
-from colab_utils.data.image_paths import require_folder
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import Store, open_store
 from colab_utils.places import Place, open_place
 from colab_utils.shards.index import ShardIndex, explain_read, find_index
 from colab_utils.shards.jobs import are_still_bad, read_shard_index
 from colab_utils.shards.lock import WRITER_NAME
-from colab_utils.shards.plan import Annotations, stamp_annotations
-from colab_utils.shards.source import ShardSource, describe_source, keep_source, read_source
 
 
 @dataclass(frozen=True)
@@ -103,42 +100,15 @@ def find_common_recipe(folders: Iterable[Place], dataset: CocoDataset) -> dict[s
     return recipe
 
 
-def find_source(
-    state: FolderState, images: Place, annotations: Annotations, recipe: dict[str, Any]
-) -> ShardSource | None:
-    """Return the notes on a folder that is certainly finished with these settings; else None.
-
-    No file of the dataset is read: no image may be bad, and the JSON must have the size and the
-    time of change that were noted when the shards were written (see `ShardSource`).
-    """
-    index = state.index
-    if index is None or index.skipped or not state.is_finished:
-        return None
-    if not state.recipe.items() >= recipe.items():
-        return None
-    source = read_source(state.folder, index.fingerprint)
-    if source is None or source.json != stamp_annotations(annotations):
-        return None
-    require_folder(images)
-    return source if _has_files(state.folder, index) else None
-
-
 def confirm_finished(state: FolderState, images: Place, dataset: CocoDataset) -> ShardIndex | None:
     """Return the index of a folder if nothing is left to do there; else None.
 
-    All files must be there, and no bad image may have been repaired since. Then notes are kept for
-    `find_source`.
+    All files must be there, and no bad image may have been repaired since.
     """
     index = state.index
-    folder = state.folder
-    if index is None or not state.is_finished or not _has_files(folder, index):
+    if index is None or not state.is_finished:
         return None
-    if not are_still_bad(index, images, dataset):
-        return None
-    keep_source(folder, describe_source(dataset))
-    return index
-
-
-def _has_files(folder: Place, index: ShardIndex) -> bool:
-    with explain_read(folder):
-        return open_store(folder).has_files(index.files())
+    with explain_read(state.folder):
+        if not open_store(state.folder).has_files(index.files()):
+            return None
+    return index if are_still_bad(index, images, dataset) else None

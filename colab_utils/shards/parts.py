@@ -14,7 +14,6 @@ from colab_utils.shards.index import ShardIndex
 from colab_utils.shards.jobs import find_shard, name_shard
 from colab_utils.shards.lock import remove_leftovers
 from colab_utils.shards.plan import Annotations, open_annotations
-from colab_utils.shards.source import describe_source
 from colab_utils.shards.write import (
     ShardReport,
     ShardRun,
@@ -77,7 +76,7 @@ def finish_shards(
         check_bad(dataset, done, max_bad)
         index = finish_folder(run, done)
         remove_leftovers(open_store(folder))
-    return make_report(index, started_s, describe_source(dataset))
+    return make_report(index, dataset, started_s)
 
 
 def _find_all(run: ShardRun) -> list[ShardIndex]:

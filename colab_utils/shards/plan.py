@@ -1,26 +1,25 @@
-"""The settings of shards, and what an image costs in them, measured on a few images."""
+"""The settings of shards. How many images each shard gets is measured on a few images."""
 
-from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
-from time import perf_counter
-from typing import Any, Literal, NamedTuple, get_args
+from statistics import fmean
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from colab_utils.data.coco import CocoDataset, open_coco
-from colab_utils.data.orientation import Exif
-from colab_utils.errors import ColabUtilsError, UnavailableError
+from colab_utils.data.orientation import Exif, choose_turn
+from colab_utils.errors import ColabUtilsError
 from colab_utils.file_cache import FileCache
-from colab_utils.files import FileStamp, Store, open_store
+from colab_utils.files import open_store
 from colab_utils.machine import count_cores
-from colab_utils.places import Place, open_place
+from colab_utils.places import Place
 from colab_utils.processes import ThreadPool
 from colab_utils.require import require_choice, require_count, require_number
 from colab_utils.shards.arrays import ArraysBuilder
 from colab_utils.shards.index import SkippedImage, Storage
-from colab_utils.shards.records import read_image, try_sample
+from colab_utils.shards.records import Sample, read_image, try_sample
 
 # Target size of the first shard.
 _FIRST_SHARD_MB = 4
@@ -136,101 +135,44 @@ def open_annotations(images: str | Place, annotations: Annotations) -> CocoDatas
     return dataset
 
 
-def stamp_annotations(annotations: Annotations) -> FileStamp:
-    """Return the name, size and time of the JSON. If they differ later, the file was changed."""
-    if isinstance(annotations, CocoDataset):
-        return annotations.stamp
-    place = open_place(annotations)
-    return open_store(place).stamp(place)
-
-
-class ImageCost(NamedTuple):
-    """What one image costs in a shard."""
-
-    tar_bytes: int
-    arrays_bytes: int
-    work_s: float
-
-
-class TrialFile(NamedTuple):
-    """An image that is tried before shards are written."""
-
-    single: CocoDataset
-    """The image alone."""
-    content: bytes | ColabUtilsError
-    """The bytes of its file, or why they cannot be read."""
-
-
-def read_sample(
-    images: Place, dataset: CocoDataset, cache: FileCache | None = None
-) -> list[TrialFile]:
-    """Read a few images that are spread over a dataset, all at the same time.
-
-    The files are kept in ``cache``.
+def plan_recipe(
+    images: Place, dataset: CocoDataset, recipe: dict[str, Any], cache: FileCache | None = None
+) -> dict[str, Any]:
+    """Return the recipe with the entries of `complete_recipe`. For them, a few images that are
+    spread over the dataset are read and made into samples. Their files are kept in ``cache``.
 
     Raises:
+        ColabUtilsError: if none of these images is usable.
         UnavailableError: if Drive went away.
     """
+    if "images_per_shard" in recipe:
+        return recipe
     count = min(_TRIED_IMAGES, len(dataset))
     places = np.linspace(0, len(dataset) - 1, count).astype(np.int64).tolist()
-    read = partial(_read_trial, open_store(images), dataset, cache)
+    read = partial(read_image, open_store(images), dataset, cache=cache)
     with ThreadPool(count) as pool:
-        return list(pool.map(read, places))
-
-
-def _read_trial(
-    store: Store, dataset: CocoDataset, cache: FileCache | None, place: int
-) -> TrialFile:
-    single = dataset.subset(place, place + 1)
-    try:
-        return TrialFile(single, read_image(store, single, 0, cache))
-    except UnavailableError:
-        raise
-    except ColabUtilsError as error:
-        return TrialFile(single, error)
-
-
-def try_images(
-    images: Place, files: Sequence[TrialFile], recipe: dict[str, Any], run: Any = map
-) -> list[ImageCost]:
-    """Return what each image costs. Bad images are left out.
-
-    Args:
-        images: the image folder, for the message.
-        files: the result of `read_sample`.
-        recipe: how to store the images.
-        run: calls a function for each image, as ``map`` does.
-
-    Raises:
-        ColabUtilsError: if all images are bad.
-    """
-    outcomes = list(run(partial(_try_image, recipe), files))
-    costs = [outcome for outcome in outcomes if isinstance(outcome, ImageCost)]
-    if not costs:
-        example = outcomes[0]
+        # These files come while the photos are looked at.
+        files = [pool.submit(read, place) for place in places]
+        if "exif" not in recipe:
+            turn = choose_turn(images, dataset, read=None if cache is None else read)
+            recipe = {**recipe, "exif": turn}
+        outcomes = [
+            try_sample(file.result, dataset, place, recipe)
+            for file, place in zip(files, places, strict=True)
+        ]
+    costs = [_measure_bytes(outcome) for outcome in outcomes if isinstance(outcome, Sample)]
+    if isinstance(outcomes[0], SkippedImage) and not costs:
         raise ColabUtilsError(
-            f"No image that was tried in {images} can be used; the first is {example.file_name}: "
-            f"{example.reason}. Name the right image folder, or run `check` to see what is wrong."
+            f"No image that was tried in {images} can be used; the first is "
+            f"{outcomes[0].file_name}: {outcomes[0].reason}. Name the right image folder, or run "
+            "`check` to see what is wrong."
         )
-    return costs
+    return complete_recipe(recipe, fmean(costs))
 
 
-def _try_image(recipe: dict[str, Any], file: TrialFile) -> ImageCost | SkippedImage:
-    """Return the cost of an image, or a `SkippedImage` if it is bad."""
-
-    def read() -> bytes:
-        if isinstance(file.content, ColabUtilsError):
-            raise file.content
-        return file.content
-
-    started_s = perf_counter()
-    sample = try_sample(read, file.single, 0, recipe)
-    if isinstance(sample, SkippedImage):
-        return sample
+def _measure_bytes(sample: Sample) -> int:
+    """Return the bytes of a sample in a tar, or those of its arrays if these are more."""
     builder = ArraysBuilder()
     builder.add(sample.record, (sample.members[0].data, b""), (0, 0))
-    return ImageCost(
-        tar_bytes=sum(len(piece) for member in sample.members for piece in member),
-        arrays_bytes=sum(array.nbytes for array in vars(builder.build()).values()),
-        work_s=perf_counter() - started_s,
-    )
+    arrays_bytes = sum(array.nbytes for array in vars(builder.build()).values())
+    return max(arrays_bytes, sum(len(piece) for member in sample.members for piece in member))

@@ -18,32 +18,27 @@ from numpy.typing import NDArray
 
 from colab_utils.data.coco import CocoDataset
 from colab_utils.data.defects import count_allowed, describe_faults, require_sound_objects
-from colab_utils.data.orientation import Exif, choose_turn
+from colab_utils.data.orientation import Exif
 from colab_utils.drive import explain_write, is_on_drive
 from colab_utils.errors import ColabUtilsError
-from colab_utils.file_cache import FileCache
 from colab_utils.files import open_store
 from colab_utils.places import Place, identify_place, open_place
-from colab_utils.processes import ThreadPool
 from colab_utils.progress import show_progress
 from colab_utils.require import require_max_bad, require_part
 from colab_utils.running import JobProgress, run_jobs
-from colab_utils.shards.folder_state import confirm_finished, find_source, inspect_folder
+from colab_utils.shards.folder_state import confirm_finished, inspect_folder
 from colab_utils.shards.index import INDEX_NAME, ShardIndex, SkippedImage, Storage, write_index
 from colab_utils.shards.jobs import ShardJob, name_shard, write_in_turn
 from colab_utils.shards.lock import hold_folder
 from colab_utils.shards.plan import (
     Annotations,
-    complete_recipe,
     count_processes,
     make_recipe,
     open_annotations,
-    read_sample,
+    plan_recipe,
     split_images,
-    try_images,
 )
-from colab_utils.shards.records import MISSING, read_image
-from colab_utils.shards.source import ShardSource, describe_source, keep_source
+from colab_utils.shards.records import MISSING
 from colab_utils.streams import require_streams
 from colab_utils.units import format_bytes, format_count
 
@@ -63,7 +58,7 @@ class ShardReport:
     storage: Storage = "shrink"
     """How the images are stored; see :func:`write_shards`."""
     annotations: int = 0
-    """Annotations of all images."""
+    """Annotations of the dataset."""
     crowds: int = 0
     """Annotations with ``iscrowd``. The shards keep them, but training leaves them out."""
     faults: dict[str, int] = field(default_factory=dict)
@@ -140,7 +135,7 @@ def write_shards(
     once. A bad image is skipped and reported: its file is missing, cut short or not an image, or
     one of its annotations has no usable mask. The images are stored in a random order, because many
     annotation files are sorted by class. The order is the same in every run. ``image_id`` tells
-    which image is which. To see what a ``storage`` costs on this machine, call `plan_shards`.
+    which image is which.
 
     Several machines can write one folder together: each writes a ``part``, and then one of them
     calls `finish_shards`. The parts may be written in any order. A part that was killed can be
@@ -197,9 +192,6 @@ def write_shards(
     require_streams(streams)
     part = require_part(part)
     state = inspect_folder(folder)
-    source = find_source(state, images, annotations, recipe)
-    if source is not None and state.index is not None:
-        return make_report(state.index, started_s, source)
     dataset = open_annotations(images, annotations)
     state.require(dataset, recipe)
     index = confirm_finished(state, images, dataset)
@@ -210,23 +202,13 @@ def write_shards(
             run = ShardRun(folder, images, dataset, recipe, part)
             done = write_all(run, partial(_watch, run, processes, streams, max_bad), max_bad)
             if part is not None:
-                return make_report(join_index(run, done), started_s)
+                return make_report(join_index(run, done), dataset, started_s)
             index = finish_folder(run, done)
-    return make_report(index, started_s, describe_source(dataset))
+    return make_report(index, dataset, started_s)
 
 
-def make_report(
-    index: ShardIndex, started_s: float, source: ShardSource | None = None
-) -> ShardReport:
-    """Return the report of the shards of an index.
-
-    Without ``source``, only the annotations in the shards are counted, and no crowds.
-    """
-    annotations = sum(shard.annotations for shard in index.shards)
-    crowds = 0
-    if source is not None:
-        annotations = source.annotations
-        crowds = source.crowds
+def make_report(index: ShardIndex, dataset: CocoDataset, started_s: float) -> ShardReport:
+    """Return the report of the shards of an index."""
     return ShardReport(
         images=index.images,
         skipped=index.skipped,
@@ -234,33 +216,10 @@ def make_report(
         bytes=index.bytes,
         seconds=perf_counter() - started_s,
         storage=index.recipe["storage"],
-        annotations=annotations,
-        crowds=crowds,
+        annotations=len(dataset.ids),
+        crowds=dataset.crowds,
         faults=index.faults,
     )
-
-
-def plan_recipe(
-    images: Place, dataset: CocoDataset, recipe: dict[str, Any], cache: FileCache | None = None
-) -> dict[str, Any]:
-    """Return the recipe with the entries of `complete_recipe`, for which some images are read.
-
-    Raises:
-        ColabUtilsError: if none of these images is usable.
-    """
-    if "images_per_shard" in recipe:
-        return recipe
-    with ThreadPool(1) as pool:
-        # These files come while the photos are looked at.
-        files = pool.submit(read_sample, images, dataset, cache)
-        if "exif" not in recipe:
-            read = None
-            if cache is not None:
-                read = partial(read_image, open_store(images), dataset, cache=cache)
-            recipe = {**recipe, "exif": choose_turn(images, dataset, read=read)}
-        costs = try_images(images, files.result(), recipe)
-    image_bytes = sum(max(cost.tar_bytes, cost.arrays_bytes) for cost in costs) / len(costs)
-    return complete_recipe(recipe, image_bytes)
 
 
 def begin_folder(
@@ -359,7 +318,6 @@ def finish_folder(run: ShardRun, done: Collection[ShardIndex]) -> ShardIndex:
         )
     with explain_write(folder):
         write_index(folder, index)
-    keep_source(folder, describe_source(run.dataset))
     empty = [single.shards[0] for single in done if not single.images]
     for shard in empty:
         # From now on, the index tells that no image of the shard can be used.

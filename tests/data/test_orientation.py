@@ -16,7 +16,7 @@ from colab_utils.__main__ import main
 from colab_utils.data.orientation import compare_turn, decode_upright
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import ShardDataset
-from colab_utils.shards import plan, write
+from colab_utils.shards import plan
 from colab_utils.shards.parts import finish_shards
 from colab_utils.show import pictures
 from colab_utils.show.report import write_check
@@ -258,13 +258,15 @@ def test_an_older_folder_goes_on_by_its_own_recipe(photos, tmp_path, monkeypatch
         photos.add(tag)
     shards = tmp_path / "shards"
     # Versions before this one wrote no ``exif``.
-    monkeypatch.setattr(write, "choose_turn", lambda *_, **options: "keep")
+    monkeypatch.setattr(plan, "choose_turn", lambda *_, **options: "keep")
+
+    real = plan.complete_recipe
 
     def complete(recipe, image_bytes):
         del recipe["exif"]
-        return plan.complete_recipe(recipe, image_bytes)
+        return real(recipe, image_bytes)
 
-    monkeypatch.setattr(write, "complete_recipe", complete)
+    monkeypatch.setattr(plan, "complete_recipe", complete)
     photos.write(shards, shard_mb=0.001)
     monkeypatch.undo()
     assert "exif" not in read_recipe(shards)

@@ -300,4 +300,4 @@ def test_the_command_refuses_a_part_that_is_none(dataset, folder, capsys, text):
 def test_parts_are_not_written_and_finished_at_once(dataset, folder, capsys):
     words = ["preprocess", *name_options(dataset, folder), "--part", "1/2", "--finish"]
     assert main(words) == 2
-    assert "Pass one of --plan, --part and --finish" in capsys.readouterr().err
+    assert "Pass one of --part and --finish" in capsys.readouterr().err
