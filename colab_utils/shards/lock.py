@@ -1,22 +1,19 @@
 """A lock that lets only one process write into a folder of shards or of checkpoints."""
 
-import math
 import os
 import re
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.util import register_after_fork
 from pathlib import Path
-from secrets import token_hex
 from tempfile import gettempdir
-from time import sleep, time
+from time import time
 
 import psutil
 
 from colab_utils.drive import explain_write
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.errors import ColabUtilsError
 from colab_utils.files import FileStamp, Store, hash_bytes, open_store
 from colab_utils.machine import find_host, require_linux
 from colab_utils.places import Place, identify_place
@@ -28,9 +25,6 @@ _OURS = (
     r"begun\.txt|(?:checkpoint|best)-\d{8,}\.pt"
 )
 _PART = re.compile(rf"\.(?:{_OURS})\.([0-9a-f]{{8,24}})-(\d{{1,9}})-\d+\.part")
-# Random marks, one for each folder that this process has locked. The folder's lock file has the
-# same mark.
-_marks: set[str] = set()
 # A writer touches its lock file every _TOUCH_S seconds. After _SILENT_S seconds without a touch,
 # the writer counts as ended.
 _TOUCH_S = 30.0
@@ -61,9 +55,10 @@ def hold_folder(folder: Place) -> Iterator[None]:
 
     Processes of this machine see a lock of the system (``flock``) on a file in the folder for
     temporary files. This lock ends with the process that holds it. Other machines see the file
-    ``writer.txt``, which the writer touches every 30 seconds. A writer that has not touched it for
-    100 seconds counts as ended. (Drive shows the files of another machine with a delay. Two
-    machines that start within seconds of each other can both get the lock.)
+    ``writer.txt``, which the writer touches every 30 seconds. A writer whose last touch is not
+    within 100 seconds of this machine's time counts as ended. (Drive shows the files of another
+    machine with a delay. Two machines that start within seconds of each other can both get the
+    lock.)
 
     Raises:
         ColabUtilsError: if another process writes there, or the folder cannot be written to.
@@ -80,12 +75,10 @@ def hold_folder(folder: Place) -> Iterator[None]:
     store = open_store(folder)
     # The block writes to the same folder, and meets the errors of what is done beside it.
     impatient = open_store(folder, patience_s=0)
-    mark = token_hex(8)
     ended = threading.Event()
 
     def begin() -> None:
-        pid = os.getpid()
-        text = f"process {pid} on {os.uname().nodename}\n{_find_host()}\n{pid}\n{mark}\n"
+        text = f"process {os.getpid()} on {os.uname().nodename}\n{_find_host()}\n"
         store.write(WRITER_NAME, text.encode())
         remove_leftovers(store)
 
@@ -106,7 +99,6 @@ def hold_folder(folder: Place) -> Iterator[None]:
                 "Then run the same again: your run continues there. (A writer on a machine that is "
                 f"gone counts as gone after {_SILENT_S:.0f} seconds.)"
             )
-        _marks.add(mark)
         try:
             with explain_write(folder):
                 begin()
@@ -114,7 +106,6 @@ def hold_folder(folder: Place) -> Iterator[None]:
             yield
         finally:
             ended.set()
-            _marks.discard(mark)
             with suppress(OSError, ColabUtilsError):
                 remove_leftovers(impatient)
                 impatient.remove(WRITER_NAME)
@@ -149,32 +140,21 @@ def lock_here(folder: Place) -> Iterator[bool]:
             yield True
 
 
-def find_writer(folder: Place, *, is_locked: bool = False) -> str:
+def find_writer(folder: Place, *, is_locked: bool) -> str:
     """Return who writes into a folder, such as "process 12 on HOST"; "" if nobody does.
 
     Args:
         folder: the folder, which need not exist.
-        is_locked: whether a process on this machine is known to write there.
+        is_locked: whether a process of this machine holds the lock of the system.
     """
     store = open_store(folder)
     lines = ""
-    silent_s = math.inf
+    is_touched = False
     with suppress(FileNotFoundError):
         lines = store.read(WRITER_NAME)[:200].decode(errors="replace")
-        silent_s = _measure_silence_s(store.stamp(WRITER_NAME))
-    writer, host, pid, mark, *_ = (lines + "\n\n\n").split("\n")
-    if host != _find_host():
-        is_alive = True
-    elif pid == str(os.getpid()):
-        # If Drive was gone when this process stopped writing, its old lock file is still there.
-        is_alive = mark in _marks
-    else:
-        # The lock of the system is for one path. The same folder may be mounted at another path,
-        # so the process is looked up, too.
-        is_alive = pid.isdecimal() and _is_running(int(pid[:9]))
-    if is_alive and silent_s < -_SILENT_S:
-        is_alive = _is_touched(store)
-    is_writing = is_locked or (silent_s < _SILENT_S and is_alive)
+        is_touched = abs(_measure_silence_s(store.stamp(WRITER_NAME))) < _SILENT_S
+    writer, host, *_ = (lines + "\n").split("\n")
+    is_writing = is_locked or (is_touched and host != _find_host())
     return (writer or "unknown") if is_writing else ""
 
 
@@ -183,36 +163,10 @@ def _measure_silence_s(stamp: FileStamp) -> float:
     return time() - stamp.modified_ns / 1e9
 
 
-def _is_touched(store: Store) -> bool:
-    """Watch a lock file whose time is in the future; return whether its writer touches it."""
-    warnings.warn(
-        f"{store.locate(WRITER_NAME)} has a time in the future: the clocks of two machines differ. "
-        f"Wait {_SILENT_S:.0f} seconds while the file is watched. If it changes, another process "
-        "writes there.",
-        ColabUtilsWarning,
-        stacklevel=2,
-    )
-    before = store.stamp(WRITER_NAME)
-    sleep(_SILENT_S)
-    after = store.stamp(WRITER_NAME)
-    return after.bytes >= 0 and after != before
-
-
-def _is_running(pid: int) -> bool:
-    """Return whether a process of this number runs.
-
-    A zombie has ended, but its parent has not yet asked for its exit status.
-    """
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.Error:
-        return psutil.pid_exists(pid)
-
-
 def _is_written(stamp: FileStamp, host: str, pid: int) -> bool:
     """Return whether the process in a temporary file's name may still be writing the file."""
     if host == find_host():
-        return _is_running(pid)
+        return psutil.pid_exists(pid)
     return _measure_silence_s(stamp) < _ABANDONED_S
 
 

@@ -9,13 +9,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.errors import ColabUtilsError
 from colab_utils.files import open_store
 from colab_utils.machine import find_host
 from colab_utils.shards import lock as module
@@ -167,26 +166,6 @@ def test_the_lock_of_another_machine_counts_for_a_while(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("is_alive", [False, True])
-def test_a_lock_from_the_future_is_watched(tmp_path, monkeypatch, is_alive):
-    """The clock of the other machine is wrong: its time says nothing, but that it changes does."""
-    write_lock(tmp_path, "colab-2", "boot 0")
-    path = tmp_path / "writer.txt"
-    tomorrow_s = time.time() + 86_400
-    os.utime(path, (tomorrow_s, tomorrow_s))
-    monkeypatch.setattr(module, "_SILENT_S", 1.0)
-    touching = threading.Timer(
-        0.3,
-        os.utime,
-        (path, (tomorrow_s + 30, tomorrow_s + 30)),
-    )
-    if is_alive:
-        touching.start()
-    with pytest.warns(ColabUtilsWarning, match="the clocks of two machines differ"):
-        writer = module.find_writer(tmp_path)
-    assert writer == ("process 1 on colab-2" if is_alive else "")
-
-
 def test_no_folder_for_temporary_files(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     with (
@@ -236,23 +215,6 @@ def test_a_lock_that_is_no_file_is_never_written_through(tmp_path):
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("mine", "mine")]
 
 
-def test_a_killed_writer_that_nobody_waited_for_is_gone(tmp_path):
-    script = (
-        "import os, signal, sys\nfrom pathlib import Path\n"
-        "from colab_utils.files import name_temporary\n"
-        "from colab_utils.shards.lock import hold_folder\n"
-        "with hold_folder(Path(sys.argv[1])):\n"
-        "    name_temporary(Path(sys.argv[1], 'checkpoint-00000001.pt')).touch()\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)]) as process:
-        # The process stays in the table of processes.
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert (tmp_path / "writer.txt").exists()
-        with hold_folder(tmp_path):
-            assert [path.name for path in tmp_path.iterdir()] == ["writer.txt"]
-
-
 def test_a_mark_that_this_process_could_not_take_away_is_none(tmp_path, monkeypatch):
     """Drive was gone when the block ended; a notebook's process lives on."""
 
@@ -266,19 +228,6 @@ def test_a_mark_that_this_process_could_not_take_away_is_none(tmp_path, monkeypa
     with hold_folder(tmp_path):
         pass
     assert not list(tmp_path.iterdir())
-
-
-def test_the_same_folder_at_two_paths_has_one_writer(tmp_path):
-    first = tmp_path / "first"
-    second = tmp_path / "second"
-    second.mkdir()
-    with hold_folder(first):
-        (second / "writer.txt").write_bytes((first / "writer.txt").read_bytes())
-        with (
-            pytest.raises(ColabUtilsError, match="Another writer is at work in"),
-            hold_folder(second),
-        ):
-            pass
 
 
 def test_a_process_of_a_killed_writer_does_not_hold_its_lock(tmp_path):
