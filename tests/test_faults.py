@@ -482,8 +482,7 @@ def test_training_goes_on_from_the_ssd_when_drive_is_lost(world):
 
 
 def test_a_second_writer_is_told(world):
-    folder = world.backing / "new"
-    with lock.hold_folder(folder):
+    with lock.hold_folder(world.drive / "new"):
         status, shown, _ = world.run("preprocess")
     assert status == 2
     assert f" ('process {os.getpid()} on " in shown

@@ -264,19 +264,13 @@ def read_few_before(monkeypatch):
 
 def test_all_files_of_the_plan_are_asked_for_together(tiny_dataset, places, monkeypatch):
     """The vote on EXIF does not wait for the images that are tried, nor they for the vote."""
-    trial = threading.Event()
-    vote = threading.Event()
+    are_all_asked = threading.Barrier(2 * tiny_dataset.n)
 
-    def read_with(begun, other):
-        def read(*arguments, **options):
-            begun.set()
-            assert other.wait(60)
-            return read_image(*arguments, **options)
+    def read(*arguments, **options):
+        are_all_asked.wait(60)
+        return read_image(*arguments, **options)
 
-        return read
-
-    monkeypatch.setattr(plan, "read_image", read_with(trial, vote))
-    monkeypatch.setattr(write, "read_image", read_with(vote, trial))
+    monkeypatch.setattr(plan, "read_image", read)
     open_tiny(tiny_dataset, places).stop()
 
 

@@ -215,6 +215,23 @@ def test_a_lock_that_is_no_file_is_never_written_through(tmp_path):
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("mine", "mine")]
 
 
+def test_a_killed_writer_that_nobody_waited_for_is_gone(tmp_path):
+    script = (
+        "import os, signal, sys\nfrom pathlib import Path\n"
+        "from colab_utils.files import name_temporary\n"
+        "from colab_utils.shards.lock import hold_folder\n"
+        "with hold_folder(Path(sys.argv[1])):\n"
+        "    name_temporary(Path(sys.argv[1], 'checkpoint-00000001.pt')).touch()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)]) as process:
+        # The process stays in the table of processes.
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert (tmp_path / "writer.txt").exists()
+        with hold_folder(tmp_path):
+            assert [path.name for path in tmp_path.iterdir()] == ["writer.txt"]
+
+
 def test_a_mark_that_this_process_could_not_take_away_is_none(tmp_path, monkeypatch):
     """Drive was gone when the block ended; a notebook's process lives on."""
 
