@@ -27,7 +27,15 @@ from tools.run_notebooks import run_demo
 
 __all__ = ["build_site", "find_broken_links", "main", "prepare_notebook", "write_first_page"]
 
-_TEXTS = ("TEACHING.md", "GLOSSARY.md", "FORMATS.md", "SCALE.md", "errors.md")
+_TEXTS = (
+    "SCRIPT.md",
+    "COMMANDS.md",
+    "TEACHING.md",
+    "GLOSSARY.md",
+    "FORMATS.md",
+    "SCALE.md",
+    "errors.md",
+)
 _FLOORS = {
     "data": "COCO files, masks and images",
     "shards": "Write, verify and copy shards",

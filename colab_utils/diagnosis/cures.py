@@ -5,7 +5,7 @@ from typing import Any
 
 CURES = {
     "read": "Read many files at once: load a CocoFolder by make_loader, or give your dataset the "
-    "__getitems__ of README. Then store the data on the local disk, in few large files: "
+    "__getitems__ of docs/SCRIPT.md. Then store the data on the local disk, in few large files: "
     "preprocess, and copy.",
     "bandwidth": "Shrink images once, offline (preprocess). Store them on the local disk.",
     "work": "Make a sample cheaper, or do its work once, offline.",

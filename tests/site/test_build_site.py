@@ -1,13 +1,19 @@
 """The site around Sphinx: what its notebooks become, the doors of its first page, its links."""
 
+import ast
 import base64
+import inspect
 import re
+import subprocess
+import sys
 
 import pytest
 
+import colab_utils
 from colab_utils.errors import ColabUtilsError
 from tools.build_site import build_site, find_broken_links, prepare_notebook, write_first_page
 from tools.cells import PLACEHOLDER, ROOT
+from tools.write_commands import PAGE, write_page
 
 BADGE = (
     "[![Open In Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
@@ -134,6 +140,32 @@ def test_the_site_has_every_notebook_and_every_text():
         assert f'href="notebooks/{path.stem}.html"' in first
     for path in (ROOT / "docs").glob("*.md"):
         assert re.search(rf"^{path.stem}$", contents, re.MULTILINE), path.name
+
+
+def test_the_page_of_commands_has_the_help_of_each():
+    text = PAGE.read_text(encoding="utf-8")
+    commands = subprocess.run(
+        [sys.executable, "-m", "colab_utils", "--help"], capture_output=True, check=True, text=True
+    )
+    names = re.search(r"{(.+?)}", commands.stdout)[1].split(",")
+    assert re.findall(r"^## (\w+)$", text, re.MULTILINE) == names
+    assert write_page(text) == text
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/SCRIPT.md", "docs/SCALE.md"])
+def test_what_a_page_shows_can_be_called(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.+?)^```$", text, re.MULTILINE | re.DOTALL)
+    tree = ast.parse("".join(blocks))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("colab_utils"):
+            exec(ast.unparse(node))
+        function = getattr(colab_utils, getattr(getattr(node, "func", None), "id", ""), None)
+        if function is not None:
+            parameters = inspect.signature(function).parameters
+            given = {keyword.arg for keyword in node.keywords} - {None}
+            assert given <= {*parameters}, ast.unparse(node)
+    assert "colab_utils" in ast.unparse(tree)
 
 
 def test_the_workflow_tests_before_it_publishes():
