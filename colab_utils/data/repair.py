@@ -7,19 +7,14 @@ image.
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from colab_utils.data.checks import (
-    DatasetReport,
-    Problem,
-    check_dataset,
-    inspect_images,
-)
+from colab_utils.data.checks import DatasetReport, Problem, check_dataset, inspect_images
 from colab_utils.data.coco import CocoDataset, read_coco, write_coco
 from colab_utils.data.fields import read_field
 from colab_utils.data.image_checks import Header
@@ -39,15 +34,15 @@ from colab_utils.errors import DAMAGE, ColabUtilsError, escape
 from colab_utils.files import require_new
 from colab_utils.places import PlaceLike, open_place, require_local_path
 
-# Why an object has no mask. The key is the count of numbers in its segmentation.
-_REASONS = {0: "object without mask", 4: "a box or a line, not an outline"}
 # Swapped sides are mended if at least this share of the images has them. Square images do not
 # count.
 _NEARLY_ALL = 0.9
+# The fields of an annotation that hold numbers.
+_FIELDS = ("category_id", "iscrowd", "bbox", "area")
 
 
-class _LostObjectError(Exception):
-    """Signal an object without a usable mask, so that its image is left out.
+class _LostImageError(Exception):
+    """Signal an image that is left out, for example because an object has no usable mask.
 
     If only the object were left out, the model would learn that it is background.
     """
@@ -100,35 +95,25 @@ def repair_annotations(
     output = require_new(require_local_path(output))
     dataset = read_coco(annotations)
     headers = [findings.header for findings in inspect_images(folder, dataset, deep=deep)]
-    done = defaultdict[str, list[str]](list)
-    gone = Counter[str]()
-    for i in _find_swapped(dataset, headers):
-        dataset.sizes[i] = headers[i].size
-        done["width and height swapped"].append(escape(dataset.file_name(i)))
+    repair = _Repair(dataset, headers, as_objects=crowds == "objects")
     for number in dataset.unknown_images.tolist():
-        done["annotation without an image left out"].append(f"annotation {number}")
+        repair.done["annotation without an image left out"].append(f"annotation {number}")
     entries: list[Entry] = []
     kept: list[bytes] = []
     has_objects = False
-    boxes = 0
-    apart = 0
-    numbers = count(1) if len(np.unique(dataset.ids)) < len(dataset.ids) else None
-    for image in _mend_images(dataset, headers, done, gone, as_objects=crowds == "objects"):
-        entries.append(image.entry)
-        kept += image.list_texts(numbers)
-        has_objects = has_objects or image.has_objects
-        boxes += image.boxes
-        apart += image.apart
-        for change in image.changes:
-            done[change].append(image.name)
-    if 4 * apart > boxes:
+    for entry, objects in repair.mend_images():
+        entries.append(entry)
+        kept += [json.dumps(annotation).encode() for annotation in objects]
+        has_objects = has_objects or any(not annotation["iscrowd"] for annotation in objects)
+    apart = len(repair.done.get(APART, ()))
+    if 4 * apart > len(kept):
         raise ColabUtilsError(
-            f"{apart:,} of {boxes:,} boxes lie elsewhere than their outlines, so {annotations} may "
-            "have outlines in another order than COCO's: polygons with x before y, RLE with runs "
-            "along columns. Export the outlines again. If they are right, remove the boxes."
+            f"{apart:,} of {len(kept):,} boxes lie elsewhere than their outlines, so {annotations} "
+            "may have outlines in another order than COCO's: polygons with x before y, RLE with "
+            "runs along columns. Export the outlines again. If they are right, remove the boxes."
         )
     if not has_objects:
-        reasons = [f"{len(done[kind]):,} x {kind}" for kind in gone]
+        reasons = [f"{len(repair.done[kind]):,} x {kind}" for kind in repair.gone]
         if kept:
             reasons.append(f"{len(kept):,} x crowd")
         raise ColabUtilsError(
@@ -139,204 +124,157 @@ def repair_annotations(
     with explain_write(output.parent):
         write_coco(output, entries, kept, dataset.categories)
     report = check_dataset(folder, output, deep=deep, exif=exif)
-    return replace(report, repairs=tuple(_describe_repair(kind, done[kind], gone) for kind in done))
+    return replace(report, repairs=tuple(repair.list_repairs()))
 
 
-def _describe_repair(kind: str, names: list[str], gone: Counter[str]) -> Problem:
-    effect = "mended"
-    if kind in gone:
-        effect = (
-            f"images left out whole, with {gone[kind]:,} objects, so that no object becomes "
-            "background"
-        )
-    return Problem(kind, len(names), tuple(names[:5]), effect)
-
-
-def _group_entries(dataset: CocoDataset) -> list[tuple[list[int], bool]]:
-    """Group the entries of images by file name: some tools write an entry for each object.
-
-    Returns:
-        The indices of each group, and whether its ids belong to no other file name.
-    """
-    groups = defaultdict[str, list[int]](list)
-    names = defaultdict[int, set[str]](set)
-    numbers = dataset.image_ids.tolist()
-    for i, number in enumerate(numbers):
-        groups[dataset.file_name(i)].append(i)
-        names[number].add(dataset.file_name(i))
-    return [(group, all(len(names[numbers[i]]) == 1 for i in group)) for group in groups.values()]
-
-
-def _mend_images(
-    dataset: CocoDataset,
-    headers: Sequence[Header],
-    done: defaultdict[str, list[str]],
-    gone: Counter[str],
-    *,
-    as_objects: bool,
-) -> Iterator["_MendedImage"]:
-    """Yield each image that is kept. Add the names of the others to ``done``, by the reason, and
-    count their objects in ``gone``.
-    """
-    for group, is_alone in _group_entries(dataset):
-        try:
-            if not is_alone:
-                raise _LostObjectError("id of several images")
-            yield _MendedImage(dataset, group, headers[group[0]], as_objects=as_objects)
-        except (_LostObjectError, RecursionError) as error:
-            kind = "bad annotation" if isinstance(error, RecursionError) else str(error)
-            done[kind].append(escape(dataset.file_name(group[0])))
-            gone[kind] += sum(int(dataset.first[i + 1] - dataset.first[i]) for i in group)
-
-
-class _MendedImage:
-    """Mend the entry of one image by its file, and its annotations by their masks.
-
-    Raises:
-        _LostObjectError: if the image has to be left out.
-    """
+class _Repair:
+    """Mend the images and the annotations of a dataset, and count what was done."""
 
     def __init__(
-        self, dataset: CocoDataset, group: list[int], header: Header, *, as_objects: bool
+        self, dataset: CocoDataset, headers: Sequence[Header], *, as_objects: bool
     ) -> None:
-        self.name = escape(dataset.file_name(group[0]))
-        self.changes = ["entries of one image joined"] * (len(group) - 1)
-        self.entry = dataset.image(group[0])
-        self._size = self._mend_entry(dataset, group, header)
+        self._dataset = dataset
+        self._headers = headers
         self._as_objects = as_objects
-        self.boxes = 0
-        """How many annotations have a box."""
-        self.apart = 0
-        """How many of these boxes lie elsewhere than their masks."""
-        self.annotations: dict[str, Entry] = {}
-        """Annotations by category and outline. Of equal ones, only the first is kept."""
-        categories = {category["id"] for category in dataset.categories}
-        for i in group:
-            for annotation in dataset.read_entries(i):
-                if _try_field(annotation, "category_id") not in categories:
-                    raise _LostObjectError("unknown category")
-                self._add(annotation)
+        self.done = defaultdict[str, list[str]](list)
+        """The images or annotations with each kind of repair."""
+        self.gone = Counter[str]()
+        """How many objects were left out with their images, by the reason."""
+        self._categories = {category["id"] for category in dataset.categories}
+        self._ids = dataset.ids
+        if len(np.unique(dataset.ids)) < len(dataset.ids):
+            self._ids = np.arange(1, len(dataset.ids) + 1)
+        for i in _find_swapped(dataset, headers):
+            dataset.sizes[i] = headers[i].size
+            self.done["width and height swapped"].append(escape(dataset.file_name(i)))
 
-    @property
-    def has_objects(self) -> bool:
-        """Return whether any annotation is no crowd."""
-        return any(not annotation["iscrowd"] for annotation in self.annotations.values())
+    def list_repairs(self) -> Iterator[Problem]:
+        """Yield each kind of repair, with its number and examples."""
+        for kind, names in self.done.items():
+            effect = "mended"
+            if kind in self.gone:
+                effect = (
+                    f"images left out whole, with {self.gone[kind]:,} objects, so that no object "
+                    "becomes background"
+                )
+            yield Problem(kind, len(names), tuple(names[:5]), effect)
 
-    def list_texts(self, numbers: Iterator[int] | None) -> list[bytes]:
-        """Return the JSON of each annotation. With ``numbers``, these are the new ids."""
-        texts = []
-        for annotation in self.annotations.values():
-            annotation["image_id"] = self.entry["id"]
-            if numbers is not None:
-                annotation["id"] = next(numbers)
-                self.changes.append("ids counted anew, because some repeat")
-            texts.append(json.dumps(annotation).encode())
-        return texts
+    def mend_images(self) -> Iterator[tuple[Entry, list[Entry]]]:
+        """Yield the entry and the annotations of each image that is kept.
 
-    def _mend_entry(self, dataset: CocoDataset, group: list[int], header: Header) -> Size:
-        """Mend the image's entry by its file. Return the height and width of its masks."""
-        size = self.entry["height"], self.entry["width"]
+        The entries of an image are joined: some tools write an entry for each object.
+        """
+        dataset = self._dataset
+        groups = defaultdict[str, list[int]](list)
+        for i, name in enumerate(dataset.names):
+            groups[name].append(i)
+        ids = dataset.image_ids.tolist()
+        images = Counter(number for number, _ in set(zip(ids, dataset.names, strict=True)))
+        for name, group in groups.items():
+            changes = ["entries of one image joined"] * (len(group) - 1)
+            try:
+                if any(images[ids[i]] > 1 for i in group):
+                    raise _LostImageError("id of several images")
+                entry, size = self._mend_entry(group)
+                objects = self._mend_objects(group, entry["id"], size, changes)
+            except (_LostImageError, RecursionError) as error:
+                kind = "bad annotation" if isinstance(error, RecursionError) else str(error)
+                self.done[kind].append(escape(name))
+                self.gone[kind] += int(np.diff(dataset.first)[group].sum())
+                continue
+            for change in changes + _list_changes(dataset.image(group[0]), entry):
+                self.done[change].append(escape(name))
+            yield entry, objects
+
+    def _mend_entry(self, group: list[int]) -> tuple[Entry, Size]:
+        """Mend an image's entry by its file. Return it with the height and width of its masks."""
+        dataset = self._dataset
+        header = self._headers[group[0]]
+        entry = dataset.image(group[0])
         if not all(header.size):
-            raise _LostObjectError(header.defects[0][0])
+            raise _LostImageError(header.defects[0][0])
         moved = dict(header.defects).get("found by base name")
         if moved:
             # A backslash comes from `escape`: the name has characters that we write into no JSON.
             if "\\" in moved:
-                raise _LostObjectError("unsafe file_name")
-            self.entry["file_name"] = moved
-            self.changes.append("name from the folder")
-        is_from_file = False
-        if not all(size):
-            size = header.size
-            # If EXIF turns the image, no size is added, because nothing shows whether the
-            # annotations belong to the image as stored or as turned. While the size is missing,
-            # check warns of this. With a size, it might not.
-            is_from_file = header.orientation == 1
-        elif header.compare(size) == "misfit":
-            # The file's size is right only if the masks fit it and do not fit the entry's size.
-            if _fit(dataset, group, size) or not _fit(dataset, group, header.size):
-                raise _LostObjectError("size mismatch")
-            size = header.size
-            is_from_file = True
-        if is_from_file:
-            self.entry["height"], self.entry["width"] = size
-            self.changes.append("size from the file")
+                raise _LostImageError("unsafe file_name")
+            entry["file_name"] = moved
         if len(np.unique(dataset.sizes[group], axis=0)) > 1:
-            raise _LostObjectError("size mismatch")
-        return size
+            raise _LostImageError("size mismatch")
+        size = entry["height"], entry["width"]
+        is_known = all(size)
+        if is_known and header.compare(size) != "misfit":
+            return entry, size
+        # The file's size is right only if the masks fit it and do not fit the entry's size.
+        if is_known and (_fit(dataset, group, size) or not _fit(dataset, group, header.size)):
+            raise _LostImageError("size mismatch")
+        # If EXIF turns the image, no size is added, because nothing shows whether the annotations
+        # belong to the image as stored or as turned. While the size is missing, check warns of
+        # this. With a size, it might not.
+        if is_known or header.orientation == 1:
+            entry["height"], entry["width"] = header.size
+        return entry, header.size
 
-    def _add(self, entry: Entry) -> None:
-        """Mend an annotation by its mask, and add it.
+    def _mend_objects(
+        self, group: list[int], image_id: int, size: Size, changes: list[str]
+    ) -> list[Entry]:
+        """Mend the annotations of an image by their masks.
 
-        It is left out if it has no area, or the same category and outline as another one.
+        An annotation is left out if it has no area, or the category and outline of another one.
+        """
+        objects: dict[str, Entry] = {}
+        for i in group:
+            numbers = self._ids[self._dataset.first[i] : self._dataset.first[i + 1]].tolist()
+            for number, entry in zip(numbers, self._dataset.read_entries(i), strict=True):
+                mended = self._mend_object(entry, size, changes)
+                key = repr([mended.get(name) for name in ("category_id", "segmentation")])
+                if not mended:
+                    changes.append("object without area left out")
+                elif key in objects:
+                    changes.append("repeated annotation left out")
+                else:
+                    mended["id"] = number
+                    changes += _list_changes(entry, mended)
+                    objects[key] = entry | mended | {"image_id": image_id}
+        return [*objects.values()]
+
+    def _mend_object(self, entry: Entry, size: Size, changes: list[str]) -> Entry:
+        """Return the fields of an annotation as COCO has them; none if it has no area.
 
         Raises:
-            _LostObjectError: if it has an area, but no usable mask.
+            _LostImageError: if it has an area, but no usable mask.
         """
-        values = self._read_values(entry)
+        values = {name: _try_field(entry, name) for name in _FIELDS}
+        box = values["bbox"]
+        area = values["area"]
+        is_crowd = values["iscrowd"]
+        if values["category_id"] not in self._categories:
+            raise _LostImageError("unknown category")
+        if is_crowd is None:
+            raise _LostImageError("bad annotation")
+        if self._as_objects:
+            values["iscrowd"] = 0
+        tight: list[float] = []
+        pixels = 0
         outline = entry.get("segmentation")
-        try:
-            values["segmentation"] = _mend_outline(outline, self._size)
-            tight, pixels = measure_mask(encode_segmentation(values["segmentation"], *self._size))
-        except ColabUtilsError:
-            tight = []
-            pixels = 0
+        with suppress(ColabUtilsError):
+            values["segmentation"] = _mend_outline(outline, size)
+            tight, pixels = measure_mask(encode_segmentation(values["segmentation"], *size))
         if not pixels:
             is_drawn = not tight and count_numbers(outline) >= OUTLINE_NUMBERS
-            if (is_drawn or _has_area(values["bbox"])) and not values["iscrowd"]:
-                reason = _REASONS.get(count_numbers(outline), "object without a whole mask")
-                raise _LostObjectError(reason)
-            self.changes.append("object without area left out")
-            return
-        if values["segmentation"] != outline:
-            self.changes.append("outline written as COCO has it")
-        self._mend_box(values, tight)
-        area = values["area"]
+            if (is_drawn or _has_area(box)) and not values["iscrowd"]:
+                raise _LostImageError("object without a whole mask")
+            return {}
+        wrong = dict(compare_box(box, tight, *size)) if box else {}
+        if wrong or not box:
+            values["bbox"] = tight
+        if APART in wrong and not is_normalised(box):
+            changes.append(APART)
         # A crowd whose ``area`` is 0 may be an object. Only the user knows, and says so by `crowds`
         # (an argument). The 0 stays, so that a check still finds such a crowd.
         is_unclear = values["iscrowd"] and area == 0
         if not is_unclear and _is_of_other_units(area, values["bbox"], pixels):
             values["area"] = float(pixels)
-            self.changes.append("area from the mask")
-        if values["id"] is None:
-            del values["id"]
-            if entry.pop("id", None) is not None:
-                self.changes.append("id left out (not a number)")
-        key = repr((values["category_id"], values["segmentation"]))
-        if key in self.annotations:
-            self.changes.append("repeated annotation left out")
-        else:
-            self.annotations[key] = entry | values
-
-    def _mend_box(self, values: Entry, tight: list[float]) -> None:
-        """Take the box of the mask, ``tight``, if an annotation's own box disagrees with it."""
-        box = values["bbox"]
-        if box:
-            self.boxes += 1
-            kinds = dict(compare_box(box, tight, *self._size))
-            if not kinds:
-                return
-            self.apart += APART in kinds and not is_normalised(box)
-        values["bbox"] = tight
-        self.changes.append("box from the mask")
-
-    def _read_values(self, entry: Entry) -> Entry:
-        """Return the numeric fields of an annotation, as COCO has them.
-
-        Raises:
-            _LostObjectError: if ``iscrowd`` cannot be read.
-        """
-        names = ("id", "category_id", "iscrowd", "bbox", "area")
-        values = {name: _try_field(entry, name) for name in names}
-        if values["iscrowd"] is None:
-            raise _LostObjectError("bad annotation")
-        for name, value in values.items():
-            if value is not None and entry.get(name) not in (None, value):
-                self.changes.append("numbers from text")
-                break
-        if values["iscrowd"] and self._as_objects:
-            values["iscrowd"] = 0
-            self.changes.append("crowd taken as an object")
         return values
 
 
@@ -380,11 +318,12 @@ def _is_of_other_units(area: float | None, box: list[float], pixels: int) -> boo
 
     Such an area may be a share of the image, for example.
     """
-    if area is None or area <= 0:
-        return True
-    in_box = area / (box[2] * box[3])
-    in_mask = area / pixels
-    return (in_box > 1 and in_mask > 1.1) or (in_box < 0.1 and in_mask < 0.5)
+    in_box = box[2] * box[3]
+    return not min(0.1 * in_box, 0.5 * pixels) <= (area or 0) <= max(in_box, 1.1 * pixels)
+
+
+def _list_changes(old: Entry, new: Entry) -> list[str]:
+    return [f"{name} written anew" for name in new if old.get(name) != new[name]]
 
 
 def _try_field(entry: Entry, name: str) -> Any:
@@ -405,9 +344,8 @@ def _mend_outline(outline: Any, size: Size) -> Any:
         outline = form[1]
     if not isinstance(outline, list) or not outline:
         return outline
-    height, width = size
-    polygons = [polygon.tolist() for polygon in read_polygons(outline)]
-    if all(is_normalised(polygon) for polygon in polygons):
-        sides = (width, height)
-        return [[x * sides[n % 2] for n, x in enumerate(polygon)] for polygon in polygons]
-    return outline if polygons == outline else polygons
+    polygons = read_polygons(outline)
+    if all(map(is_normalised, polygons)):
+        polygons = [(polygon.reshape(-1, 2) * size[::-1]).ravel() for polygon in polygons]
+    numbers = [polygon.tolist() for polygon in polygons]
+    return outline if numbers == outline else numbers

@@ -551,7 +551,7 @@ def test_masks_painted_with_cvat_are_crowds_unless_taken_as_objects(dataset, tmp
     assert repaired.ok
     assert repaired.statistics.objects == 31
     assert [(repair.kind, repair.count) for repair in repaired.repairs] == [
-        ("crowd taken as an object", 31)
+        ("iscrowd written anew", 31)
     ]
 
 
@@ -570,7 +570,9 @@ def test_a_file_for_something_else_is_told_by_its_purpose(dataset, extra, purpos
     report = dataset.check()
     assert list_serious(report) == ["no instances", "object without mask"]
     assert report.problems[0].examples[0].startswith(purpose)
-    with pytest.raises(ColabUtilsError, match=r"has no object to keep: .* x object without mask\)"):
+    with pytest.raises(
+        ColabUtilsError, match=r"no object to keep: .* x object without a whole mask\)"
+    ):
         repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
 
 
@@ -583,7 +585,10 @@ def test_objects_without_a_mask_take_their_images_along(dataset, tmp_path):
     assert dataset.check().problems[0].count == 9
     report = repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
     assert (report.images, report.annotations) == (12 - len(gone), 31 - objects)
-    assert (report.repairs[0].kind, report.repairs[0].count) == ("object without mask", len(gone))
+    assert (report.repairs[0].kind, report.repairs[0].count) == (
+        "object without a whole mask",
+        len(gone),
+    )
     assert f"with {objects} objects" in report.repairs[0].effect
 
 
@@ -609,10 +614,9 @@ def test_repair_of_what_tools_write(dataset, tmp_path):
     assert report.ok
     assert report.statistics == original
     assert {repair.kind for repair in report.repairs} == {
-        "numbers from text",
-        "outline written as COCO has it",
-        "box from the mask",
-        "area from the mask",
+        "segmentation written anew",
+        "bbox written anew",
+        "area written anew",
     }
     repaired = json.loads((tmp_path / "out.json").read_text())["annotations"]
     assert all(

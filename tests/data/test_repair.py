@@ -116,7 +116,7 @@ def test_repair_writes_segmentations_as_coco_has_them(export, convert):
     report = export.repair()
     assert report.ok
     assert [(repair.kind, repair.count) for repair in report.repairs] == [
-        ("outline written as COCO has it", 8)
+        ("segmentation written anew", 8)
     ]
     for annotation in json.loads(export.repaired.read_text())["annotations"]:
         mask = encode_segmentation(annotation["segmentation"], HEIGHT, WIDTH)
@@ -129,7 +129,7 @@ def test_repair_makes_no_outline_of_a_box(export):
     report = export.repair()
     assert (report.images, report.annotations) == (3, 6)
     [lost] = report.repairs
-    assert lost.kind == "a box or a line, not an outline"
+    assert lost.kind == "object without a whole mask"
     assert "images left out whole, with 2 objects" in lost.effect
 
 
@@ -233,7 +233,7 @@ def test_a_size_that_is_missing_comes_from_the_file(export, missing):
     report = repair_annotations(export.images, export.annotations, output=export.repaired)
     entries = json.loads(export.repaired.read_text())["images"]
     assert [(entry["width"], entry["height"]) for entry in entries] == [(WIDTH, HEIGHT)] * 4
-    assert "size from the file" in {repair.kind for repair in report.repairs}
+    assert "width written anew" in {repair.kind for repair in report.repairs}
 
 
 def test_a_size_that_is_missing_stays_so_where_exif_makes_it_unclear(export):

@@ -92,7 +92,7 @@ def test_a_page_says_what_was_repaired(spoiled, tmp_path, capsys):
     assert headings[1:3] == ["What was repaired", "What was found"]
     result = json.loads((tmp_path / "out").read_text())
     assert {repair["kind"]: repair["count"] for repair in result["repairs"]} == {
-        "box from the mask": 2,
+        "bbox written anew": 2,
         "missing image": 1,
     }
     assert result["statistics"]["objects"] == sum(result["statistics"]["classes"].values())
