@@ -23,7 +23,6 @@ import colab_utils
 from colab_utils import __main__ as commands
 from colab_utils.__main__ import main
 from colab_utils.comparison import compare as comparison
-from colab_utils.course.questions import collect_answers
 from colab_utils.diagnosis import diagnose as layers
 from colab_utils.shards.index import read_index
 from colab_utils.training import train as loop
@@ -532,19 +531,6 @@ def test_many_receipts_make_one_chart(run, world, tmp_path, monkeypatch):
     assert status == 0, err
     assert [row[0] for row in json.loads(out)["rows"]] == ["anna", "ben"]
     assert (tmp_path / "class" / "receipts.png").read_bytes().startswith(b"\x89PNG")
-    assert not (tmp_path / "class" / "guesses.png").exists()
-
-
-def test_answers_of_a_class_are_drawn_beside_its_receipts(run, tmp_path):
-    answers = collect_answers({"waits_percent": "50"}, {"waits_percent": 96.0})
-    row = {"name": "packed", "title": "make_loader", "comparable": True, "wait_share": 0.1}
-    row |= {"images_per_second": 10.0, "repeats_images_per_second": [10.0]}
-    content = {"strategies": [row], "questions": answers, "step": "real", "drive": "as it is"}
-    receipt = tmp_path / "comparison.json"
-    receipt.write_text(json.dumps({**content, "machine": {"gpu": "", "cores": 2}}))
-    status, _, err = run("compare", "--against", receipt, "--report", tmp_path / "class")
-    assert status == 0, err
-    assert (tmp_path / "class" / "guesses.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_json_goes_alone_to_standard_output(run, world):

@@ -1,30 +1,18 @@
 """Five questions before the course and after it, answered by the learner's own measurements.
 
 Notebook 1 asks the questions, measures the answers and saves both. Notebook 5 asks again.
-`plot_guesses` shows the guesses of a whole class.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from colab_utils.course.guesses import compare_guess, read_guess
-from colab_utils.show.charts import BLUE, GREY, ORANGE, format_figure
-from colab_utils.show.pictures import DescribedFigure, make_figure
-from colab_utils.units import format_count
+from colab_utils.show.charts import format_figure
 
-# A histogram has this many bars for each group.
-_BINS = 20
-# The groups of a histogram: from a key of an answer, see `Answers`, to the word in the legend.
-_GROUPS = {
-    "guess_before": "before",
-    "guess": "after",
-    "measured": "measured",
-}
 # From the name of a question to a dict with the keys "question", "unit", "guess" and "measured". If
 # the question was asked before, there is the key "guess_before" too. JSON can hold all of it.
 Answers = dict[str, dict[str, Any]]
@@ -137,46 +125,3 @@ def read_answers(drive: str | Path) -> Answers:
             if name in QUESTIONS and isinstance(answer, dict):
                 answers[name] = answer
     return answers
-
-
-def plot_guesses(receipts: Sequence[str | Path]) -> DescribedFigure | None:
-    """Draw a histogram for each question: the guesses and the measurements of a class.
-
-    A guess that is not a number is left out.
-
-    Args:
-        receipts: ``comparison.json`` files. Those without answers (see `write_receipt`) are left
-            out.
-
-    Returns:
-        The figure, or None if no receipt holds answers.
-    """
-    contents = [json.loads(Path(receipt).read_text(encoding="utf-8")) for receipt in receipts]
-    learners = [content["questions"] for content in contents if "questions" in content]
-    if not learners:
-        return None
-    people = format_count(len(learners), "person", "people")
-    title = f"What {people} guessed before the course and after it"
-    figure = make_figure(title, width=12, height=14)
-    axes = figure.subplots(len(QUESTIONS))
-    for axis, (name, question) in zip(axes, QUESTIONS.items(), strict=True):
-        groups = [_list_numbers(learners, name, key) for key in _GROUPS]
-        labels = list(map(_describe_group, _GROUPS.values(), groups))
-        axis.hist(groups, bins=_BINS, color=[GREY, BLUE, ORANGE], label=labels)
-        axis.set_title(f"{question.text} ({question.unit})", loc="left", fontsize=13)
-        axis.set_ylabel("people", fontsize=12)
-        axis.legend(fontsize=12)
-        figure.words.append(f"{question.text} {', '.join(labels)}")
-    return figure
-
-
-def _list_numbers(learners: Sequence[Answers], name: str, key: str) -> list[float]:
-    numbers = [read_guess(answers.get(name, {}).get(key, "")) for answers in learners]
-    return [number for number in numbers if number is not None]
-
-
-def _describe_group(word: str, numbers: Sequence[float]) -> str:
-    if not numbers:
-        return f"{word}: nobody"
-    people = format_count(len(numbers), "person", "people")
-    return f"{word}: {people}, median {format_figure(median(numbers))}"

@@ -6,7 +6,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from colab_utils.course.questions import plot_guesses
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.places import require_local_path
 from colab_utils.show.charts import format_figure, plot_bars
@@ -17,14 +16,11 @@ from colab_utils.units import format_count
 
 
 def write_class(receipts: Sequence[str | Path], folder: str | Path) -> Table:
-    """Write the pictures of a class into a folder, and return the table of its receipts.
-
-    The pictures are ``receipts.png`` and, if the receipts hold answers to the five questions,
-    ``guesses.png``.
+    """Write the chart of a class, ``receipts.png``, and return the table of its receipts.
 
     Args:
         receipts: ``comparison.json`` files of many machines.
-        folder: Where to write the pictures. The folder is made if it is missing.
+        folder: Where to write the chart. The folder is made if it is missing.
 
     Raises:
         ColabUtilsError: No file is given, or a file is not a receipt.
@@ -33,9 +29,6 @@ def write_class(receipts: Sequence[str | Path], folder: str | Path) -> Table:
     table = make_table(read_receipts(receipts))
     target.mkdir(parents=True, exist_ok=True)
     plot_receipts(receipts).savefig(target / "receipts.png")
-    guesses = plot_guesses(receipts)
-    if guesses is not None:
-        guesses.savefig(target / "guesses.png")
     return table
 
 

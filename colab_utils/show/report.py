@@ -50,7 +50,7 @@ def write_receipt(
         comparison: Result of `compare`.
         folder: Folder for ``index.html`` and ``comparison.json``. It is made if it does not exist.
         questions: A learner's answers from `collect_answers`. They are saved in
-            ``comparison.json``, where the class sheet finds them. The page does not show them.
+            ``comparison.json``. The page does not show them.
             Default: None.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The five questions: guesses kept, answered by measurements, drawn for a class."""
+"""The five questions: guesses kept, answered by measurements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from colab_utils.course.questions import (
     QUESTIONS,
     collect_answers,
     describe_answers,
-    plot_guesses,
     read_answers,
 )
 
@@ -72,37 +71,3 @@ def test_a_notebook_that_stopped_half_way_leaves_no_answers(tmp_path, content):
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "01.json").write_text(content)
     assert read_answers(tmp_path) == {}
-
-
-def write_class(folder, *pairs):
-    paths = []
-    for number, (before, after) in enumerate(pairs):
-        earlier = collect_answers({"waits_percent": before}, {"waits_percent": 96.0})
-        answers = collect_answers({"waits_percent": after}, {}, before=earlier)
-        paths.append(folder / f"{number}.json")
-        paths[-1].write_text(json.dumps({"questions": answers}))
-    return paths
-
-
-def test_a_class_is_drawn_as_a_histogram(tmp_path):
-    figure = plot_guesses(write_class(tmp_path, ("20", "95"), ("50", "90"), ("no idea", "")))
-    assert len(figure.axes) == len(QUESTIONS)
-    counts = [sum(bar.get_height() for bar in bars) for bars in figure.axes[0].containers]
-    assert counts == [2, 2, 3]
-    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-    assert labels == [
-        "before: 2 people, median 35",
-        "after: 2 people, median 92",
-        "measured: 3 people, median 96",
-    ]
-    assert figure.alternative_text.startswith(
-        "What 3 people guessed before the course and after it. "
-        f"{QUESTIONS['waits_percent'].text} {', '.join(labels)}. "
-    )
-    assert "before: nobody" in figure.alternative_text
-
-
-def test_receipts_without_answers_draw_nothing(tmp_path):
-    receipt = tmp_path / "comparison.json"
-    receipt.write_text("{}")
-    assert plot_guesses([receipt]) is None
