@@ -13,26 +13,22 @@ import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import lru_cache, partial
+from functools import partial, wraps
 from pathlib import Path
 from time import perf_counter, sleep
-from typing import Any, BinaryIO, NamedTuple, TypeVar
-from weakref import WeakSet
+from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
 
 import xxhash
 
 from colab_utils.drive import RETRY_WAITS_S, DriveLostError, Retries, guard_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.machine import find_host, require_linux, require_space
-from colab_utils.os_errors import SHORTAGES
 from colab_utils.places import Place, PlaceLike, UrlPath, open_place
 from colab_utils.slow_drive import find_profile, wait_as_drive
 from colab_utils.units import format_bytes
 
 _Result = TypeVar("_Result")
-
-OPEN_FILES = 4096
-"""The largest number of files that a dataset keeps open."""
+_Call = TypeVar("_Call", bound=Callable[..., Any])
 
 MOST_BYTES = 4e8
 """Bytes of the largest file that is read as a whole, by default: no photo is larger."""
@@ -73,15 +69,7 @@ def open_file(path: str | Path, *, most_bytes: float = MOST_BYTES) -> BinaryIO:
 
 def _open_at_once(path: str, flags: int) -> int:
     # Without this flag, opening a named pipe waits until another program writes to it.
-    flags |= getattr(os, "O_NONBLOCK", 0)
-    try:
-        return os.open(path, flags)
-    except OSError as error:
-        if error.errno not in SHORTAGES:
-            raise
-    # Too many files are open, or memory is short. Datasets can open their files again later.
-    close_files()
-    return os.open(path, flags)
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def read_file(path: PlaceLike, *, most_bytes: float = MOST_BYTES) -> bytes:
@@ -275,99 +263,6 @@ class DriveFile(PieceFile):
             self._descriptors.append(_open_at_once(str(self.path), os.O_RDONLY))
 
 
-class UrlFile(PieceFile):
-    """A file at a URL that is read in pieces. Its server must send parts of files.
-
-    Args:
-        path: the file.
-        retries: as in `PieceFile`.
-        server: makes the requests.
-        block_bytes: the smallest request, in bytes. If you read less, the rest is kept for the next
-            read.
-    """
-
-    path: UrlPath
-
-    def __init__(self, path: UrlPath, retries: Retries, server: Any, block_bytes: int) -> None:
-        super().__init__(path, retries)
-        self._server = server
-        self._block_bytes = block_bytes
-        # Start and content of the last request. One tuple holds both, so that another thread never
-        # sees the start of one request with the content of another.
-        self._block = (0, b"")
-        self._size: int | None = None
-
-    def _read_some(self, view: memoryview, offset: int) -> int:
-        start, block = self._block
-        if not start <= offset < start + len(block):
-            start = offset
-            # Some servers refuse a request that goes beyond the end of the file.
-            wanted = min(max(len(view), self._block_bytes), self._find_size() - start)
-            block = self._server.read_range(self.path, start, wanted) if wanted > 0 else b""
-            self._block = (start, block)
-        piece = memoryview(block)[offset - start :][: len(view)]
-        view[: len(piece)] = piece
-        return len(piece)
-
-    def _find_size(self) -> int:
-        if self._size is None:
-            self._size = int(self._server.find_size(self.path))
-        return self._size
-
-
-class OpenFiles:
-    """Keep files of a dataset open between reads.
-
-    A process may open a limited number of files. All datasets of the process share half of that
-    number. When the share of a dataset is used up, the file that was used longest ago is dropped.
-    A dropped file is closed when no thread reads it any more. Threads may share this object.
-
-    Args:
-        store: the folder of the files.
-
-    Attributes:
-        get: takes the name of a file, and returns the file, open.
-
-    Example:
-        >>> path = Path(__file__)
-        >>> files = OpenFiles(open_store(path.parent))
-        >>> files.get(path.name) is files.get(path.name)
-        True
-    """
-
-    get: Callable[[str], PieceFile]
-
-    def __init__(self, store: "Store") -> None:
-        self._store = store
-        _open_files.add(self)
-        close_files()
-
-    def close(self) -> None:
-        """Drop all files: each is closed once nothing reads it.
-
-        The share of the dataset is computed anew. From then on, `get` keeps no more files open
-        than this share.
-        """
-        import resource
-
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        capacity = min(OPEN_FILES, limit // 2 // len(_open_files) + 1)
-        self.get = lru_cache(capacity)(self._store.open)
-
-
-# The open files of each dataset of this process.
-_open_files: WeakSet[OpenFiles] = WeakSet()
-
-
-def close_files() -> None:
-    """Close the files that the datasets of this process keep open, except those being read.
-
-    A dataset opens a file again when it needs it.
-    """
-    for files in list(_open_files):
-        files.close()
-
-
 def name_temporary(path: Path) -> Path:
     """Return the name under which this thread writes a file until the file is complete.
 
@@ -464,80 +359,35 @@ def drop_cached(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-class _Folder:
-    """What `Store` does with files of this machine or of a mounted Drive, once each."""
+def try_again(call: _Call) -> _Call:
+    """Let a method of a store take a name in place of a path, and try it again while it fails."""
 
-    def read(self, path: Path, most_bytes: float, at_full_speed: bool) -> bytes:
-        started = perf_counter()
-        content = read_whole(path, most_bytes=most_bytes)
-        if not at_full_speed:
-            wait_as_drive(find_profile(path), path, 0, len(content), started)
-        return content
+    @wraps(call)
+    def run(store: "Store", name: str | Place = "", *arguments: Any, **options: Any) -> Any:
+        path = store.locate(name)
+        guarded = store.guard(path)(call)
+        return store.retries.run(partial(guarded, store, path, *arguments, **options))
 
-    def stamp(self, path: Path) -> tuple[int, float]:
-        status = path.stat()
-        return status.st_size, status.st_mtime
-
-    def find_sizes(self, place: Path, names: Iterable[str]) -> dict[str, int]:
-        sizes = {}
-        for name in names:
-            with suppress(FileNotFoundError, NotADirectoryError):
-                sizes[name] = (place / name).stat().st_size
-        return sizes
-
-    def list(self, place: Path) -> Iterable[str]:
-        return os.listdir(place)
-
-    def find_kind(self, path: Path) -> str:
-        if path.is_dir():
-            return "folder"
-        return "file" if path.exists() else ""
-
-    def write(self, path: Path, parts: tuple[bytes | memoryview, ...]) -> None:
-        write_file(path, *parts)
-
-    def create(self, path: Path) -> AbstractContextManager[Any]:
-        return create_file(path)
-
-    def remove(self, path: Path, is_large: bool) -> None:
-        if is_large:
-            os.truncate(path, 0)
-        path.unlink()
-
-    def move(self, path: Path, target: Path) -> None:
-        path.replace(target)
-
-    def touch(self, path: Path) -> None:
-        path.touch()
-
-    def make(self, path: Path) -> None:
-        path.mkdir(parents=True, exist_ok=True)
-        if not os.access(path, os.W_OK, effective_ids=True):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    def drop(self, path: Path) -> None:
-        path.rmdir()
-
-    def require_room(self, path: Path, needed: float, cure: str) -> None:
-        require_space(path, needed, cure)
+    return cast(_Call, run)
 
 
 class Store:
-    """The files of one folder or URL, by name. `open_store` opens it.
+    """The files of a folder of this machine or of a mounted Drive, by name. `open_store` opens it.
 
-    While Drive or the server fails, each call is tried again, after growing waits. Threads may
-    share a store. A copy in another process opens the folder anew.
+    While Drive fails, each call is tried again, after growing waits. Threads may share a store. A
+    copy in another process opens the folder anew.
 
     A name is that of a file in the folder. The place of a file, as `find_file` returns it, counts
     as a name, too.
 
     Args:
-        place: The folder or URL, which need not exist.
+        place: The folder, which need not exist.
         stop: Event that ends all waits. Default: a new event.
         patience_s: Seconds for which a call that fails is tried again. Default: 81 seconds.
 
     Attributes:
         retries: Counts what was tried again. It has the event ``stop``.
+        guard: Turns errors into those of this package.
 
     Each method raises:
         DriveLostError: Drive or the server failed until the last try.
@@ -546,20 +396,24 @@ class Store:
         OSError: Any other error, as Python raised it.
     """
 
+    guard: Any = staticmethod(guard_drive)
+
     def __init__(self, place: Any, stop: Any = None, patience_s: float = math.inf) -> None:
         self.place = place
         self.retries = Retries(stop, patience_s)
-        self._system: Any = _Folder()
-        if isinstance(place, UrlPath):
-            from colab_utils.urls import UrlFolder
-
-            self._system = UrlFolder()
 
     def __reduce__(self) -> Any:
-        return Store, (self.place, None, self.retries.patience_s)
+        return type(self), (self.place, None, self.retries.patience_s)
 
+    def locate(self, name: str | Place) -> Any:
+        """Return the place of a file."""
+        if not name:
+            return self.place
+        return self.place / name if isinstance(name, str) else name
+
+    @try_again
     def read(
-        self, name: str | Place, *, most_bytes: float = MOST_BYTES, at_full_speed: bool = False
+        self, name: Any, *, most_bytes: float = MOST_BYTES, at_full_speed: bool = False
     ) -> bytes:
         """Read a whole file. In a slowed folder it takes as long as the folder's profile says,
         unless it is read ``at_full_speed``.
@@ -567,22 +421,22 @@ class Store:
         Raises:
             ColabUtilsError: It is not a file, or the file is too large: see `open_file`.
         """
-        return self._run(self._system.read, name, most_bytes, at_full_speed)
+        started = perf_counter()
+        content = read_whole(name, most_bytes=most_bytes)
+        if not at_full_speed:
+            wait_as_drive(find_profile(name), name, 0, len(content), started)
+        return content
 
     def read_listed(self, name: str | Place) -> bytes:
         """Read a file that should be there: if Drive does not show it, it is looked for again."""
-        path = self.locate(name)
-        return self.retries.run_listed(path, partial(self._system.read, path, MOST_BYTES, False))
+        return self.retries.run_listed(self.locate(name), partial(self.read, name))
 
     def open(self, name: str | Place, *, block_bytes: int = 0) -> PieceFile:
         """Open a file to read it in pieces.
 
         ``block_bytes`` is the size of the smallest request to a server.
         """
-        path = self.locate(name)
-        if isinstance(path, UrlPath):
-            return UrlFile(path, self.retries, self._system, block_bytes)
-        return DriveFile(path, self.retries)
+        return DriveFile(self.locate(name), self.retries)
 
     def hash(self, name: str | Place) -> tuple[int, str]:
         """Return the size of a file in bytes, and its XXH3-64 checksum in hexadecimal."""
@@ -600,29 +454,29 @@ class Store:
     def stamp(self, name: str | Place) -> FileStamp:
         """Return the stamp of a file; its size is -1 if it is not there."""
         with suppress(FileNotFoundError, NotADirectoryError):
-            count, changed_s = self._run(self._system.stamp, name)
+            count, changed_s = self._find_status(name)
             return FileStamp(self.locate(name).name, count, round(changed_s * 1e9))
         return FileStamp(self.locate(name).name, -1, 0)
 
+    @try_again
+    def _find_status(self, name: Any) -> tuple[int, float]:
+        """Return the bytes of a file, and when it was written to, in seconds since 1970."""
+        status = name.stat()
+        return status.st_size, status.st_mtime
+
     def has_files(self, files: Iterable[tuple[str, int, str]]) -> bool:
         """Return whether all these files are there: name, bytes and checksum of each."""
-        wanted = {name: size for name, size, _ in files}
-        sizes: dict[str, int] = {}
-        with suppress(FileNotFoundError):
-            sizes = self._run(self._system.find_sizes, "", wanted)
-        return all(sizes.get(name) == size for name, size in wanted.items())
+        return all(self.stamp(name).bytes == size for name, size, _ in files)
 
-    def find_kind(self, name: str | Place = "") -> str:
+    @try_again
+    def find_kind(self, name: Any = "") -> str:
         """Return "file" or "folder"; "" if there is neither. Without a name, look at this folder.
 
         A web server lists no folder. It is trusted.
         """
-        path = self.locate(name)
-        if path == self.place and getattr(path, "is_web", False):
+        if name.is_dir():
             return "folder"
-        with suppress(FileNotFoundError, NotADirectoryError):
-            return self._run(self._system.find_kind, name)
-        return ""
+        return "file" if name.exists() else ""
 
     def list_names(self, pattern: str = "*") -> list[str]:
         """Return the sorted names in the folder that match a pattern; none if there is no folder.
@@ -630,26 +484,27 @@ class Store:
         A place that is lost never looks like an empty one.
         """
         with suppress(FileNotFoundError, NotADirectoryError):
-            return sorted(fnmatch.filter(self._run(self._system.list, ""), pattern))
+            return sorted(fnmatch.filter(self._list(""), pattern))
         return []
 
-    def write(self, name: str | Place, *parts: bytes | memoryview) -> None:
+    @try_again
+    def _list(self, name: Any) -> Iterable[str]:
+        return os.listdir(name)
+
+    @try_again
+    def write(self, name: Any, *parts: bytes | memoryview) -> None:
         """Write a file. It appears under its name when it is complete, and was read back.
 
         Raises:
-            OSError: With ``EIO``, if it reads back differently.
+            OSError: With ``EIO``, if it reads back differently; `ServerLostError` at a URL.
         """
-        self._run(self._system.write, name, parts)
+        write_file(name, *parts)
 
-    @contextmanager
-    def create(self, name: str | Place) -> Iterator[Any]:
+    def create(self, name: str | Place) -> AbstractContextManager[Any]:
         """Yield a file to write. It appears under its name after the block, unless an error ends
         it. A file at a URL is held in memory until then.
         """
-        with self._system.create(self.locate(name)) as file:
-            yield file
-            if isinstance(file, io.BytesIO):
-                self.write(name, file.getvalue())
+        return create_file(self.locate(name))
 
     def remove(self, name: str | Place, *, is_large: bool = False) -> None:
         """Remove a file, if it is there.
@@ -658,28 +513,39 @@ class Store:
         the user's quota.
         """
         with suppress(FileNotFoundError):
-            self._run(self._system.remove, name, is_large)
+            self._remove(name, is_large)
 
-    def move(self, name: str | Place, target: Place) -> None:
+    @try_again
+    def _remove(self, name: Any, is_large: bool) -> None:
+        if is_large:
+            os.truncate(name, 0)
+        name.unlink()
+
+    @try_again
+    def move(self, name: Any, target: Any) -> None:
         """Move a file to another place of the same disk or server, and replace the file there."""
-        self._run(self._system.move, name, target)
+        name.replace(target)
 
-    def touch(self, name: str | Place) -> None:
+    @try_again
+    def touch(self, name: Any) -> None:
         """Set the time of a file to now."""
-        self._run(self._system.touch, name)
+        name.touch()
 
-    def make(self) -> None:
+    @try_again
+    def make(self, name: Any = "") -> None:
         """Make the folder. A bucket is never made.
 
         Raises:
             PermissionError: Nothing can be written there.
         """
-        self._run(self._system.make, "")
+        name.mkdir(parents=True, exist_ok=True)
+        if not os.access(name, os.W_OK, effective_ids=True):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     def drop(self) -> None:
-        """Remove the folder if it is empty."""
+        """Remove the folder if it is empty. A bucket has no empty folders."""
         with suppress(OSError):
-            self._run(self._system.drop, "")
+            self.place.rmdir()
 
     def find_again(self, names: Iterable[str | Place]) -> bool:
         """Look again for files that seem to be missing, and return whether one is there after all.
@@ -693,17 +559,7 @@ class Store:
 
         The room of a server is not known. ``cure`` says what the user can do instead.
         """
-        self._system.require_room(self.place, needed, cure)
-
-    def locate(self, name: str | Place) -> Any:
-        """Return the place of a file."""
-        if not name:
-            return self.place
-        return self.place / name if isinstance(name, str) else name
-
-    def _run(self, call: Callable[..., _Result], name: str | Place, *arguments: Any) -> _Result:
-        path = self.locate(name)
-        return self.retries.run(partial(guard_drive(path)(call), path, *arguments))
+        require_space(self.place, needed, cure)
 
 
 def open_store(place: PlaceLike, stop: Any = None, patience_s: float = math.inf) -> Store:
@@ -713,7 +569,13 @@ def open_store(place: PlaceLike, stop: Any = None, patience_s: float = math.inf)
         >>> open_store("no/such/folder").list_names()
         []
     """
-    return Store(_to_place(place), stop, patience_s)
+    opened = _to_place(place)
+    kind = Store
+    if isinstance(opened, UrlPath):
+        from colab_utils.urls import UrlStore
+
+        kind = UrlStore
+    return kind(opened, stop, patience_s)
 
 
 def _to_place(place: PlaceLike) -> Place:

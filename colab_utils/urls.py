@@ -9,7 +9,7 @@ import errno
 import io
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import lru_cache
 from pathlib import PurePosixPath
@@ -22,6 +22,8 @@ from fsspec.core import url_to_fs
 
 from colab_utils.drive import RefusedError, ServerLostError
 from colab_utils.errors import ColabUtilsError, UnavailableError, escape
+from colab_utils.files import MOST_BYTES, PieceFile, Store, try_again
+from colab_utils.places import Place, UrlPath
 
 # Protocols of object stores. In such a store, a file appears only when it is complete.
 _STORES = (
@@ -81,119 +83,197 @@ _MEANINGS = {
 _SILENT_S = 60.0
 
 
-class UrlFolder:
-    """What `Store` does with files at URLs. Each method makes its requests once."""
+@contextmanager
+def guard_server(path: Any) -> Iterator[None]:
+    """Replace errors of fsspec and its packages by errors that say what to do.
 
-    def read(self, path: Any, most_bytes: float, at_full_speed: bool) -> bytes:
-        """Return the content of a file."""
-        with guard_server(path):
-            system, key = locate(path)
-            return bytes(system.cat_file(key))
+    Raises:
+        FileNotFoundError: there is no such file, folder or bucket.
+        IsADirectoryError: it is a folder.
+        ServerLostError: the server did not answer, or failed. The same request may succeed later.
+        RefusedError: the server refused, and would refuse the same request again.
+    """
+    try:
+        yield
+    except ColabUtilsError:
+        raise
+    except Exception as error:
+        # The library's own error is not shown: its text may hold the address with a signature.
+        raise _explain_failure(path, _find_cause(error)) from None
 
-    def read_range(self, path: Any, start: int, count: int) -> bytes:
+
+class UrlFile(PieceFile):
+    """A file at a URL that is read in pieces. Its server must send parts of files.
+
+    Args:
+        path: the file.
+        store: makes the requests.
+        block_bytes: the smallest request, in bytes. If you read less, the rest is kept for the next
+            read.
+    """
+
+    def __init__(self, path: UrlPath, store: "UrlStore", block_bytes: int) -> None:
+        super().__init__(path, store.retries)
+        self._store = store
+        self._block_bytes = block_bytes
+        # Start and content of the last request. One tuple holds both, so that another thread never
+        # sees the start of one request with the content of another.
+        self._block = (0, b"")
+        self._size: int | None = None
+
+    def _read_some(self, view: memoryview, offset: int) -> int:
+        start, block = self._block
+        if not start <= offset < start + len(block):
+            start = offset
+            # Some servers refuse a request that goes beyond the end of the file.
+            wanted = min(max(len(view), self._block_bytes), self._find_size() - start)
+            block = self._store.read_range(self.path, start, wanted) if wanted > 0 else b""
+            self._block = (start, block)
+        piece = memoryview(block)[offset - start :][: len(view)]
+        view[: len(piece)] = piece
+        return len(piece)
+
+    def _find_size(self) -> int:
+        if self._size is None:
+            self._size = self._store.find_size(self.path)
+        return self._size
+
+
+class UrlStore(Store):
+    """The files of a URL; see `Store`."""
+
+    guard = staticmethod(guard_server)
+
+    @try_again
+    def read(
+        self, name: Any, *, most_bytes: float = MOST_BYTES, at_full_speed: bool = False
+    ) -> bytes:
+        """Read a whole file."""
+        system, key = locate(name)
+        return bytes(system.cat_file(key))
+
+    def open(self, name: str | Place, *, block_bytes: int = 0) -> PieceFile:
+        """Open a file to read it in pieces."""
+        return UrlFile(self.locate(name), self, block_bytes)
+
+    @try_again
+    def read_range(self, name: Any, start: int, count: int) -> bytes:
         """Return ``count`` bytes of a file, beginning with byte ``start``."""
-        with guard_server(path):
-            system, key = locate(path)
-            content = bytes(system.cat_file(key, start=start, end=start + count))
+        system, key = locate(name)
+        content = bytes(system.cat_file(key, start=start, end=start + count))
         if len(content) > count:
-            raise _refuse_parts(path)
+            raise _refuse_parts(name)
         return content
 
-    def find_size(self, path: Any) -> int:
+    @try_again
+    def find_size(self, name: Any) -> int:
         """Return the size in bytes of a file of which parts are to be read."""
-        if not path.is_web:
-            return _find_info(path).get("size") or 0
+        if not name.is_web:
+            return _find_info(name).get("size") or 0
         headers = {"Range": "bytes=0-0"}
-        with guard_server(path):
-            system, key = locate(path)
-            # Without a size, fsspec would ask for it by a request that some servers refuse.
-            with system.open(key, "rb", block_size=0, size=1, headers=headers) as stream:
-                size = stream.r.headers.get("Content-Range", "").rpartition("/")[2]
+        system, key = locate(name)
+        # Without a size, fsspec would ask for it by a request that some servers refuse.
+        with system.open(key, "rb", block_size=0, size=1, headers=headers) as stream:
+            size = stream.r.headers.get("Content-Range", "").rpartition("/")[2]
         if not size.isdigit():
-            raise _refuse_parts(path)
+            raise _refuse_parts(name)
         return int(size)
 
-    def stamp(self, path: Any) -> tuple[int, float]:
-        """Return the bytes of a file, and when it was written to, in seconds since 1970."""
-        info = _find_info(path)
+    @try_again
+    def _find_status(self, name: Any) -> tuple[int, float]:
+        info = _find_info(name)
         changed_s = time()
         for key in ("created", "modified", "mtime", "LastModified"):
             if isinstance(info.get(key), datetime):
                 changed_s = info[key].timestamp()
         return info.get("size") or 0, changed_s
 
-    def find_sizes(self, place: Any, names: Iterable[str]) -> dict[str, int]:
-        """List the folder once; return the size in bytes of each file, by its name."""
-        with guard_server(place):
-            system, key = locate(place)
-            system.invalidate_cache()
-            infos = system.ls(key, detail=True)
+    def has_files(self, files: Iterable[tuple[str, int, str]]) -> bool:
+        """List the folder once; return whether all these files are there."""
+        sizes: dict[str, int] = {}
+        with suppress(FileNotFoundError):
+            sizes = self._list("")
+        return all(sizes.get(name) == size for name, size, _ in files)
+
+    @try_again
+    def _list(self, name: Any) -> dict[str, int]:
+        """Return the size in bytes of each file in the folder, by its name."""
+        system, key = locate(name)
+        system.invalidate_cache()
         return {
             PurePosixPath(info["name"]).name: info.get("size") or 0
-            for info in infos
+            for info in system.ls(key, detail=True)
             if info["type"] == "file"
         }
 
-    def list(self, place: Any) -> Iterable[str]:
-        """Return the names of the files in the folder."""
-        return self.find_sizes(place, ())
+    def find_kind(self, name: str | Place = "") -> str:
+        """Return "file" or "folder"; "" if there is neither."""
+        path = self.locate(name)
+        if path == self.place and path.is_web:
+            return "folder"
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return "file" if self._find_type(path) == "file" else "folder"
+        return ""
 
-    def find_kind(self, path: Any) -> str:
-        """Return "file" or "folder"."""
-        return "file" if _find_info(path)["type"] == "file" else "folder"
+    @try_again
+    def _find_type(self, name: Any) -> Any:
+        return _find_info(name)["type"]
 
-    def write(self, path: Any, parts: tuple[bytes | memoryview, ...]) -> None:
+    @try_again
+    def write(self, name: Any, *parts: bytes | memoryview) -> None:
         """Write a file, and read it back."""
-        if path.is_web:
+        if name.is_web:
             raise ColabUtilsError(
-                f"{path} lies on a web server, which can only be read. Name a folder or a bucket "
+                f"{name} lies on a web server, which can only be read. Name a folder or a bucket "
                 "to write to."
             )
         content = b"".join(parts)
         try:
-            with guard_server(path):
-                _send(path, content)
+            with guard_server(name):
+                _send(name, content)
         except FileNotFoundError as error:
             raise RefusedError(
-                f"{path} cannot be written: its bucket or folder is not there. Look at the "
+                f"{name} cannot be written: its bucket or folder is not there. Look at the "
                 "address, or make the bucket."
             ) from error
-        if self.read(path, 0, at_full_speed=True) != content:
-            raise OSError(errno.EIO, "what was written reads back differently")
+        if self.read(name) != content:
+            raise ServerLostError(f"{name} reads back differently. Run the same again later.")
 
-    def create(self, path: Any) -> io.BytesIO:
-        """Return memory for a file that is sent when it is complete."""
-        return io.BytesIO()
+    @contextmanager
+    def create(self, name: str | Place) -> Iterator[io.BytesIO]:
+        """Yield memory for a file that is sent when it is complete."""
+        file = io.BytesIO()
+        yield file
+        self.write(name, file.getvalue())
 
-    def remove(self, path: Any, is_large: bool) -> None:
-        """Remove a file."""
+    @try_again
+    def _remove(self, name: Any, is_large: bool) -> None:
         # Some servers raise no error for a missing file, so look for the file first.
-        _find_info(path)
-        with guard_server(path):
-            system, key = locate(path)
-            system.rm_file(key)
+        _find_info(name)
+        system, key = locate(name)
+        system.rm_file(key)
 
-    def move(self, path: Any, target: Any) -> None:
+    @try_again
+    def move(self, name: Any, target: Any) -> None:
         """Move a file."""
-        with guard_server(path):
-            system, key = locate(path)
-            system.mv(key, locate(target)[1])
+        system, key = locate(name)
+        system.mv(key, locate(target)[1])
 
-    def touch(self, path: Any) -> None:
+    def touch(self, name: str | Place) -> None:
         """Write a file again."""
-        self.write(path, (self.read(path, 0, at_full_speed=True),))
+        self.write(name, self.read(name))
 
-    def make(self, path: Any) -> None:
+    @try_again
+    def make(self, name: Any = "") -> None:
         """Make the folder, if the server has folders."""
-        if path.protocol not in _STORES and not path.is_web:
-            with guard_server(path):
-                system, key = locate(path)
-                system.makedirs(key, exist_ok=True)
+        if name.protocol not in _STORES and not name.is_web:
+            system, key = locate(name)
+            system.makedirs(key, exist_ok=True)
 
-    def drop(self, path: Any) -> None:
+    def drop(self) -> None:
         """Do nothing: a bucket has no empty folders."""
 
-    def require_room(self, path: Any, needed: float, cure: str) -> None:
+    def require_room(self, needed: float, cure: str) -> None:
         """Do nothing: the room of a server is not known."""
 
 
@@ -215,15 +295,10 @@ def _send(path: Any, content: bytes) -> None:
 
 
 def _find_info(path: Any) -> dict[str, Any]:
-    """Return fsspec's information on a file or folder.
-
-    Raises:
-        FileNotFoundError: it is not there.
-    """
-    with guard_server(path):
-        system, key = locate(path)
-        system.invalidate_cache()
-        return dict(system.info(key))
+    """Return fsspec's information on a file or folder."""
+    system, key = locate(path)
+    system.invalidate_cache()
+    return dict(system.info(key))
 
 
 def locate(path: Any) -> tuple[Any, str]:
@@ -270,25 +345,6 @@ def require_protocol(url: str, protocol: str) -> None:
             f"{url} has a protocol that fsspec does not know. Look at its name, or copy the data "
             "to a folder."
         ) from None
-
-
-@contextmanager
-def guard_server(path: Any) -> Iterator[None]:
-    """Replace errors of fsspec and its packages by errors that say what to do.
-
-    Raises:
-        FileNotFoundError: there is no such file, folder or bucket.
-        IsADirectoryError: it is a folder.
-        ServerLostError: the server did not answer, or failed. The same request may succeed later.
-        RefusedError: the server refused, and would refuse the same request again.
-    """
-    try:
-        yield
-    except ColabUtilsError:
-        raise
-    except Exception as error:
-        # The library's own error is not shown: its text may hold the address with a signature.
-        raise _explain_failure(path, _find_cause(error)) from None
 
 
 def _explain_failure(path: Any, cause: Exception) -> Exception:

@@ -1,14 +1,18 @@
 """Readers of the files of shards, and of the arrays beside them."""
 
 import warnings
+from functools import lru_cache
 from typing import Any
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableError
-from colab_utils.files import OpenFiles, Store, open_store
+from colab_utils.files import Store, open_store
 from colab_utils.os_errors import explain_os_error
 from colab_utils.places import Place
 from colab_utils.shards.arrays import ShardArrays, load_arrays, rebuild_arrays
 from colab_utils.shards.index import ShardInfo
+
+OPEN_FILES = 4096
+"""The largest number of files that a dataset keeps open."""
 
 
 class ShardFiles:
@@ -18,9 +22,14 @@ class ShardFiles:
     """
 
     def __init__(self, folder: Place) -> None:
+        import resource
+
+        # Other datasets and the workers open files, too. A file that is dropped is closed when no
+        # thread reads it any more.
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self.folder = folder
         self.store = open_store(folder)
-        self._open = OpenFiles(self.store)
+        self._open = lru_cache(min(OPEN_FILES, limit // 8 + 1))(self.store.open)
 
     # A copy in another process opens the files anew.
     def __reduce__(self) -> Any:
@@ -35,7 +44,7 @@ class ShardFiles:
         length = memoryview(buffer).nbytes
         cure = "Copy the shards again, or mount Drive again."
         try:
-            count = self._open.get(name).readinto(buffer, start)
+            count = self._open(name).readinto(buffer, start)
             problem = f"the file was cut short. {cure}"
         except OSError as error:
             count = -1

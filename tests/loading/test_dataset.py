@@ -32,7 +32,6 @@ from torchvision.datasets import CocoDetection
 from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from colab_utils import files
 from colab_utils.data.coco import read_coco
 from colab_utils.data.image_checks import read_header
 from colab_utils.data.masks import unpack_masks
@@ -287,7 +286,7 @@ def count_open(folder):
 
 
 def test_files_are_closed_with_the_dataset_and_few_are_open_before(tiny_shards, monkeypatch):
-    monkeypatch.setattr(files, "OPEN_FILES", 2)
+    monkeypatch.setattr("colab_utils.loading.readers.OPEN_FILES", 2)
     dataset = ShardDataset(tiny_shards)
     # A thousand shards must not need a thousand open files.
     assert count_open(tiny_shards) == 0
@@ -316,26 +315,6 @@ def open_all():
     for descriptor in held:
         os.close(descriptor)
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
-def test_two_datasets_share_half_of_the_files_that_may_be_open(tiny_shards, monkeypatch):
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (8, limits[1]))
-    datasets = [ShardDataset(tiny_shards) for _ in range(2)]
-    for dataset in datasets:
-        for i in range(len(dataset)):
-            dataset[i]
-    assert len(dataset.index.shards) > 2
-    assert 0 < count_open(tiny_shards) <= 6
-
-
-def test_files_that_are_kept_open_make_room(tiny_shards, open_all):
-    dataset = ShardDataset(tiny_shards)
-    expected = [dataset[i] for i in range(len(dataset))]
-    open_all()
-    for i, sample in enumerate(expected):
-        assert_equal_samples(dataset[i], sample)
-    assert len(ShardDataset(tiny_shards)) == len(expected)
 
 
 @pytest.mark.parametrize("read", [ShardDataset, read_index, verify_shards])
