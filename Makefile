@@ -91,7 +91,7 @@ test-formats: setup
 	$(RUN) -m benchmarks.environments --work runs/benchmarks --only formats
 	PYTHONPATH=. runs/benchmarks/envs/formats/bin/python -m pytest -W ignore tests/data/test_formats.py
 
-# Shards by Dask and by Ray, in processes that are killed, and at S3 and Google, in an environment of
+# Shards by Dask and by Ray, in processes that are killed, and at S3, in an environment of
 # their own; downloads 210 MB
 test-engines: setup
 	$(RUN) -m benchmarks.environments --work runs/benchmarks --only engines

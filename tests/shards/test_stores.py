@@ -1,5 +1,5 @@
-"""Shards in buckets of S3 and of Google Cloud Storage, at servers in processes of their own that
-check credentials as the real ones do: `make test-engines` installs what they need.
+"""Shards in a bucket of S3, at a server in a process of its own whose credentials expire:
+`make test-engines` installs what it needs.
 """
 
 from __future__ import annotations
@@ -21,21 +21,18 @@ from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import write_shards
 from colab_utils.training.checkpoint import CheckpointFolder
 from tests.snapshots import snapshot
-from tests.stores import S3, Google, forget_servers
+from tests.stores import S3, forget_servers
 
 SETTINGS = {"shard_mb": 0.05, "storage": "keep"}
 
 
-@pytest.fixture(params=[S3, Google], ids=["S3", "Google"])
-def store(request, tmp_path, monkeypatch):
+@pytest.fixture
+def store(tmp_path, monkeypatch):
     """A server with an empty bucket."""
-    # gcsfs reads this when it is imported. Without it, it asks for the kind of a bucket by another
-    # protocol, at Google itself.
-    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-    for package in request.param.packages:
+    for package in ("s3fs", "moto"):
         pytest.importorskip(package, reason="make test-engines")
     forget_servers()
-    server = request.param(tmp_path, monkeypatch)
+    server = S3(tmp_path, monkeypatch)
     yield server
     server.close()
     forget_servers()
@@ -131,7 +128,7 @@ def test_a_server_that_fails_for_a_while_is_asked_again(store, url, local, tmp_p
 def test_missing_rights_are_told_at_once_and_the_same_call_continues(store, url, local, tmp_path):
     copy_shards(local, url)
     store.set_rules(status=403, code="AccessDenied", skip=5)
-    with pytest.raises(RefusedError, match=rf"refused \({store.denied}.*rights there"):
+    with pytest.raises(RefusedError, match=r"refused \(403 .*\(AccessDenied\).*rights there"):
         copy_shards(url, tmp_path / "ssd")
     assert not (tmp_path / "ssd" / "index.json").exists()
     store.rules.unlink()
@@ -149,7 +146,7 @@ def test_a_server_that_goes_is_told(store, url, local, tmp_path):
 def test_credentials_that_are_missing_are_told(store, url, local):
     store.remove_credentials()
     forget_servers()
-    with pytest.raises(RefusedError, match=rf"{store.missing}.*Look at .*credentials"):
+    with pytest.raises(RefusedError, match=r"NoCredentials.*Look at .*credentials"):
         copy_shards(local, url)
 
 
@@ -159,7 +156,7 @@ def test_credentials_that_are_missing_are_told(store, url, local):
 
 def expect_expiry(store, skip, call):
     store.expire(skip=skip)
-    with pytest.raises(RefusedError, match=rf"{store.expired}.*credentials.*expired"):
+    with pytest.raises(RefusedError, match=r"400.*credentials.*expired"):
         call()
     store.renew()
 
@@ -206,7 +203,7 @@ def test_checkpoints_wait_for_new_credentials(store):
     folder.prepare(anew=False)
     folder.save({"losses": [1]}, step=1)
     store.expire(skip=0)
-    with pytest.warns(ColabUtilsWarning, match=rf"{store.expired}.*waits in"):
+    with pytest.warns(ColabUtilsWarning, match=r"400.*waits in"):
         waiting = folder.save({"losses": [2]}, step=2)
     assert waiting.parent == folder.waiting
     with pytest.raises(DriveLostError, match="renew your credentials"):
