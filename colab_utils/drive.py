@@ -7,9 +7,10 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from errno import ECONNABORTED, EIO, ENODEV, ENOTCONN, ESTALE, ETIMEDOUT
+from functools import partial, wraps
 from pathlib import Path
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import psutil
 
@@ -31,6 +32,7 @@ _DRIVE_KIND = "fuse.drive"
 # Names of the folders in each mounted Drive, and older names of both.
 _DRIVE_FOLDERS = ("MyDrive", "My Drive", "Shareddrives", "Shared drives")
 _Result = TypeVar("_Result")
+_Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 class DriveLostError(UnavailableError):
@@ -336,6 +338,18 @@ class Retries:
             return ""
         times = "1 time" if self.count == 1 else f"{self.count} times"
         return f"{self._place} failed {times} and was tried again"
+
+
+def try_again(call: _Call) -> _Call:
+    """Let a method of a store take a name in place of a path, and try it again while it fails."""
+
+    @wraps(call)
+    def run(store: Any, name: Any = "", *arguments: Any, **options: Any) -> Any:
+        path = store.locate(name)
+        guarded = store.guard(path)(call)
+        return store.retries.run(partial(guarded, store, path, *arguments, **options))
+
+    return cast(_Call, run)
 
 
 def _is_absent(path: Any) -> bool:

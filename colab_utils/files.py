@@ -13,14 +13,14 @@ import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import partial, wraps
+from functools import lru_cache, partial
 from pathlib import Path
 from time import perf_counter, sleep
-from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import xxhash
 
-from colab_utils.drive import RETRY_WAITS_S, DriveLostError, Retries, guard_drive
+from colab_utils.drive import RETRY_WAITS_S, DriveLostError, Retries, guard_drive, try_again
 from colab_utils.errors import ColabUtilsError
 from colab_utils.machine import find_host, require_linux, require_space
 from colab_utils.places import Place, PlaceLike, UrlPath, open_place
@@ -28,7 +28,6 @@ from colab_utils.slow_drive import find_profile, wait_as_drive
 from colab_utils.units import format_bytes
 
 _Result = TypeVar("_Result")
-_Call = TypeVar("_Call", bound=Callable[..., Any])
 
 MOST_BYTES = 4e8
 """Bytes of the largest file that is read as a whole, by default: no photo is larger."""
@@ -263,6 +262,43 @@ class DriveFile(PieceFile):
             self._descriptors.append(_open_at_once(str(self.path), os.O_RDONLY))
 
 
+class UrlFile(PieceFile):
+    """A file at a URL that is read in pieces. Its server must send parts of files.
+
+    Args:
+        path: the file.
+        store: makes the requests.
+        block_bytes: the smallest request, in bytes. If you read less, the rest is kept for the next
+            read.
+    """
+
+    def __init__(self, path: UrlPath, store: Any, block_bytes: int) -> None:
+        super().__init__(path, store.retries)
+        self._store = store
+        self._block_bytes = block_bytes
+        # Start and content of the last request. One tuple holds both, so that another thread never
+        # sees the start of one request with the content of another.
+        self._block = (0, b"")
+        self._size: int | None = None
+
+    def _read_some(self, view: memoryview, offset: int) -> int:
+        start, block = self._block
+        if not start <= offset < start + len(block):
+            start = offset
+            # Some servers refuse a request that goes beyond the end of the file.
+            wanted = min(max(len(view), self._block_bytes), self._find_size() - start)
+            block = self._store.read_range(self.path, start, wanted) if wanted > 0 else b""
+            self._block = (start, block)
+        piece = memoryview(block)[offset - start :][: len(view)]
+        view[: len(piece)] = piece
+        return len(piece)
+
+    def _find_size(self) -> int:
+        if self._size is None:
+            self._size = int(self._store.find_size(self.path))
+        return self._size
+
+
 def name_temporary(path: Path) -> Path:
     """Return the name under which this thread writes a file until the file is complete.
 
@@ -359,18 +395,6 @@ def drop_cached(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def try_again(call: _Call) -> _Call:
-    """Let a method of a store take a name in place of a path, and try it again while it fails."""
-
-    @wraps(call)
-    def run(store: "Store", name: str | Place = "", *arguments: Any, **options: Any) -> Any:
-        path = store.locate(name)
-        guarded = store.guard(path)(call)
-        return store.retries.run(partial(guarded, store, path, *arguments, **options))
-
-    return cast(_Call, run)
-
-
 class Store:
     """The files of a folder of this machine or of a mounted Drive, by name. `open_store` opens it.
 
@@ -403,7 +427,7 @@ class Store:
         self.retries = Retries(stop, patience_s)
 
     def __reduce__(self) -> Any:
-        return type(self), (self.place, None, self.retries.patience_s)
+        return open_store, (self.place, None, self.retries.patience_s)
 
     def locate(self, name: str | Place) -> Any:
         """Return the place of a file."""
@@ -570,12 +594,20 @@ def open_store(place: PlaceLike, stop: Any = None, patience_s: float = math.inf)
         []
     """
     opened = _to_place(place)
-    kind = Store
-    if isinstance(opened, UrlPath):
-        from colab_utils.urls import UrlStore
-
-        kind = UrlStore
+    kind = _find_url_store() if isinstance(opened, UrlPath) else Store
     return kind(opened, stop, patience_s)
+
+
+@lru_cache
+def _find_url_store() -> type[Store]:
+    """Return the class of stores at URLs. Its module loads fsspec, which most people do not use."""
+    from colab_utils.urls import UrlMethods
+
+    class UrlStore(UrlMethods, Store):
+        def open(self, name: str | Place, *, block_bytes: int = 0) -> PieceFile:
+            return UrlFile(self.locate(name), self, block_bytes)
+
+    return UrlStore
 
 
 def _to_place(place: PlaceLike) -> Place:

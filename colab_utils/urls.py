@@ -20,10 +20,8 @@ from typing import Any
 from fsspec import get_filesystem_class
 from fsspec.core import url_to_fs
 
-from colab_utils.drive import RefusedError, ServerLostError
+from colab_utils.drive import RefusedError, ServerLostError, try_again
 from colab_utils.errors import ColabUtilsError, UnavailableError, escape
-from colab_utils.files import MOST_BYTES, PieceFile, Store, try_again
-from colab_utils.places import Place, UrlPath
 
 # Protocols of object stores. In such a store, a file appears only when it is complete.
 _STORES = (
@@ -102,59 +100,18 @@ def guard_server(path: Any) -> Iterator[None]:
         raise _explain_failure(path, _find_cause(error)) from None
 
 
-class UrlFile(PieceFile):
-    """A file at a URL that is read in pieces. Its server must send parts of files.
-
-    Args:
-        path: the file.
-        store: makes the requests.
-        block_bytes: the smallest request, in bytes. If you read less, the rest is kept for the next
-            read.
-    """
-
-    def __init__(self, path: UrlPath, store: "UrlStore", block_bytes: int) -> None:
-        super().__init__(path, store.retries)
-        self._store = store
-        self._block_bytes = block_bytes
-        # Start and content of the last request. One tuple holds both, so that another thread never
-        # sees the start of one request with the content of another.
-        self._block = (0, b"")
-        self._size: int | None = None
-
-    def _read_some(self, view: memoryview, offset: int) -> int:
-        start, block = self._block
-        if not start <= offset < start + len(block):
-            start = offset
-            # Some servers refuse a request that goes beyond the end of the file.
-            wanted = min(max(len(view), self._block_bytes), self._find_size() - start)
-            block = self._store.read_range(self.path, start, wanted) if wanted > 0 else b""
-            self._block = (start, block)
-        piece = memoryview(block)[offset - start :][: len(view)]
-        view[: len(piece)] = piece
-        return len(piece)
-
-    def _find_size(self) -> int:
-        if self._size is None:
-            self._size = self._store.find_size(self.path)
-        return self._size
-
-
-class UrlStore(Store):
-    """The files of a URL; see `Store`."""
+class UrlMethods:
+    """What a `Store` does with files at URLs in its own way."""
 
     guard = staticmethod(guard_server)
+    place: Any
+    locate: Any
 
     @try_again
-    def read(
-        self, name: Any, *, most_bytes: float = MOST_BYTES, at_full_speed: bool = False
-    ) -> bytes:
-        """Read a whole file."""
+    def read(self, name: Any, *, most_bytes: float = 0, at_full_speed: bool = True) -> bytes:
+        """Read a whole file of any size."""
         system, key = locate(name)
         return bytes(system.cat_file(key))
-
-    def open(self, name: str | Place, *, block_bytes: int = 0) -> PieceFile:
-        """Open a file to read it in pieces."""
-        return UrlFile(self.locate(name), self, block_bytes)
 
     @try_again
     def read_range(self, name: Any, start: int, count: int) -> bytes:
@@ -206,7 +163,7 @@ class UrlStore(Store):
             if info["type"] == "file"
         }
 
-    def find_kind(self, name: str | Place = "") -> str:
+    def find_kind(self, name: Any = "") -> str:
         """Return "file" or "folder"; "" if there is neither."""
         path = self.locate(name)
         if path == self.place and path.is_web:
@@ -240,7 +197,7 @@ class UrlStore(Store):
             raise ServerLostError(f"{name} reads back differently. Run the same again later.")
 
     @contextmanager
-    def create(self, name: str | Place) -> Iterator[io.BytesIO]:
+    def create(self, name: Any) -> Iterator[io.BytesIO]:
         """Yield memory for a file that is sent when it is complete."""
         file = io.BytesIO()
         yield file
@@ -259,7 +216,7 @@ class UrlStore(Store):
         system, key = locate(name)
         system.mv(key, locate(target)[1])
 
-    def touch(self, name: str | Place) -> None:
+    def touch(self, name: Any) -> None:
         """Write a file again."""
         self.write(name, self.read(name))
 
