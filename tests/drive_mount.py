@@ -87,16 +87,13 @@ def mount_drive(
     *,
     profile: str | DriveProfile = "none",
     direct: bool = False,
-    cache: Path | None = None,
-    stat_s: float = 0.0,
     total_bytes_per_s: float = 0.0,
 ) -> Iterator[DriveMount]:
     """Mount ``backing`` on ``folder``, in a process of its own, for as long as the block lasts; its
     type is Drive's.
 
-    ``cache``: a folder on the local disk that keeps every file that was read to its end, or
-    written, as Drive's does; without one it is only remembered which they are. ``direct``: the
-    kernel keeps nothing, so that a short read reaches the reader, and files cannot be mapped.
+    ``direct``: the kernel keeps nothing, so that a short read reaches the reader, and files cannot
+    be mapped.
     """
     name = profile if isinstance(profile, str) else json.dumps(asdict(profile))
     # Later libfuse leaves the working directory, so a relative path would lead elsewhere.
@@ -116,9 +113,8 @@ def mount_drive(
         "--faults",
         str(faults),
     ]
-    command += ["--stat-s", str(stat_s), "--total-bytes-per-s", str(total_bytes_per_s)]
+    command += ["--total-bytes-per-s", str(total_bytes_per_s)]
     command += ["--direct"] if direct else []
-    command += ["--cache", str(cache)] if cache else []
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     try:

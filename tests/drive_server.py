@@ -11,7 +11,6 @@ import argparse
 import errno
 import json
 import os
-import shutil
 import threading
 import time
 from dataclasses import dataclass
@@ -61,20 +60,15 @@ class Drive:
         backing: Path,
         profile: DriveProfile | None,
         faults_file: Path,
-        cache: Path | None,
-        stat_s: float,
         total_bytes_per_s: float,
     ) -> None:
         self.backing = backing
         self.profile = profile
         self.faults_file = faults_file
-        self.cache = cache
-        self.stat_s = stat_s
         self._faults: dict[str, Any] = {}
         self._changed = 0
         self._files: dict[int, _Open] = {}
         self._cached: set[str] = set()
-        self._known: set[str] = set()
         self._ours: set[str] = set()
         self._lock = threading.Lock()
         self._line = threading.Condition(self._lock)
@@ -128,9 +122,6 @@ class Drive:
         self.check(looks=True)
         if self.hides(path):
             raise OSError(errno.ENOENT, "No such file or directory")
-        if path not in self._known:
-            time.sleep(self.stat_s)
-            self._known.add(path)
         status = os.lstat(self.find(path))
         keys = (
             "st_mode",
@@ -241,7 +232,6 @@ class Drive:
             mode,
         )
         self._files[descriptor] = _Open(descriptor, cached=True, written=True)
-        self._known.add(path)
         self._ours.add(path)
         return descriptor
 
@@ -259,11 +249,6 @@ class Drive:
         file = self._files.pop(fh)
         if file.read_bytes >= os.fstat(fh).st_size > 0 or file.written:
             self._cached.add(path)
-            if self.cache is not None:
-                shutil.copyfile(
-                    self.find(path),
-                    self.cache / path.lstrip("/").replace("/", "_"),
-                )
         os.close(fh)
         return 0
 
@@ -284,7 +269,7 @@ class Drive:
     def rename(self, old: str, new: str) -> int:
         self.check(writes=True)
         os.rename(self.find(old), self.find(new))
-        for paths in (self._cached, self._known, self._ours):
+        for paths in (self._cached, self._ours):
             if old in paths:
                 paths.discard(old)
                 paths.add(new)
@@ -315,13 +300,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--profile", default="none", help="a name, or a profile as JSON")
     parser.add_argument(
-        "--stat-s", type=float, default=0.0, help="to look at a file for the first time"
-    )
-    parser.add_argument(
         "--total-bytes-per-s", type=float, default=0.0, help="of all streams together; 0: no limit"
     )
     parser.add_argument("--faults", type=Path, required=True)
-    parser.add_argument("--cache", type=Path, help="keeps what was read to its end or written")
     parser.add_argument("--direct", action="store_true", help="nothing is kept by the kernel")
     options = parser.parse_args()
     text = options.profile
@@ -333,8 +314,6 @@ def main() -> None:
         options.backing.absolute(),
         profile,
         options.faults,
-        options.cache,
-        options.stat_s,
         options.total_bytes_per_s,
     )
     folder = str(options.folder)

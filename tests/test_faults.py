@@ -7,11 +7,7 @@ import json
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,10 +16,7 @@ import pytest
 from colab_utils import drive
 from colab_utils.__main__ import main
 from colab_utils.errors import ColabUtilsWarning
-from colab_utils.loading.dataset import ShardDataset
-from colab_utils.shards import lock
 from colab_utils.shards.write import write_shards
-from colab_utils.slow_drive import DriveProfile
 from colab_utils.training import train as loop
 from tests.drive_mount import DriveMount, mount_or_skip
 from tests.tiny_model import TINY_MODEL
@@ -71,20 +64,8 @@ COMMANDS = {
         "--checkpoint-steps",
         1,
     ],
-    "resume": [
-        "train",
-        "--shards",
-        "{drive}/shards",
-        "--ssd",
-        "{ssd}/shards",
-        "--run",
-        "{drive}/run",
-        "--steps",
-        STEPS,
-        "--checkpoint-steps",
-        1,
-    ],
 }
+COMMANDS["resume"] = COMMANDS["train"]
 
 
 class World:
@@ -215,16 +196,10 @@ every = pytest.mark.parametrize("command", list(COMMANDS))
 
 
 @every
-def test_a_burst_of_errors_is_tried_again(world, command):
+@pytest.mark.parametrize("fault", [{"errors": 3}, {"call_errors": 2}], ids=["read", "look"])
+def test_a_burst_of_errors_is_tried_again(world, command, fault):
     prepare(world, command)
-    world.mount.fail(errors=3)
-    run_complete(world, command)
-
-
-@every
-def test_a_burst_of_errors_at_looking_is_tried_again(world, command):
-    prepare(world, command)
-    world.mount.fail(call_errors=2)
+    world.mount.fail(**fault)
     run_complete(world, command)
 
 
@@ -479,55 +454,3 @@ def test_training_goes_on_from_the_ssd_when_drive_is_lost(world):
     world.mount.fail()
     assert not (world.backing / "run" / f"checkpoint-{STEPS:08}.pt").exists()
     run_complete(world, "resume")
-
-
-def test_a_second_writer_is_told(world):
-    with lock.hold_folder(world.drive / "new"):
-        status, shown, _ = world.run("preprocess")
-    assert status == 2
-    assert f" ('process {os.getpid()} on " in shown
-    run_complete(world, "preprocess")
-
-
-def test_a_writer_on_another_machine_is_left_alone_until_it_is_silent(world, monkeypatch):
-    folder = world.backing / "new"
-    folder.mkdir()
-    (folder / lock.WRITER_NAME).write_text("process 1 on colab-2\nboot 0")
-    status, shown, _ = world.run("preprocess")
-    assert status == 2
-    assert " ('process 1 on colab-2'). Let it end" in shown
-    # The other machine ended with its session.
-    monkeypatch.setattr(lock, "_SILENT_S", 0.01)
-    run_complete(world, "preprocess")
-
-
-def test_a_killed_writer_is_no_writer(world):
-    folder = world.backing / "new"
-    script = (
-        "import os, signal\nfrom pathlib import Path\nfrom colab_utils.shards.lock import "
-        "hold_folder\n"
-        f"with hold_folder(Path({str(folder)!r})):\n    os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -signal.SIGKILL
-    assert (folder / lock.WRITER_NAME).exists()
-    run_complete(world, "preprocess")
-
-
-def test_drives_cache_makes_the_second_read_fast_and_takes_local_disk(made, tmp_path):
-    backing = tmp_path / "backing"
-    cache = tmp_path / "cache"
-    shutil.copytree(made, backing)
-    cache.mkdir()
-    slow = DriveProfile("slow", open_s=0.1, bytes_per_s=1e6, source="made up for the test")
-    with mount_or_skip(backing, tmp_path / "drive", profile=slow, cache=cache) as mount:
-        times_s = []
-        for _ in range(2):
-            began_s = time.perf_counter()
-            data = (mount.folder / "shards" / "shard-000000.tar").read_bytes()
-            times_s.append(time.perf_counter() - began_s)
-            # The system tells a file system later that a file was closed.
-            time.sleep(0.3)
-    # One run waits 0.1 s or more, and the other does not wait.
-    assert times_s[1] < times_s[0] / 2
-    assert sum(path.stat().st_size for path in cache.iterdir()) == len(data)
-    assert len(ShardDataset(backing / "shards")) == 12

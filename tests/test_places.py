@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from fsspec import filesystem
 
 from colab_utils import files
 from colab_utils.drive import DriveLostError, RefusedError, ServerLostError
@@ -141,16 +140,6 @@ def test_what_is_no_path_is_told(path):
 def test_a_url_that_cannot_be_read_here_is_refused_at_once(url, cure):
     with pytest.raises(ColabUtilsError, match=cure):
         open_place(url)
-
-
-def test_a_url_is_no_path_of_this_machine(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    place = UrlPath("memory://bucket/shards")
-    with pytest.raises(TypeError):
-        Path(place)
-    with pytest.raises(TypeError):
-        os.listdir(place)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_names_are_put_together_and_taken_apart():
@@ -490,11 +479,6 @@ def test_a_server_that_is_no_store_gets_a_file_under_a_name_of_its_own_first(fil
     assert [name.endswith(".part") for name in names] == [True]
     assert store.read("b.bin") == b"new"
     assert store.list_names() == ["b.bin"]
-
-
-def test_a_store_is_written_at_once():
-    open_store("memory://bucket").write("c.bin", b"a", b"b")
-    assert filesystem("memory").cat_file("/bucket/c.bin") == b"ab"
 
 
 def test_a_web_server_is_only_read():

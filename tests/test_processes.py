@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
-from multiprocessing import active_children
 
 import psutil
 import pytest
@@ -25,7 +24,6 @@ from colab_utils.processes import (
     defer_interrupt,
     end_process,
     explain_limits,
-    fork_pool,
     pop_done,
     quiet_fork,
     start_thread,
@@ -81,29 +79,6 @@ def test_ctrl_c_counts_if_the_block_raises_an_error():
         interrupt_and_fail()
     assert isinstance(interrupt.value.__context__, OSError)
     assert signal.getsignal(signal.SIGINT) is handler
-
-
-def test_a_deferred_ctrl_c_does_what_the_program_has_set():
-    """Python may have no handler of its own: then the system ends the process, or ignores it."""
-    script = (
-        "import signal, sys\n"
-        "from colab_utils.processes import defer_interrupt\n"
-        "signal.signal(signal.SIGINT, signal.Handlers[sys.argv[1]])\n"
-        "with defer_interrupt():\n"
-        "    signal.raise_signal(signal.SIGINT)\n"
-        "    print('block')\n"
-        "    sys.stdout.flush()\n"
-        "print('after')\n"
-    )
-    for name, code, printed in (("SIG_DFL", -signal.SIGINT, 1), ("SIG_IGN", 0, 2)):
-        run = subprocess.run(
-            [sys.executable, "-c", script, name],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert (run.returncode, run.stderr) == (code, "")
-        assert run.stdout.split() == ["block", "after"][:printed]
 
 
 def test_ctrl_c_of_another_thread_is_none():
@@ -216,26 +191,6 @@ def test_too_few_open_files_are_said_in_one_line(command, tiny_dataset, tmp_path
 
 def refuse_thread(self):
     raise RuntimeError("can't start new thread")
-
-
-@pytest.mark.parametrize("place", ["_feed", "run"])
-def test_a_pool_that_starts_in_part_is_taken_down(place, monkeypatch):
-    """The limit above strikes one thread or the other; here it is each in turn."""
-    start = threading.Thread.start
-
-    def refuse_one(thread):
-        is_feeder = thread.name == "QueueFeederThread"
-        if is_feeder == (place == "_feed"):
-            refuse_thread(thread)
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", refuse_one)
-    with pytest.raises(ColabUtilsError, match=r"can't start new thread\. .*pids\.max"):
-        fork_pool(3)
-    assert active_children() == []
-    monkeypatch.undo()
-    with fork_pool(2) as pool:
-        assert list(pool.map(abs, (-1, 2))) == [1, 2]
 
 
 def test_threads_that_cannot_start_are_said(monkeypatch):

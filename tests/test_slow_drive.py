@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
-import sys
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 from time import perf_counter
@@ -141,17 +139,6 @@ class TestSlowDown:
         slow_down(tmp_path, SLOW)
         with ProcessPoolExecutor(1, get_context(method)) as pool:
             assert pool.submit(find_profile, tmp_path / "a").result() == SLOW
-
-    def test_a_command_is_slowed_too(self, tmp_path):
-        slow_down(tmp_path, SLOW)
-        code = (
-            "import sys; from colab_utils.slow_drive import find_profile; "
-            "print(find_profile(sys.argv[1]).open_s)"
-        )
-        run = subprocess.run(
-            [sys.executable, "-c", code, tmp_path / "a"], capture_output=True, text=True, check=True
-        )
-        assert float(run.stdout) == SLOW.open_s
 
 
 @pytest.mark.parametrize("pool", ["threads", "processes"])

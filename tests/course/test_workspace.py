@@ -4,28 +4,23 @@ fails; and what a fresh machine finds on Drive is used, what is missing is made 
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
-import shutil
-import subprocess
 import sys
 import types
 import warnings
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from colab_utils import ShardDataset, drive, files, slow_drive
+from colab_utils import drive, files, slow_drive
 from colab_utils.__main__ import main
 from colab_utils.course import workspace as module
 from colab_utils.course.workspace import SCENES, Workspace, ensure_dataset, ensure_shards
 from colab_utils.data.checks import check_dataset
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import read_file
-from colab_utils.loading.loader import make_loader
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.index import read_index
 from colab_utils.shards.write import write_shards
@@ -94,18 +89,6 @@ def test_outside_colab_two_folders_are_made_under_runs(tmp_path, monkeypatch):
     assert workspace.ssd.is_dir()
     assert workspace.profile is DRIVE_PROFILES["bad"]
     assert Workspace.open() == workspace
-
-
-def test_importing_makes_no_folder(tmp_path, monkeypatch):
-    root = str(Path(module.__file__).parents[1])
-    command = [sys.executable, "-c", "import colab_utils.course.workspace"]
-    subprocess.run(
-        command,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": root},
-        check=True,
-    )
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_relative_paths_stay_valid_after_a_change_of_folder(tmp_path, monkeypatch):
@@ -260,33 +243,6 @@ def test_a_plain_folder_with_the_name_of_drives_is_not_drive(colab):
     assert Workspace.open(scene=REAL).drive == mount_point / "MyDrive" / "colab_utils"
 
 
-def test_a_folder_named_in_google_drive_is_never_replaced(colab):
-    colab.failure = ValueError("mount failed")
-    wanted = colab.content / "drive" / "MyDrive" / "mine"
-    with pytest.raises(
-        ColabUtilsError, match=r"Drive is not mounted .*\(ValueError: mount failed\)\. Sign in"
-    ):
-        Workspace.open(wanted, scene=REAL)
-    assert not (colab.content / "drive").exists()
-    assert not (colab.content / "slow_drive").exists()
-
-
-def test_a_mount_at_another_path_is_drive(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "is_on_drive", lambda path: "gdrive" in str(path))
-    monkeypatch.setattr(module, "is_colab", lambda: True)
-    (tmp_path / "gdrive" / "MyDrive").mkdir(parents=True)
-    with pytest.raises(ColabUtilsError, match=r"ssd is .*, which is on Drive"):
-        Workspace.open(
-            tmp_path / "d",
-            ssd=tmp_path / "gdrive" / "MyDrive" / "ssd",
-        )
-    workspace = Workspace.open(
-        tmp_path / "gdrive" / "MyDrive" / "mine", ssd=tmp_path / "s", scene=REAL
-    )
-    assert workspace.drive.is_dir()
-    assert workspace.profile is None
-
-
 def test_mistakes_are_named(tmp_path, colab):
     (tmp_path / "file").touch()
     slow = tmp_path / "d"
@@ -307,15 +263,6 @@ def test_mistakes_are_named(tmp_path, colab):
     colab.mount(str(colab.content / "drive"))
     with pytest.raises(ColabUtilsError, match=r"ssd is .*, which is on Drive"):
         Workspace.open(ssd=colab.content / "drive" / "MyDrive" / "ssd")
-
-
-def test_a_folder_that_may_not_be_written_is_named(tmp_path, monkeypatch):
-    def refuse(*_, **__):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(ColabUtilsError, match="Permission denied"):
-        Workspace.open(tmp_path / "d", ssd=tmp_path / "s")
 
 
 @pytest.fixture
@@ -507,11 +454,6 @@ def waits(tmp_path, monkeypatch):
     return lambda: set(log.read_text().split())
 
 
-@pytest.fixture
-def list_shards(tiny_shards):
-    return {path.name for path in tiny_shards.iterdir()}
-
-
 class TestEverythingBelowASlowedFolderIsReadSlowly:
     def test_check_and_preprocess_wait_for_every_file(self, tiny_dataset, tmp_path, waits):
         slow_down(tiny_dataset.images.parent, "typical")
@@ -543,20 +485,6 @@ class TestEverythingBelowASlowedFolderIsReadSlowly:
         assert "typical" in typical
         assert "bad: 606 ms" in bad
 
-    def test_training_waits_for_every_shard(self, tiny_shards, list_shards, waits):
-        slow_down(tiny_shards, "typical")
-        dataset = ShardDataset(tiny_shards)
-        assert find_profile(dataset.find_path(0)) == DRIVE_PROFILES["typical"]
-        with closing(
-            make_loader(
-                dataset,
-                batch_size=2,
-                workers=1,
-            )
-        ) as loader:
-            assert sum(len(images) for images, _ in loader) == 12
-        assert waits() == list_shards
-
     def test_what_a_notebook_finds_missing_is_made_at_full_speed(self, tmp_path, waits):
         workspace = Workspace.open(tmp_path / "d", ssd=tmp_path / "s")
         data = ensure_dataset(workspace, n=2)
@@ -564,45 +492,6 @@ class TestEverythingBelowASlowedFolderIsReadSlowly:
         assert waits() == set()
         read_file(data.shards_on_drive / "shard-000000.tar")
         assert waits() == {"shard-000000.tar"}
-
-
-def copy_export(dataset, folder, images=12):
-    """Write an export as Roboflow's, with the dataset's first images; return its two paths."""
-    shutil.copytree(dataset.images, folder / "train")
-    content = json.loads(dataset.annotations.read_text())
-    content["images"] = content["images"][:images]
-    content["annotations"] = []
-    path = folder / "train/_annotations.coco.json"
-    path.write_text(json.dumps(content))
-    return {"images": str(folder / "train"), "annotations": str(path)}
-
-
-def test_two_exports_whose_folders_have_the_same_names_do_not_meet(
-    workspace, tmp_path, tiny_dataset
-):
-    first = ensure_dataset(workspace, **copy_export(tiny_dataset, tmp_path / "first"))
-    second = ensure_dataset(workspace, **copy_export(tiny_dataset, tmp_path / "second", 3))
-    assert first.name != second.name
-    assert first.name.startswith("train-_annotations.coco-")
-    assert (ensure_shards(first).images, ensure_shards(second).images) == (12, 3)
-    assert ensure_dataset(workspace).name == second.name
-
-
-def test_shards_of_another_dataset_are_refused_and_kept(workspace, own, tmp_path, tiny_dataset):
-    """The annotations were changed after the shards were made."""
-    own["annotations"] = shutil.copy(own["annotations"], tmp_path / "own.json")
-    data = ensure_dataset(workspace, **own)
-    ensure_shards(data)
-    folder = data.shards_on_drive
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    content = json.loads(tiny_dataset.annotations.read_text())
-    content |= {"images": content["images"][:3], "annotations": []}
-    (tmp_path / "own.json").write_text(json.dumps(content))
-    with pytest.raises(ColabUtilsError, match=r"holds shards of another dataset.*DRIVE_FOLDER"):
-        ensure_shards(ensure_dataset(workspace))
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    shutil.copy(tiny_dataset.annotations, tmp_path / "own.json")
-    assert ensure_shards(ensure_dataset(workspace, **own)).images == 12
 
 
 def test_shards_that_another_notebook_left_half_way_are_completed(workspace, own, monkeypatch):

@@ -8,7 +8,6 @@ import re
 from dataclasses import replace
 
 import pytest
-from matplotlib.text import Text
 
 from colab_utils.comparison import COURSE_STRATEGIES
 from colab_utils.errors import ColabUtilsError
@@ -169,20 +168,6 @@ def test_hours_are_those_of_coco_over_sessions_of_three_epochs(
 
 
 # These tests look at names.
-
-# The names are formulas, one of them wrong, names that legends hide, and other signs.
-NAMES = ["$a_b$", "_x", r"$\nope$", "50% <b> \\n"]
-
-
-def test_names_in_figures_are_shown_as_they_are(make_timing, make_comparison):
-    rows = [make_timing(name, images_per_second=1.6 + n) for n, name in enumerate(NAMES)]
-    comparison = replace(make_comparison(*rows), step=NAMES[2])
-    figure = plot_comparison(comparison)
-    # Drawing raises where a formula is none.
-    figure.canvas.draw()
-    texts = [text for text in figure.findobj(Text) if text.get_text()]
-    assert all(any(name in text.get_text() for text in texts) for name in NAMES)
-    assert not [text for text in texts if "$" in text.get_text() and text.get_parse_math()]
 
 
 # These tests look at what one method wins over another.

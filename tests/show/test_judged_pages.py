@@ -11,7 +11,6 @@ import pytest
 
 from colab_utils.comparison import COURSE_STRATEGIES
 from colab_utils.loading.emulated_step import describe_busy
-from colab_utils.show.comparison_charts import plot_cold_start, plot_comparison
 from colab_utils.show.report import write_receipt
 from tests.judged_pages import check_page
 from tools.pages import NotebookRun, write_demo_index
@@ -85,24 +84,3 @@ def make_timeline(random, rate):
 def test_title_text_and_table_agree_whatever_was_measured(make_random, tmp_path, seed):
     comparison = make_random(seed)
     check_page(write_receipt(comparison, tmp_path), to_content(comparison))
-
-
-@pytest.mark.parametrize("seed", [0, 3, 9, 39, 117, 188])
-def test_what_is_drawn_is_what_is_written_beside_it(make_random, seed):
-    comparison = make_random(seed)
-    axis = plot_comparison(comparison).axes[0]
-    for patch, text in zip(axis.patches, axis.texts, strict=False):
-        rate = float(text.get_text().split()[0])
-        assert rate == pytest.approx(patch.get_width(), rel=0.05)
-    axis = plot_cold_start(comparison).axes[0]
-    shown_s = axis.get_xlim()[1]
-    assert len(axis.texts) == len(axis.collections) == len(axis.patches) == len(COURSE_STRATEGIES)
-    for frame, bars, text in zip(axis.patches, axis.collections, axis.texts, strict=True):
-        spans = [path.get_extents().intervalx for path in bars.get_paths()]
-        ends_s = [end_s for _, end_s in spans if end_s <= shown_s + 1e-9]
-        worked_s = sum(max(0.0, min(end_s, shown_s) - begin_s) for begin_s, end_s in spans)
-        waits = 100 * (1 - worked_s / frame.get_width())
-        words = text.get_text().split()
-        assert words[0] == "waits"
-        assert float(words[1].rstrip("%,")) == pytest.approx(waits, abs=0.51)
-        assert int(words[2]) == len(ends_s)

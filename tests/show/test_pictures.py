@@ -8,7 +8,6 @@ import pytest
 import torch
 from matplotlib.patches import Rectangle
 
-from colab_utils import ShardDataset
 from colab_utils.errors import ColabUtilsError
 from colab_utils.show.pictures import draw_predictions, draw_samples
 
@@ -108,13 +107,6 @@ def test_a_large_photo_is_drawn_small():
     assert axis.get_title(loc="left") == "before, 4,000 x 3,000"
 
 
-def test_shards_are_drawn(tiny_shards):
-    dataset = ShardDataset(tiny_shards)
-    axis, _ = draw_twice(dataset[0], dataset.class_names).axes
-    assert len(list_boxes(axis)) == len(dataset[0][1]["labels"]) > 0
-    assert set(list_names(axis)) <= set(dataset.class_names.values())
-
-
 def test_nothing_is_left_open_in_pyplot():
     draw_twice(make_sample())
     assert plt.get_fignums() == []
@@ -178,16 +170,6 @@ def test_a_prediction_fits_by_its_mask_and_its_class(box, label, count):
         [make_prediction([0.9])],
     ).get_suptitle()
     assert title.startswith(f"{count} of 1 object found")
-
-
-def test_no_prediction_at_all_is_a_picture_too():
-    figure = draw_predictions(
-        Samples([make_sample((1, 1, 9, 9))]),
-        [make_prediction([])],
-    )
-    assert figure.get_suptitle().startswith(
-        "0 of 1 object found (thick outlines), by 0 predictions"
-    )
 
 
 def test_no_predictions_is_said():
