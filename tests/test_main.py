@@ -241,7 +241,6 @@ BAD = [
     (["compare", "--images", "{}/images", "--report", "{}/report"], "--annotations"),
     (["check", *COCO, "--repair", "{}/coco.json"], "nothing of yours is overwritten"),
     (["check", *COCO, "--repair", "{}/nope/new.json"], "nope"),
-    (["check", *COCO, "--val-images", "{}/images"], "--val-annotations"),
     # The place of the JSON is checked before the work.
     (["check", *COCO, "--json", "{}/nope/out.json"], "nope"),
     (["check", *COCO, "--json", "{}/coco.json/out.json"], "coco.json"),
