@@ -181,7 +181,7 @@ def test_too_few_open_files_are_said_in_one_line(command, tiny_dataset, tmp_path
         [*command, *data],
         tmp_path,
         kind=resource.RLIMIT_NOFILE,
-        value=10,
+        value=6,
     )
     [line] = find_lines(done)
     assert line.startswith("error: A limit of the system is reached: Too many open files. ")
