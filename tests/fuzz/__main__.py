@@ -42,8 +42,8 @@ def main() -> int:
     # A run that is stopped still tells what it found, and removes its folder.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with suppress(KeyboardInterrupt), prepare() as (originals, folder):
-        # Some cases wait, so there is one process more than cores.
-        processes = count_cores() + 1
+        # Cases wait for half of their time.
+        processes = 3 * count_cores()
         running = run_cases(numbers, options.seed, KINDS, originals, folder, processes)
         with closing(running):
             for result in running:
