@@ -123,8 +123,9 @@ def _list_groups(root: Path) -> list[Path]:
     group = re.search("^0::/(.*)$", table.read_text() if table.is_file() else "", re.M)
     if group is None:
         return []
-    folder = root / "sys/fs/cgroup" / group[1]
-    return [folder, *folder.parents]
+    tree = root / "sys/fs/cgroup"
+    folder = tree / group[1]
+    return [path for path in (folder, *folder.parents) if path.is_relative_to(tree)]
 
 
 def _read_groups(root: Path, *names: str) -> list[str]:
