@@ -6,7 +6,6 @@ new checkpoints wait on this machine. They are written in a thread while trainin
 
 import io
 import os
-import stat
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,9 +63,6 @@ class CheckpointFolder:
 
     Args:
         run: The folder, on any disk, or a URL that fsspec knows, such as ``s3://bucket/run``.
-
-    Raises:
-        ColabUtilsError: Another user could read or write the checkpoints that wait.
 
     Example:
         >>> folder = CheckpointFolder(tempfile.mkdtemp())
@@ -379,10 +375,7 @@ def _read_sealed(path: Place) -> bytes:
 
 
 def _load_content(path: Place, content: bytes) -> State:
-    """Return the state that a file holds.
-
-    Its seal was checked, so the file is not torn: it keeps its name even if it cannot be loaded.
-    """
+    """Return the state that a file holds. Its seal was checked, so the file is not torn."""
     try:
         state: State = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:
@@ -391,9 +384,6 @@ def _load_content(path: Place, content: bytes) -> State:
             f"{path} cannot be loaded, though the file is complete ({first_line}). Free memory and "
             "start again. Or move this file away: the previous checkpoint is loaded then."
         ) from error
-    with explain_state({"path": path}):
-        if f"{state['step']:08d}" != Path(path.name).stem.rpartition("-")[2]:
-            raise ValueError("another step than its name says")
     return state
 
 
@@ -429,22 +419,6 @@ def explain_state(state: State | None) -> Iterator[None]:
         ) from error
 
 
-def load_weights(model: torch.nn.Module, state: State) -> None:
-    """Load the weights of a checkpoint into a model.
-
-    Raises:
-        ColabUtilsError: A weight is not finite.
-        RuntimeError: The weights are those of another model.
-    """
-    model.load_state_dict(state["model"])
-    for name, value in model.state_dict().items():
-        if not torch.isfinite(value).all():
-            raise ColabUtilsError(
-                f"The checkpoint {state['path']} cannot be used: {name} has values that are not "
-                "finite. Move this file away: the previous checkpoint is loaded then."
-            )
-
-
 @contextmanager
 def _explain_read(path: Place) -> Iterator[None]:
     """Say what to do if the block cannot read a checkpoint or its folder."""
@@ -460,16 +434,9 @@ def _explain_read(path: Place) -> Iterator[None]:
 
 
 def _find_own_folder() -> Path:
-    """Return the folder in which checkpoints of all runs wait. No other user can write there."""
+    """Return the folder in which checkpoints of all runs wait."""
     folder = Path(tempfile.gettempdir(), f"colab_utils-checkpoints-{os.getuid()}")
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    facts = folder.lstat()
-    if (facts.st_mode, facts.st_uid) != (stat.S_IFDIR | 0o700, os.getuid()):
-        raise ColabUtilsError(
-            f"{folder} must be a folder that only you can use: checkpoints wait in it while Drive "
-            "does not answer. Remove it, or set TMPDIR to a folder that only you may write to."
-        )
+    folder.mkdir(mode=0o700, exist_ok=True)
     return folder
 
 

@@ -51,30 +51,24 @@ class OpenData:
     def match_state(self, state: dict[str, Any], order: str) -> dict[str, Any]:
         """Fit a loader's state from a checkpoint to the images of this session, and return it.
 
-        If the images differ, the epoch begins anew, with a warning. They differ if the number of
-        usable loose files has changed, if the order of the images has changed, or if the run read
-        shards that are gone.
+        If the images differ, the epoch begins anew, with a warning. They differ if loose files
+        turned out bad, if the order of the images has changed, or if the run read shards that are
+        gone.
 
         Args:
             state: The state of the loader.
             order: The ``order`` that the checkpoint holds.
         """
-        has_shards = self.dataset.shard_of is not None
-        difference = ""
-        if self.is_loose and state["images"] != len(self.rows):
-            difference = (
-                f"the run was begun with {state['images']} images, and now there are "
-                f"{len(self.rows)}, because bad images are found only while shards are made"
-            )
-        elif order != self.order or (state["joined"] and not has_shards):
-            difference = "the images lie in another order than when the run was begun"
-        if not difference:
+        are_shards_gone = state["joined"] and self.dataset.shard_of is None
+        if order == self.order and not are_shards_gone:
             return state
-        warnings.warn(f"{difference}: the epoch begins anew", ColabUtilsWarning, stacklevel=3)
-        anew: dict[str, Any] = {"images": len(self.rows), "batch": 0}
-        for name in ("joined", "earlier"):
-            anew[name] = []
-        return {**state, **anew}
+        warnings.warn(
+            "the images are others than when the run was begun, or lie in another order: the epoch "
+            "begins anew",
+            ColabUtilsWarning,
+            stacklevel=3,
+        )
+        return {**state, "images": len(self.rows), "batch": 0, "joined": [], "earlier": []}
 
     def describe(self) -> dict[str, Any]:
         """Return facts that all processes must agree on, because they share the batches."""

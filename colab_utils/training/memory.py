@@ -21,8 +21,6 @@ from colab_utils.units import format_bytes
 # gaps between allocations.
 _MARGIN = 0.9
 _BATCH_SIZES = (16, 8, 4, 2, 1)
-# If this process may have less than this share of the GPU's memory, other processes hold the rest.
-_ALONE = 0.75
 
 
 @dataclass(frozen=True)
@@ -37,19 +35,11 @@ class MemoryPlan:
     """Bytes that the heaviest batch took."""
     limit_bytes: int
     """Bytes that a batch of this process may take."""
-    total_bytes: int
-    """Bytes of the GPU's memory in all."""
 
     def __str__(self) -> str:
         parts = f", trained in {self.parts} parts" if self.parts > 1 else ""
         taken = f"takes {format_bytes(self.peak_bytes)} of {format_bytes(self.limit_bytes)}"
-        shared = ""
-        if self.limit_bytes < _ALONE * self.total_bytes:
-            shared = (
-                f". The GPU has {format_bytes(self.total_bytes)}: nvidia-smi lists the processes "
-                "that hold the rest, an open notebook for example. End them for larger batches"
-            )
-        return f"the heaviest batch ({self.batch_size} images{parts}) {taken}{shared}"
+        return f"the heaviest batch ({self.batch_size} images{parts}) {taken}"
 
 
 def plan_memory(
@@ -85,8 +75,7 @@ def plan_memory(
         tries = [(size, 1) for size in _BATCH_SIZES if size <= len(heaviest)]
     else:
         tries = [(batch_size, parts) for parts in (1, 2, 4, MOST_PARTS) if parts <= batch_size]
-    free, total = torch.cuda.mem_get_info(step.device)
-    limit = _find_limit(step, free)
+    limit = _find_limit(step)
     buffers = [buffer.clone() for buffer in model.buffers()]
     try:
         for images, step.parts in tries:
@@ -97,7 +86,7 @@ def plan_memory(
             peak = torch.cuda.max_memory_allocated(step.device)
             step.free_memory()
             if fits and peak < _MARGIN * limit:
-                return MemoryPlan(images, step.parts, peak, limit, total)
+                return MemoryPlan(images, step.parts, peak, limit)
     finally:
         # Restore the statistics of the normalisation layers, which the tries have changed.
         torch._foreach_copy_([*model.buffers()], buffers)
@@ -136,12 +125,13 @@ def _make_batch(dataset: ShardDataset | CocoFolder, indices: Sequence[int]) -> P
     return open_batch(torch.from_numpy(memory), shape)
 
 
-def _find_limit(step: TrainingStep, free: int) -> int:
+def _find_limit(step: TrainingStep) -> int:
     """Return the bytes of the GPU's memory that a batch may take.
 
     The optimiser's first step makes averages of the gradients, which stay in memory. Their bytes
     are subtracted.
     """
+    free, _ = torch.cuda.mem_get_info(step.device)
     averages = 1 if isinstance(step.optimizer, torch.optim.SGD) else 2
     trained = [p.nbytes for p in step.model.parameters() if p.requires_grad]
     return free + torch.cuda.memory_reserved(step.device) - averages * sum(trained)

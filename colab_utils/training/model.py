@@ -6,7 +6,6 @@ is torchvision's own ``MaskRCNN``. So its weights load into a model that torchvi
 same layers, and the weights of such a model load here.
 """
 
-import socket
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -28,7 +27,7 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.places import PlaceLike
 from colab_utils.progress import is_watched
 from colab_utils.require import require_choice
-from colab_utils.training.checkpoint import CheckpointFolder, State, explain_state, load_weights
+from colab_utils.training.checkpoint import CheckpointFolder, State, explain_state
 from colab_utils.training.norms import freeze_norms
 from colab_utils.training.precision import use_cpu
 from colab_utils.training.small_models import assemble_light, assemble_tiny
@@ -211,7 +210,7 @@ def _read_model(state: State) -> MaskRCNN:
             min_size=plan["min_size"],
             max_size=plan["max_size"],
         )
-        load_weights(model, state)
+        model.load_state_dict(state["model"])
         allow_detections(model, plan["most_objects"])
         model.class_names = state["class_names"]
         model.category_ids = state["category_ids"]
@@ -247,9 +246,6 @@ BUILDERS: dict[str, Callable[..., MaskRCNN]] = {
 
 def _fetch_pretrained(name: str) -> Mapping[str, Any] | None:
     """Download the published weights of a model. If that fails, warn and return None."""
-    timeout = socket.getdefaulttimeout()
-    # Without a timeout, a network that loses all packets would hang for minutes.
-    socket.setdefaulttimeout(15.0)
     try:
         return _WEIGHTS[name].get_state_dict(progress=is_watched(), check_hash=True)
     # The network failed, or the file is cut short or has another checksum.
@@ -260,8 +256,6 @@ def _fetch_pretrained(name: str) -> Mapping[str, Any] | None:
         )
         warnings.warn(text, ColabUtilsWarning, stacklevel=3)
         return None
-    finally:
-        socket.setdefaulttimeout(timeout)
 
 
 def _load_run(name: str, run: PlaceLike) -> tuple[MaskRCNN, Mapping[int, str]]:
@@ -299,17 +293,13 @@ def _replace_heads(
             copied. All other weights are random.
         known: The name of each label in the old layers.
     """
-    labels = {
-        name.lower(): label
-        for label, name in known.items()
-        if name not in ("__background__", "N/A")
+    labels = {name.lower(): label for label, name in known.items()}
+    matches = {
+        label: labels[name.lower()] for label, name in names.items() if name.lower() in labels
     }
-    matches: dict[int, int] = {}
-    for label, name in names.items():
-        if name.lower() in labels:
-            matches[label] = labels[name.lower()]
-            # Label 0 is the background on both sides.
-            matches[0] = 0
+    if matches:
+        # Label 0 is the background on both sides.
+        matches[0] = 0
     boxes = model.roi_heads.box_predictor
     masks = model.roi_heads.mask_predictor
     classes = boxes.cls_score.out_features

@@ -83,28 +83,21 @@ def require_same(ranks: Ranks, facts: Mapping[str, Any]) -> None:
         facts: What this process has: texts, numbers or None. The keys are names for the message.
 
     Raises:
-        ColabUtilsError: Some facts differ. The message lists their values, with the first ranks.
+        ColabUtilsError: Some facts differ. The message lists their values, from rank 0 on.
 
     Example:
         >>> require_same(Ranks(), {"seed": 0})
     """
-    facts_of_ranks = ranks.gather(dict(facts))
-    # A process with another version of colab_utils may have more facts, or fewer.
-    names = dict.fromkeys(name for one_rank in facts_of_ranks for name in one_rank)
-    differences = []
-    for name in names:
-        values = [one_rank.get(name) for one_rank in facts_of_ranks]
-        if len(set(values)) > 1:
-            differences.append(f"{name} ({_describe_values(values)})")
-    if differences:
+    others = ranks.gather(dict(facts))
+    differences = [
+        f"{name} ({', '.join(dict.fromkeys(str(other.get(name)) for other in others))})"
+        for name, value in facts.items()
+        if any(other.get(name) != value for other in others)
+    ]
+    # All processes end, also one that misses no fact of the others.
+    if any(other != others[0] for other in others):
         raise ColabUtilsError(
             f"The processes that train together differ in {'; '.join(differences)}. "
             "Start all of them with the same version, the same settings and complete copies "
             "of the same shards."
         )
-
-
-def _describe_values(values: list[Any]) -> str:
-    """Return each value with the first rank that has it, such as "0 on rank 0, 7 on rank 2"."""
-    parts = [f"{value} on rank {values.index(value)}" for value in dict.fromkeys(values)]
-    return ", ".join(parts)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
-from colab_utils.errors import ColabUtilsError
 from colab_utils.require import require_choice, require_count, require_number
 from colab_utils.training.model import BUILDERS, GPU_MODEL, LARGEST_SIDE, LIGHT_MODEL, TINY_MODEL
 
@@ -17,8 +16,8 @@ OWN_TRANSFORMS = "own transforms"
 _LARGEST_SEED = (1 << 64) - 1
 _require_count = partial(require_count, maximum=(1 << 31) - 1)
 _require_size = partial(require_count, maximum=LARGEST_SIDE)
-# A resumed run keeps these settings, unless you name others.
-_KEPT = ("model", "min_size", "max_size", "augment", "batch_size", "learning_rate")
+KEPT = ("model", "min_size", "max_size", "augment", "batch_size", "learning_rate")
+"""A resumed run keeps these settings, unless you name others."""
 
 
 @dataclass(frozen=True)
@@ -82,19 +81,6 @@ def read_settings(values: Mapping[str, Any]) -> TrainSettings:
     return TrainSettings(**chosen)
 
 
-def read_stored(plan: Mapping[str, Any]) -> TrainSettings:
-    """Read the settings that a resumed run keeps, from the plan of its checkpoint.
-
-    Raises:
-        AttributeError, ValueError: The plan has no such settings, or bad values.
-    """
-    try:
-        return read_settings({name: plan.get(name) for name in _KEPT})
-    except ColabUtilsError as error:
-        # The message asks the user to pass another value, but this value is in the checkpoint.
-        raise ValueError(str(error)) from error
-
-
 def choose_settings(asked: TrainSettings, stored: TrainSettings, *, on_gpu: bool) -> TrainSettings:
     """Take each setting from the user, else from the run's checkpoint, else from the defaults.
 
@@ -112,7 +98,7 @@ def choose_settings(asked: TrainSettings, stored: TrainSettings, *, on_gpu: bool
         >>> settings.min_size, settings.max_size, settings.batch_size
         (192, 320, 4)
     """
-    kept = {name: getattr(asked, name) or getattr(stored, name) for name in _KEPT}
+    kept = {name: getattr(asked, name) or getattr(stored, name) for name in KEPT}
     settings = replace(asked, **kept)
     model = settings.model or (GPU_MODEL if on_gpu else LIGHT_MODEL)
     min_size = settings.min_size or _choose_min_size(model, on_gpu)

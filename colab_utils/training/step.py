@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.ranks import Ranks
-from colab_utils.training.checkpoint import State, load_weights
+from colab_utils.training.checkpoint import State
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.precision import choose_precision, keep_boxes_exact
 from colab_utils.training.schedule import make_optimizer
@@ -265,36 +265,22 @@ class TrainingStep:
         """Load the weights, the optimiser and the scaler of a checkpoint, from any device.
 
         Raises:
-            ColabUtilsError: A weight is not finite.
             LookupError, RuntimeError, TypeError, ValueError: ``state`` is not of this model and
                 optimiser.
         """
-        load_weights(self.model, state)
-        saved = state["optimizer"]
+        self.model.load_state_dict(state["model"])
         # Only the optimiser's averages come from the checkpoint. Its settings, such as the learning
         # rate, stay as this version has made them for this device.
         groups = self.optimizer.state_dict()["param_groups"]
-        own_parameters = [group["params"] for group in groups]
-        if own_parameters != [group["params"] for group in saved["param_groups"]]:
-            raise ValueError("an optimizer of other weights")
-        self.optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
-        names = {"step", "exp_avg", "exp_avg_sq"}
-        if "momentum" in self.optimizer.defaults:
-            names = {"momentum_buffer"}
+        self.optimizer.load_state_dict({**state["optimizer"], "param_groups": groups})
         for parameter, averages in self.optimizer.state.items():
-            if averages.keys() != names:
-                raise ValueError("averages of another optimizer")
             for name, value in averages.items():
-                if name == "step":
-                    averages[name] = value.reshape(())
-                else:
+                if name != "step":
                     # A fused optimiser needs averages in the same memory format as the weights.
                     averages[name] = torch.empty_like(parameter).copy_(value)
-        # The state of a disabled scaler is empty. Adding 0 is a check: it fails for anything that
-        # is no number.
+        # The state of a disabled scaler is empty.
         if state["scaler"]:
-            numbers = {name: value + 0 for name, value in state["scaler"].items()}
-            self.scaler.load_state_dict(numbers)
+            self.scaler.load_state_dict(state["scaler"])
 
 
 class _SummedLosses(nn.Module):

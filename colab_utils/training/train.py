@@ -31,12 +31,12 @@ from colab_utils.training.prepare import PreparedStep, prepare_step
 from colab_utils.training.ranks import join_ranks, require_same, share_errors
 from colab_utils.training.report import Log, TrainReport
 from colab_utils.training.settings import (
+    KEPT,
     OWN_TRANSFORMS,
     Augment,
     TrainSettings,
     choose_settings,
     read_settings,
-    read_stored,
 )
 from colab_utils.training.trainer import Trainer
 
@@ -263,7 +263,8 @@ def _choose_settings(
     if state is None:
         return choose_settings(asked, TrainSettings(), on_gpu=on_gpu)
     with explain_state(state):
-        settings = choose_settings(asked, read_stored(state["plan"]), on_gpu=on_gpu)
+        stored = read_settings({name: state["plan"][name] for name in KEPT})
+        settings = choose_settings(asked, stored, on_gpu=on_gpu)
         if settings.augment == OWN_TRANSFORMS and transforms is None:
             raise ColabUtilsError(
                 f"The run of {state['path']} was begun with transforms, and this call has none. "

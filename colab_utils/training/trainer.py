@@ -32,7 +32,6 @@ from colab_utils.training.evaluate import AveragePrecision, evaluate
 from colab_utils.training.plan import TrainingPlan
 from colab_utils.training.report import Log, LogLine, LossPoint, TrainReport, average_losses
 from colab_utils.training.schedule import compute_rate
-from colab_utils.training.skipped import SkippedSteps
 from colab_utils.training.step import TrainingStep
 
 # The log gets a line after so many steps.
@@ -41,6 +40,11 @@ _LOG_STEPS = 10
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Several processes ask each other after so many steps whether to stop.
 _AGREE_STEPS = 10
+# After so many skipped steps in a row, the weights are to blame, and not the batches.
+_MOST_SKIPPED = 10
+# With float16, each skipped step halves the scale, from 2**16 on. After so many steps the scale is
+# too small to be the cause.
+_MOST_SKIPPED_WITH_SCALE = 40
 
 
 class Trainer:
@@ -78,7 +82,8 @@ class Trainer:
         self.losses: list[float] = []
         self.ap: AveragePrecision | None = None
         self.best: AveragePrecision | None = None
-        self.skipped = SkippedSteps(has_scale=step.scaler.is_enabled())
+        self.skipped = 0
+        self._skipped_in_a_row = 0
         # The losses of the latest steps stay on the device, because reading each one would stall
         # it. Each tensor holds the loss, and 1 if the step was skipped. Each list holds the ids of
         # the step's images.
@@ -145,7 +150,7 @@ class Trainer:
             ap=self.ap,
             plan=self.plan,
             best=self.best,
-            skipped_steps=self.skipped.count,
+            skipped_steps=self.skipped,
         )
 
     def _load_batches(self) -> Iterator[Any]:
@@ -237,7 +242,6 @@ class Trainer:
 
     def _log(self, log: Log | None) -> None:
         self._fetch_losses()
-        self._tell_skipped()
         gpu_bytes = None
         if self.step.device.type == "cuda":
             gpu_bytes = torch.cuda.max_memory_allocated(self.step.device)
@@ -292,7 +296,7 @@ class Trainer:
         self._fetch_losses()
         # If the last step was skipped, the weights may give no finite loss any more. They must not
         # replace those of the last checkpoint.
-        if self.skipped.in_a_row and not is_last:
+        if self._skipped_in_a_row and not is_last:
             return
         if self.ranks.is_first:
             state = {
@@ -346,7 +350,8 @@ class Trainer:
         """Read the losses of the latest steps from the device.
 
         Raises:
-            ColabUtilsError: A loss is not finite, and its step was not skipped.
+            ColabUtilsError: A loss is not finite, and its step was not skipped; or too many steps
+                in a row were skipped.
         """
         pending = self._pending
         self._pending = []
@@ -355,31 +360,39 @@ class Trainer:
         rows = torch.stack([row for row, _ in pending]).tolist()
         for (loss, is_skipped), (_, ids) in zip(rows, pending, strict=True):
             self.losses.append(loss)
+            text = f"step {len(self.losses)}, of the images with the ids {', '.join(map(str, ids))}"
             if is_skipped:
-                self.skipped.add(len(self.losses), loss=loss, ids=ids)
+                self._note_skipped(loss, text)
                 continue
-            self.skipped.in_a_row = 0
+            self._skipped_in_a_row = 0
             if not math.isfinite(loss):
-                self._refuse_loss(
-                    f"The loss is not finite: it is {loss} at step {len(self.losses)}, "
-                    f"of the images with the ids {', '.join(map(str, ids))}"
-                )
+                self._refuse_loss(f"The loss is not finite: it is {loss} at {text}")
 
-    def _tell_skipped(self) -> None:
-        """Warn of skipped steps, and stop training if too many are skipped.
+    def _note_skipped(self, loss: float, text: str) -> None:
+        """Count a skipped step, warn of the first one, and stop training after too many in a row.
 
         All processes have skipped the same steps, so all of them stop.
         """
-        is_last = self.done == self.plan.steps
-        failure = self.skipped.find_failure(
-            trained=self.done - self.plan.first_step, is_last=is_last
-        )
-        if failure:
+        has_scale = self.step.scaler.is_enabled()
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row >= (_MOST_SKIPPED_WITH_SCALE if has_scale else _MOST_SKIPPED):
             self._refuse_loss(
-                f"A step needs a finite loss and finite gradients, and there were {failure}"
+                "A step needs a finite loss and finite gradients, and there were none in the last "
+                f"{self._skipped_in_a_row} steps. The last of these was {text}"
             )
-        if self.ranks.is_first:
-            self.skipped.warn(is_last=is_last)
+        # With float16, a gradient may overflow while the loss is finite. The scaler then tries a
+        # smaller scale, which is usual.
+        if has_scale and math.isfinite(loss):
+            return
+        self.skipped += 1
+        if self.skipped == 1 and self.ranks.is_first:
+            warnings.warn(
+                f"A step was skipped, because its loss or a gradient was not finite: {text}. The "
+                "weights are as they were before. Look at these images. If more steps are "
+                "skipped, pass a lower learning_rate",
+                ColabUtilsWarning,
+                stacklevel=2,
+            )
 
     def _refuse_loss(self, text: str) -> NoReturn:
         """Raise an error that begins with ``text``, because the weights are of no use any more."""

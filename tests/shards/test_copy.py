@@ -28,7 +28,7 @@ from colab_utils.shards import copy as module
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.index import INDEX_NAME, ShardIndex, ShardInfo, read_index, write_index
 from colab_utils.shards.lock import WRITER_NAME
-from colab_utils.slow_drive import DriveProfile, slow_down
+from colab_utils.slow_drive import slow_down
 
 RECIPE = {
     "storage": "keep",
@@ -113,22 +113,6 @@ def assert_same(source, target):
         assert (source / name).read_bytes() == (target / name).read_bytes(), name
 
 
-def test_everything_arrives_and_the_report_says_so(source, tmp_path):
-    report = copy_shards(source, tmp_path / "ssd" / "shards")
-    assert_same(source, tmp_path / "ssd" / "shards")
-    assert (report.shards, report.skipped_shards) == (4, 0)
-    assert report.bytes == read_index(source).bytes
-    assert report.seconds > 0
-    assert str(report).startswith("4 shards in place: 16.0 kB copied in")
-
-
-def test_real_shards_arrive(tiny_shards, tmp_path):
-    copy_shards(tiny_shards, tmp_path / "ssd")
-    assert read_index(tmp_path / "ssd") == read_index(tiny_shards)
-    for name, size, checksum in read_index(tiny_shards).files():
-        assert hash_file(tmp_path / "ssd" / name) == (size, checksum)
-
-
 def test_files_larger_than_a_piece_arrive(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_PIECE_BYTES", 700)
     source = make_source(tmp_path / "drive")
@@ -164,17 +148,6 @@ def test_only_what_is_damaged_is_copied_again(source, tmp_path, opened, damage):
     assert report.skipped_shards == 3
 
 
-def test_an_interrupted_copy_goes_on(source, tmp_path, opened):
-    target = tmp_path / "ssd"
-    copy_shards(source, target)
-    opened.clear()
-    for name in (INDEX_NAME, "shard-000002.tar"):
-        (target / name).unlink()
-    assert copy_shards(source, target).skipped_shards == 3
-    assert_same(source, target)
-    assert set(opened) == {"shard-000002.tar"}
-
-
 def test_a_slowed_folder_slows_every_stream(source, tmp_path, monkeypatch):
     seen = []
 
@@ -192,22 +165,13 @@ def test_a_slowed_folder_slows_every_stream(source, tmp_path, monkeypatch):
         slow_down(source, "slug")
 
 
-@pytest.mark.parametrize(
-    "edit",
-    [
-        lambda index: index["categories"][0].update(name="root"),
-        lambda index: index["shards"].pop(),
-        lambda index: index.update(format_version=1),
-        lambda index: index.clear(),
-    ],
-)
 @pytest.mark.parametrize("which", ["source", "target"])
-def test_an_edited_index_does_not_survive_a_copy(source, tmp_path, which, edit):
+def test_an_edited_index_does_not_survive_a_copy(source, tmp_path, which):
     target = tmp_path / "ssd"
     copy_shards(source, target)
     path = (source if which == "source" else target) / INDEX_NAME
     index = json.loads(path.read_text())
-    edit(index)
+    index["categories"][0].update(name="root")
     path.write_text(json.dumps(index))
     before = path.read_bytes()
     with pytest.raises(ColabUtilsError, match=re.escape(str(path.parent))):
@@ -218,15 +182,6 @@ def test_an_edited_index_does_not_survive_a_copy(source, tmp_path, which, edit):
         path.unlink()
         copy_shards(source, target)
         assert_same(source, target)
-
-
-def test_a_copy_of_shards_with_other_categories_is_left_alone(source, tmp_path):
-    copy_shards(source, tmp_path / "ssd")
-    write_index(
-        tmp_path / "ssd", replace(read_index(source), categories=({"id": 1, "name": "root"},))
-    )
-    with pytest.raises(ColabUtilsError, match="holds other shards"):
-        copy_shards(source, tmp_path / "ssd")
 
 
 def test_too_little_disk_is_told_before_the_first_byte(source, tmp_path, monkeypatch):
@@ -244,17 +199,6 @@ def test_too_little_disk_is_told_before_the_first_byte(source, tmp_path, monkeyp
     for name in ("shard-000000.tar", "shard-000001.tar"):
         shutil.copy(source / name, tmp_path / "ssd")
     copy_shards(source, tmp_path / "ssd")
-
-
-def test_a_damaged_source_is_named_after_a_second_try(source, tmp_path, opened):
-    (source / "shard-000001.tar").write_bytes(b"?" * 3001)
-    with pytest.raises(
-        ColabUtilsError, match=r"shard-000001\.tar.*damaged: its checksum was wrong twice.*delete"
-    ):
-        copy_shards(source, tmp_path / "ssd")
-    assert opened["shard-000001.tar"] == 2
-    assert not {INDEX_NAME, "shard-000001.tar"} & set(names(tmp_path / "ssd"))
-    assert not [name for name in names(tmp_path / "ssd") if name.endswith(".part")]
 
 
 def test_a_read_that_was_wrong_once_is_repaired(source, tmp_path, monkeypatch):
@@ -316,15 +260,6 @@ def test_a_drive_that_vanishes_leaves_complete_files(source, tmp_path, monkeypat
     monkeypatch.undo()
     assert copy_shards(source, tmp_path / "ssd").skipped_shards == 2
     assert_same(source, tmp_path / "ssd")
-
-
-def test_a_drive_that_is_gone_at_the_start(source, tmp_path, monkeypatch):
-    def vanish(*_, **__):
-        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
-
-    monkeypatch.setattr("builtins.open", vanish)
-    with pytest.raises(DriveLostError, match=r"force_remount"):
-        copy_shards(source, tmp_path / "ssd")
 
 
 def test_a_full_disk_leaves_no_half_copy(source, tmp_path, monkeypatch):
@@ -444,17 +379,13 @@ def test_after_a_kill_the_next_copy_sweeps_and_continues(running):
     assert_same(source, target)
 
 
-def test_the_profile_may_be_of_your_own(source, tmp_path):
-    slow_down(source, DriveProfile("mine", open_s=0.0, bytes_per_s=1e9, source=""))
-    copy_shards(source, tmp_path / "ssd")
-    assert_same(source, tmp_path / "ssd")
-
-
 @pytest.mark.parametrize("streams", [1, 16, "auto"])
 def test_every_number_of_streams_makes_the_same_files(source, tmp_path, opened, streams):
     report = copy_shards(source, tmp_path / "ssd", streams=streams)
     assert_same(source, tmp_path / "ssd")
+    assert (report.shards, report.skipped_shards) == (4, 0)
     assert report.bytes == read_index(source).bytes
+    assert str(report).startswith("4 shards in place: 16.0 kB copied in")
     assert set(opened.values()) == {1}
 
 
@@ -489,7 +420,7 @@ def test_few_large_files_are_under_way_at_once(source, tmp_path, monkeypatch):
     assert limits == [6, 4]
 
 
-@pytest.mark.parametrize("size", [0, 100, 1400, 3002, 4000])
+@pytest.mark.parametrize("size", [0, 1400, 4000])
 def test_a_source_of_another_size_is_named(source, tmp_path, monkeypatch, size):
     """It is empty, ends within a piece or between two, or is longer than what was written."""
     monkeypatch.setattr(module, "_PIECE_BYTES", 700)
@@ -536,7 +467,7 @@ def test_a_read_error_of_the_source_is_not_told_as_one_of_the_target(source, tmp
         copy_shards(source, tmp_path / "ssd")
 
 
-@pytest.mark.parametrize("streams", [0, 10_000, -1, 1.5, True, "many", None])
+@pytest.mark.parametrize("streams", [0, 10_000, "many"])
 def test_streams_out_of_range_are_refused(source, tmp_path, streams):
     with pytest.raises(ColabUtilsError, match="streams"):
         copy_shards(source, tmp_path / "ssd", streams=streams)

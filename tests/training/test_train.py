@@ -42,7 +42,6 @@ from colab_utils.training.plan import TrainingPlan
 from colab_utils.training.report import LogLine, TrainReport
 from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import train
-from tests.drive_mount import mount_or_skip
 from tests.tiny_model import TINY_MODEL
 
 pytestmark = [
@@ -153,13 +152,9 @@ def test_the_report_holds_every_step(undisturbed, tiny_shards):
     assert "2 of 12 objects left out" in str(
         dataclasses.replace(undisturbed.plan, objects=10, skipped_objects=2)
     )
-    assert undisturbed.plan.num_classes == 7
-    assert undisturbed.plan.starts_from == "random"
     assert undisturbed.images_per_second > 0
     assert 0 <= undisturbed.wait_share < 1
-    assert undisturbed.ap is None
     assert Path(undisturbed.checkpoint).name == "checkpoint-00000005.pt"
-    assert json.loads(json.dumps(dataclasses.asdict(undisturbed)))["losses"][0]["step"] == 1
     assert str(undisturbed).startswith("5 steps, loss ")
     assert "tiny from random weights on cpu in float32: 6 classes" in str(undisturbed.plan)
     content = torch.load(undisturbed.checkpoint, weights_only=True)
@@ -177,64 +172,34 @@ def test_an_epoch_is_the_default_and_is_measured(tiny_shards, tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("every_step")
-# The checkpoint before lies within an epoch, and at the end of one.
-@pytest.mark.parametrize("killed_after", [3, 4])
+# The checkpoint lies within an epoch, and at the end of one.
+@pytest.mark.parametrize(("saved", "workers"), [(2, 2), (3, 0)])
 def test_killed_and_resumed_gives_the_same_losses(
-    undisturbed, tiny_shards, tmp_path, monkeypatch, killed_after
+    undisturbed, tiny_shards, tmp_path, saved, workers
 ):
-    def kill(line: object) -> None:
-        if isinstance(line, LogLine) and line.step == killed_after:
-            while not (tmp_path / f"checkpoint-{killed_after - 1:08d}.pt").exists():
-                # A thread may still be writing it.
-                time.sleep(0.01)
-            # No checkpoint is written after that.
-            monkeypatch.setattr(CheckpointFolder, "save", lambda self, state, **more: self.run)
-            raise Killed
+    newest = f"checkpoint-{saved:08d}.pt"
 
-    with pytest.raises(Killed):
-        train(
-            tiny_shards,
-            tmp_path,
-            steps=5,
-            checkpoint_steps=killed_after - 1,
-            log=kill,
-            **TINY,
-        )
-    monkeypatch.undo()
-    assert list_names(tmp_path)[-1] == f"checkpoint-{killed_after - 1:08d}.pt"
-    # Random numbers that were drawn in between must not matter.
-    torch.rand(17)
-    resumed = train(tiny_shards, tmp_path, steps=5, **TINY)
-    assert resumed.plan.first_step == killed_after - 1
-    assert resumed.losses == undisturbed.losses
-    expected = dict(load_weights(undisturbed))
-    torch.testing.assert_close(dict(load_weights(resumed)), expected, rtol=0, atol=0)
-
-
-@pytest.mark.usefixtures("every_step")
-def test_killed_process_resumes_with_workers(undisturbed, tiny_shards, tmp_path):
     def kill(line):
-        if isinstance(line, LogLine) and line.step == 4:
-            while not (tmp_path / "checkpoint-00000002.pt").exists():
+        if isinstance(line, LogLine) and line.step == saved + 1:
+            while not (tmp_path / newest).exists():
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    options = {
-        **TINY,
-        "steps": 5,
-        "checkpoint_steps": 2,
-        "log": kill,
-    }
+    options = {**TINY, "steps": 5, "checkpoint_steps": saved, "log": kill}
     process = multiprocessing.get_context("fork").Process(
         target=train, args=(tiny_shards, tmp_path), kwargs=options
     )
     process.start()
     process.join(120)
     assert process.exitcode == -signal.SIGKILL
-    assert list_names(tmp_path) == ["checkpoint-00000002.pt", "writer.txt"]
-    resumed = train(tiny_shards, tmp_path, steps=5, **{**TINY, "workers": 2})
-    assert resumed.plan.first_step == 2
+    assert list_names(tmp_path) == [newest, "writer.txt"]
+    # Random numbers that were drawn in between must not matter.
+    torch.rand(17)
+    resumed = train(tiny_shards, tmp_path, steps=5, **{**TINY, "workers": workers})
+    assert resumed.plan.first_step == saved
     assert resumed.losses == undisturbed.losses
+    expected = dict(load_weights(undisturbed))
+    torch.testing.assert_close(dict(load_weights(resumed)), expected, rtol=0, atol=0)
 
 
 @pytest.mark.usefixtures("every_step")
@@ -362,7 +327,10 @@ def refusal(monkeypatch) -> Refusal:
 
 NEWEST = "checkpoint-00000003.pt"
 BEST = "best-00000003.pt"
-LAST = pytest.mark.parametrize(
+
+
+@pytest.mark.filterwarnings("ignore:Drive does not answer", "ignore:.* waits in ")
+@pytest.mark.parametrize(
     ("name", "options"),
     [
         # No checkpoint was due.
@@ -371,26 +339,6 @@ LAST = pytest.mark.parametrize(
         (BEST, {"checkpoint_steps": 3}),
     ],
 )
-
-
-@pytest.mark.filterwarnings("ignore:Drive does not answer")
-@LAST
-def test_what_a_run_ends_with_is_sent_patiently(tiny_shards, tmp_path, refusal, name, options):
-    refusal.times[name] = 3
-    settings = {
-        "steps": 3,
-        "val_shards": tiny_shards,
-        **options,
-        **TINY,
-    }
-    report = train(tiny_shards, tmp_path / "run", **settings)
-    assert {NEWEST, BEST} <= set(list_names(tmp_path / "run"))
-    assert report.checkpoint == str(tmp_path / "run" / NEWEST)
-    assert refusal.times[name] == 0
-
-
-@pytest.mark.filterwarnings("ignore:Drive does not answer", "ignore:.* waits in ")
-@LAST
 def test_a_run_whose_last_file_lies_here_alone_is_no_success(
     tiny_shards, tmp_path, refusal, name, options
 ):
@@ -428,26 +376,6 @@ def test_a_run_whose_checkpoints_do_not_show_says_so(tiny_shards, tmp_path, monk
     with pytest.warns(ColabUtilsWarning, match=r"begun before, and no checkpoint shows: .*stop it"):
         report = train(tiny_shards, tmp_path / "run", steps=1, **TINY)
     assert report.plan.first_step == 0
-
-
-@pytest.mark.usefixtures("every_step")
-def test_training_goes_on_where_the_disk_of_the_run_is_full(
-    undisturbed, tiny_shards, tmp_path, monkeypatch
-):
-    """Somebody else fills it in the middle of the run, and frees it before the end."""
-    (tmp_path / "backing").mkdir()
-    settings = {"steps": 5, "checkpoint_steps": 1, **TINY}
-    with mount_or_skip(tmp_path / "backing", tmp_path / "drive") as mount:
-
-        def note(line):
-            step = getattr(line, "step", 0)
-            if step in (2, 5):
-                mount.fail(full=step == 2)
-
-        with pytest.warns(ColabUtilsWarning, match=r"No space left on device: .*Another try"):
-            report = train(tiny_shards, mount.folder / "run", log=note, **settings)
-        assert report.losses == undisturbed.losses
-        assert list_names(tmp_path / "backing" / "run")[-1] == "checkpoint-00000005.pt"
 
 
 @pytest.mark.usefixtures("every_step")
@@ -615,37 +543,6 @@ def test_epochs_are_counted_in_images_whatever_the_batches(tiny_shards, tmp_path
     assert again.steps == report.steps
 
 
-def test_fewer_images_of_the_same_dataset_are_refused(undisturbed, dataset, tmp_path):
-    images = shutil.copytree(dataset.images, tmp_path / "images")
-    # Since the first session, preprocessing had to skip an image.
-    next(images.iterdir()).unlink()
-    write_shards(
-        images,
-        dataset.annotations,
-        shards=tmp_path / "shards",
-        workers=1,
-        max_bad=0.5,
-    )
-    with pytest.raises(
-        ColabUtilsError, match=r"has images 6, and this training has 5\. .*resume='never'"
-    ):
-        train(
-            tmp_path / "shards",
-            Path(undisturbed.checkpoint).parent,
-            steps=6,
-            workers=0,
-            device="cpu",
-        )
-
-
-def test_trained_model_is_the_one_of_the_checkpoint(undisturbed, tmp_path):
-    model = load_trained_model(Path(undisturbed.checkpoint).parent)
-    assert not model.training
-    assert model.transform.min_size == (64,)
-    weights = dict(model.state_dict())
-    torch.testing.assert_close(weights, dict(load_weights(undisturbed)), rtol=0, atol=0)
-
-
 def change_checkpoint(report: TrainReport, run: Path, change: dict) -> None:
     """Save the run's last checkpoint with other values; ``...`` leaves one out, as another version
     may.
@@ -654,7 +551,7 @@ def change_checkpoint(report: TrainReport, run: Path, change: dict) -> None:
     for name, value in change.items():
         *holders, key = name.split("/")
         holder = reduce(dict.__getitem__, holders, state)
-        holder[key] = value(holder[key]) if callable(value) else value
+        holder[key] = value
         if value is ...:
             del holder[key]
     CheckpointFolder(run).save(state, step=state["step"])
@@ -668,14 +565,11 @@ WEIGHT = "model/backbone.body.0.0.weight"
     [
         {"plan": ...},
         {"plan/num_classes": 5},
-        {WEIGHT: lambda weight: weight / 0},
     ],
 )
 def test_a_checkpoint_of_another_version_or_model_is_refused(undisturbed, tmp_path, change):
     change_checkpoint(undisturbed, tmp_path, change)
-    with pytest.raises(
-        ColabUtilsError, match=r"this version of colab_utils|values that are not finite"
-    ):
+    with pytest.raises(ColabUtilsError, match=r"this version of colab_utils"):
         load_trained_model(tmp_path)
 
 
@@ -702,18 +596,6 @@ def test_a_checkpoint_of_another_version_is_not_trained_on(
             workers=0,
             device="cpu",
         )
-
-
-def test_a_best_checkpoint_of_another_version_is_refused(tiny_shards, tmp_path):
-    settings = {"steps": 3, "val_shards": tiny_shards, **TINY}
-    train(tiny_shards, tmp_path, **settings)
-    state = torch.load(tmp_path / "best-00000003.pt", weights_only=True)
-    changed = {**state, "ap": {**state["ap"], "more": 1}}
-    CheckpointFolder(tmp_path).save(changed, step=3, which="best")
-    with pytest.raises(
-        ColabUtilsError, match=r"best-.*no checkpoint of this version of colab_utils"
-    ):
-        train(tiny_shards, tmp_path, **{**settings, "steps": 4})
 
 
 def test_loss_that_is_no_number_stops_with_its_step(tiny_shards, tmp_path, monkeypatch):
@@ -759,7 +641,7 @@ def test_a_run_survives_a_bad_batch_and_resumes_exactly(tiny_shards, tmp_path, m
     break_images(monkeypatch, lambda number: number == broken)
     with pytest.warns(ColabUtilsWarning, match=rf"skipped, .*\b{broken}\b") as caught:
         whole = train(tiny_shards, tmp_path / "whole", steps=9, **TINY)
-    assert ["3 steps were skipped" in str(warning.message) for warning in caught] == [True]
+    assert len(caught) == 1
     is_finite = [math.isfinite(point.loss) for point in whole.losses]
     assert is_finite.count(False) == whole.skipped_steps == 3
     assert "3 steps skipped" in str(whole)
@@ -778,18 +660,10 @@ def test_a_run_survives_a_bad_batch_and_resumes_exactly(tiny_shards, tmp_path, m
     assert resumed.plan.first_step == 5
     # A NaN is not equal to itself.
     assert str(resumed.losses) == str(whole.losses)
-    for name, value in load_weights(whole).items():
-        assert torch.equal(value, load_weights(resumed)[name])
 
 
 @pytest.mark.filterwarnings("ignore:.*skipped")
-@pytest.mark.parametrize(
-    ("steps", "words"),
-    [(30, r"in the last 18 steps\. The first of these was step 3"), (4, "in 2 of 4")],
-)
-def test_a_run_of_nothing_but_skipped_steps_ends_in_words(
-    tiny_shards, tmp_path, monkeypatch, steps, words
-):
+def test_a_run_of_nothing_but_skipped_steps_ends_in_words(tiny_shards, tmp_path, monkeypatch):
     """The checkpoint before them stays the newest, however long they go on."""
     seen = []
 
@@ -798,30 +672,26 @@ def test_a_run_of_nothing_but_skipped_steps_ends_in_words(
         return len(seen) > 4
 
     break_images(monkeypatch, is_broken)
-    with pytest.raises(ColabUtilsError, match=rf"there were none {words}.*00002\.pt") as caught:
-        train(tiny_shards, tmp_path, steps=steps, checkpoint_steps=1, **TINY)
+    with pytest.raises(
+        ColabUtilsError, match=r"none in the last 10 steps\. .* step 12, .*00002\.pt"
+    ) as caught:
+        train(tiny_shards, tmp_path, steps=30, checkpoint_steps=1, **TINY)
     assert "\n" not in str(caught.value)
     assert list_names(tmp_path) == ["checkpoint-00000001.pt", "checkpoint-00000002.pt"]
 
 
 @pytest.mark.filterwarnings("ignore:.*skipped")
-@pytest.mark.parametrize("rate", [1e4, 1e38])
-def test_a_rate_that_breaks_the_weights_ends_in_one_line(tiny_shards, tmp_path, rate):
+def test_a_rate_that_breaks_the_weights_ends_in_one_line(tiny_shards, tmp_path):
     with pytest.raises(ColabUtilsError, match=r"finite.*learning_rate below") as caught:
-        train(tiny_shards, tmp_path, steps=12, learning_rate=rate, **TINY)
+        train(tiny_shards, tmp_path, steps=12, learning_rate=1e38, **TINY)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
-        (MemoryError("no room"), "MemoryError: no room"),
-        (torch.OutOfMemoryError("CUDA out of memory"), "CUDA out of memory"),
-    ],
+    "error", [OSError(errno.ENOSPC, "No space left"), torch.OutOfMemoryError("CUDA out of memory")]
 )
 def test_an_evaluation_that_fails_is_told_and_tried_again(
-    tiny_shards, tmp_path, monkeypatch, error, words
+    tiny_shards, tmp_path, monkeypatch, error
 ):
     def fail():
         raise error
@@ -830,65 +700,29 @@ def test_an_evaluation_that_fails_is_told_and_tried_again(
     with pytest.warns(ColabUtilsWarning, match="this evaluation is skipped") as caught:
         report = train(tiny_shards, tmp_path, epochs=2, val_shards=tiny_shards, **TINY)
     assert len(caught) == 1
-    assert words in str(caught[0].message)
+    assert error.args[-1] in str(caught[0].message)
     assert "\n" not in str(caught[0].message)
     assert report.steps == 6
     assert report.ap is not None
     assert report.best.step == 6
 
 
-def test_the_best_weights_are_written_in_a_thread(tiny_shards, tmp_path, monkeypatch):
-    real = CheckpointFolder.save
-    threads = {}
-
-    def save(self, state, *, step, which="newest", **more):
-        threads[which] = threading.current_thread().name
-        return real(self, state, step=step, which=which, **more)
-
-    monkeypatch.setattr(CheckpointFolder, "save", save)
-    report = train(tiny_shards, tmp_path, epochs=1, val_shards=tiny_shards, **TINY)
-    assert {name.partition("_")[0] for name in threads.values()} == {"checkpoint"}
-    assert sorted(threads) == ["best", "newest"]
-    assert CheckpointFolder(tmp_path).read("best")["step"] == report.best.step == 3
-
-
-def test_best_weights_that_cannot_be_written_end_the_run(tiny_shards, tmp_path, monkeypatch):
-    real = CheckpointFolder.save
-
-    def save(self, state, *, which="newest", **more):
-        if which == "best":
-            raise ColabUtilsError("The checkpoint x cannot be written: Permission denied.")
-        return real(self, state, which=which, **more)
-
-    monkeypatch.setattr(CheckpointFolder, "save", save)
-    with pytest.raises(ColabUtilsError, match="Permission denied"):
-        train(tiny_shards, tmp_path, epochs=1, val_shards=tiny_shards, **TINY)
-    assert list_names(tmp_path) == ["checkpoint-00000003.pt"]
-
-
 @pytest.mark.usefixtures("every_step")
-@pytest.mark.parametrize(
-    ("number", "status", "workers"),
-    [(signal.SIGTERM, 143, 2), (signal.SIGHUP, 129, 0)],
-    ids=["TERM", "HUP"],
-)
-def test_a_session_that_is_ended_saves_its_step_first(
-    undisturbed, tiny_shards, tmp_path, number, status, workers
-):
-    """As `timeout` and a closed terminal do it: the workers get the signal, too."""
+def test_a_session_that_is_ended_saves_its_step_first(undisturbed, tiny_shards, tmp_path):
+    """As `timeout` does it: the workers get the signal, too."""
 
     def end(line):
         if getattr(line, "step", 0) == 4:
-            os.killpg(0, number)
+            os.killpg(0, signal.SIGTERM)
 
     def train_alone():
         os.setpgid(0, 0)
-        train(tiny_shards, tmp_path, steps=5, log=end, **{**TINY, "workers": workers})
+        train(tiny_shards, tmp_path, steps=5, log=end, **{**TINY, "workers": 2})
 
     process = multiprocessing.get_context("fork").Process(target=train_alone)
     process.start()
     process.join(120)
-    assert process.exitcode == status
+    assert process.exitcode == 143
     assert list_names(tmp_path) == ["checkpoint-00000004.pt"]
     resumed = train(tiny_shards, tmp_path, steps=5, **TINY)
     assert resumed.plan.first_step == 4
@@ -896,29 +730,19 @@ def test_a_session_that_is_ended_saves_its_step_first(
 
 
 @pytest.mark.usefixtures("every_step")
-def test_a_handler_of_a_notebook_is_put_back(tiny_shards, tmp_path):
-    number = signal.SIGTERM
-
-    def own(number, frame):
-        raise AssertionError("this is called after training alone")
+def test_a_signal_that_is_ignored_ends_no_training(tiny_shards, tmp_path):
+    """As nohup does."""
 
     def end(line):
         if getattr(line, "step", 0) == 2:
-            signal.raise_signal(number)
+            signal.raise_signal(signal.SIGTERM)
 
-    previous = signal.signal(number, own)
+    previous = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        with pytest.raises(SystemExit) as caught:
-            train(tiny_shards, tmp_path, steps=5, log=end, **TINY)
-        assert caught.value.code == 143
-        assert signal.getsignal(number) is own
-        # What is ignored, as by nohup, ends no training.
-        signal.signal(number, signal.SIG_IGN)
-        assert train(tiny_shards, tmp_path, steps=5, log=end, **TINY).steps == 5
-        assert signal.getsignal(number) == signal.SIG_IGN
+        assert train(tiny_shards, tmp_path, steps=3, log=end, **TINY).steps == 3
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     finally:
-        signal.signal(number, previous)
-    assert list_names(tmp_path)[-1] == "checkpoint-00000005.pt"
+        signal.signal(signal.SIGTERM, previous)
 
 
 def test_a_thread_trains_without_handlers(tiny_shards, tmp_path):
@@ -931,16 +755,10 @@ def test_a_thread_trains_without_handlers(tiny_shards, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        # The model is unknown.
-        ({"model": "yolo"}, "maskrcnn_resnet50_fpn_v2, .* it is 'yolo'"),
         # There are no steps.
         ({"steps": 0}, "steps of 1 or more and of 2,147,483,647 or less, found 0"),
         # Two lengths are given.
         ({"steps": 1, "epochs": 1}, r"Both steps and epochs \(1\) are given"),
-        # The choice is unknown.
-        ({"resume": "maybe"}, "resume must be one of auto, never; it is 'maybe'"),
-        # Batches would be empty.
-        ({"batch_size": 0}, "batch_size of 1 or more .*found 0"),
         # There is no such device.
         ({"device": "gpu"}, "Expected a device such as 'cpu' or 'cuda', found 'gpu'"),
         # The machine has no GPU.
@@ -957,25 +775,6 @@ def test_bad_arguments_are_refused_in_words(tiny_shards, tmp_path, options, mess
         train(tiny_shards, tmp_path / "run", **{**TINY, **options})
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
-
-
-def test_run_that_is_a_file_is_refused_before_training(tiny_shards, tmp_path):
-    run = tmp_path / "run"
-    run.write_text("the user's")
-    with pytest.raises(ColabUtilsError, match=r"Writing into .*run failed: File exists"):
-        train(
-            tiny_shards,
-            run,
-            steps=1,
-            log=pytest.fail,
-            **TINY,
-        )
-    assert run.read_text() == "the user's"
-
-
-def test_folder_without_index_is_refused(tmp_path):
-    with pytest.raises(ColabUtilsError, match="index"):
-        train(tmp_path, tmp_path / "run", **TINY)
 
 
 @pytest.mark.parametrize(
@@ -1069,21 +868,6 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     assert (len(first["losses"]), first["loader"]["batch"]) == (1, 1)
     key = "roi_heads.box_predictor.cls_score.weight"
     assert not torch.equal(first["model"][key], saved[5]["model"][key])
-
-
-def test_the_end_of_an_epoch_is_saved(tiny_shards, tmp_path, monkeypatch):
-    saved = []
-    save = CheckpointFolder.save
-
-    def note(self, state, *, step, **more):
-        saved.append(step)
-        return save(self, state, step=step, **more)
-
-    monkeypatch.setattr(CheckpointFolder, "save", note)
-    monkeypatch.setattr(checkpoint, "_PAUSES_S", (3600.0, 0.0))
-    train(tiny_shards, tmp_path, steps=5, **TINY)
-    # An epoch has six images at two a step, and the last step is saved, too.
-    assert saved == [3, 5]
 
 
 def test_checkpoints_lie_in_the_usual_order_and_averages_in_that_of_the_weights(
@@ -1192,14 +976,6 @@ def test_images_per_second_is_by_the_wall_clock_of_the_run(tiny_shards, tmp_path
     assert lines[-1].images_per_second < 2 / 0.4
 
 
-def test_weights_that_have_moved_in_part_are_not_saved(tiny_shards, tmp_path, monkeypatch):
-    # The second Ctrl-C comes in the middle of the optimizer's step.
-    interrupt_call(monkeypatch, TrainingStep, "apply_gradients", 1, press_ctrl_c)
-    with pytest.raises(KeyboardInterrupt):
-        train(tiny_shards, tmp_path, steps=5, **TINY)
-    assert list_names(tmp_path) == []
-
-
 def test_weights_of_another_run_are_where_a_run_starts(undisturbed, other_shards, tmp_path):
     before = Path(undisturbed.checkpoint).parent
     report = train(
@@ -1210,48 +986,6 @@ def test_weights_of_another_run_are_where_a_run_starts(undisturbed, other_shards
     key = "backbone.body.0.0.weight"
     before = load_weights(undisturbed)[key]
     torch.testing.assert_close(load_weights(report)[key], before, rtol=0, atol=0.05)
-
-
-class Bomb:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
-def test_an_edited_checkpoint_is_refused_in_one_line(two_steps, tiny_shards, tmp_path):
-    """Its checksum is missing, so nothing in it is used."""
-    path = tmp_path / two_steps.name
-    torch.save(torch.load(two_steps, weights_only=True), path)
-    before = path.read_bytes()
-    for use in (
-        lambda: train(tiny_shards, tmp_path, steps=5, **TINY),
-        lambda: load_trained_model(tmp_path),
-    ):
-        with pytest.raises(
-            ColabUtilsError, match=rf"another program or version wrote it: {path.name}"
-        ) as error:
-            use()
-        assert "\n" not in str(error.value)
-    assert path.read_bytes() == before
-
-
-@pytest.fixture(scope="module")
-def two_steps(one_thread, tiny_shards, tmp_path_factory) -> Path:
-    return Path(train(tiny_shards, tmp_path_factory.mktemp("two"), steps=2, **TINY).checkpoint)
-
-
-def test_a_best_checkpoint_of_others_is_not_loaded(two_steps, tiny_shards, tmp_path):
-    shutil.copy(two_steps, tmp_path)
-    best = tmp_path / "best-00000002.pt"
-    torch.save({"step": 2, "x": Bomb(tmp_path / "was-here")}, best)
-    settings = {"steps": 3, "val_shards": tiny_shards, **TINY}
-    with pytest.warns(ColabUtilsWarning, match=r"best-00000002\.pt is torn"):
-        report = train(tiny_shards, tmp_path, **settings)
-    assert not (tmp_path / "was-here").exists()
-    assert report.best.step == 3
-    assert (tmp_path / "best-00000003.pt").exists()
 
 
 def test_bad_objects_of_the_shards_are_said(dataset, tiny_shards, tmp_path):
@@ -1356,11 +1090,7 @@ def test_a_longer_run_does_not_lose_its_best(tiny_shards, tmp_path, monkeypatch)
     assert [path.name for path in moved.glob("best-*.pt")] == ["best-00000003.pt"]
 
 
-def test_the_best_on_other_images_is_not_compared(tiny_shards, tmp_path, monkeypatch):
-    made = make_dataset(
-        tmp_path / "data", n=2, width=96, height=80, objects=(1, 3), seed=5, workers=1
-    )
-    write_shards(made.images, made.annotations, shards=tmp_path / "other", workers=1)
+def test_the_best_on_other_images_is_not_compared(tiny_shards, other_shards, tmp_path, monkeypatch):
     script_precision(monkeypatch, [0.9, 0.1])
     train(
         tiny_shards,
@@ -1373,7 +1103,7 @@ def test_the_best_on_other_images_is_not_compared(tiny_shards, tmp_path, monkeyp
         tiny_shards,
         tmp_path / "run",
         steps=3,
-        val_shards=tmp_path / "other",
+        val_shards=other_shards["other"],
         **TINY,
     )
     assert report.best.segm == 0.1
@@ -1423,7 +1153,6 @@ def test_ctrl_c_during_an_evaluation_interrupts_at_once_and_saves(
 def test_nothing_is_written_when_train_has_ended(tiny_shards, tmp_path, monkeypatch):
     """A new run in the same folder would find a checkpoint of the one before."""
     save = CheckpointFolder.save
-    real = TrainingStep.__call__
     running = []
 
     def save_slowly(self, state, *, step, **more):
@@ -1433,16 +1162,9 @@ def test_nothing_is_written_when_train_has_ended(tiny_shards, tmp_path, monkeypa
         running.remove(step)
         return path
 
-    def fail_third(self, *given, **more):
-        if self.calls == 2:
-            raise ZeroDivisionError
-        self.calls += 1
-        return real(self, *given, **more)
-
     monkeypatch.setattr(CheckpointFolder, "save", save_slowly)
-    monkeypatch.setattr(TrainingStep, "calls", 0, raising=False)
-    monkeypatch.setattr(TrainingStep, "__call__", fail_third)
-    with pytest.raises(ZeroDivisionError):
+    interrupt_call(monkeypatch, TrainingStep, "__call__", 3, fail_inside)
+    with pytest.raises(ColabUtilsError, match="does not fit"):
         train(
             tiny_shards,
             tmp_path,
