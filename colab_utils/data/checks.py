@@ -43,10 +43,6 @@ _WORST = 10
 _PART_IMAGES = 4000
 # Photos that the report draws both as stored and as EXIF turns them, if nothing decides.
 _DRAWN_TURNS = 2
-# If a dataset has at least `_FEW_OBJECTS` objects, and all of them end before this share of their
-# images' widths and heights (`_CORNER`), then the outlines may have been drawn on smaller images.
-_FEW_OBJECTS = 8
-_CORNER = 0.5
 # The worst images are those with the highest scores. A serious defect adds this much to the score
 # of its image, and a note adds 1.
 _SERIOUS_SCORE = 1000
@@ -242,17 +238,14 @@ def _sum_up(dataset: CocoDataset, findings: Sequence[Findings]) -> DatasetReport
             different = tuple(dict.fromkeys(texts))
             problems.append(Problem(kind, len(texts), different[:_EXAMPLES], effect))
     worst = {}
-    look_at = []
-    for i, score in scores.most_common(_WORST):
+    for i, _ in scores.most_common(_WORST):
         worst[int(dataset.image_ids[i])] = tuple(dict(findings[i].defects))
-        if score >= _SERIOUS_SCORE:
-            look_at.append(escape(dataset.file_name(i)))
     return DatasetReport(
         images=len(dataset),
         annotations=len(dataset.ids) + len(dataset.unknown_images),
         ok=SERIOUS.isdisjoint(problem.kind for problem in problems),
         problems=tuple(problems),
-        statistics=measure_dataset(dataset, findings, look_at[:3]),
+        statistics=measure_dataset(dataset, findings),
         worst=worst,
     )
 
@@ -281,7 +274,6 @@ def _find_in_all(dataset: CocoDataset, findings: Sequence[Findings]) -> Iterator
         yield kind, f"{crowds:,} of {total:,} objects are crowds and left out"
     for _ in range(dataset.ignored):
         yield "annotation to ignore", f"{dataset.ignored:,} annotations have 'ignore'"
-    yield from _find_corner(findings)
     yield from _find_in_categories(dataset)
 
 
@@ -291,8 +283,6 @@ def _find_in_ids(dataset: CocoDataset) -> Iterator[Defect]:
         yield "repeated image id", f"id {number}: only its first image gets the annotations"
     for number in dataset.unknown_images.tolist():
         yield "unknown image", f"annotation {number}"
-    for text in dataset.text_ids:
-        yield "image id that is text", escape(text)
     numbers, counts = np.unique(dataset.ids, return_counts=True)
     for number in numbers[counts > 1].tolist():
         yield "repeated annotation id", f"id {number}"
@@ -308,15 +298,3 @@ def _find_in_categories(dataset: CocoDataset) -> Iterator[Defect]:
     for names in alike.values():
         if len(names) > 1:
             yield "name of several categories", ", ".join(map(repr, names))
-
-
-def _find_corner(findings: Sequence[Findings]) -> Iterator[Defect]:
-    """Yield a defect if all objects lie in the upper left corner of their images."""
-    ends = np.concatenate([np.zeros((0, 2)), *(finding.objects[:, 4:] for finding in findings)])
-    if len(ends) >= _FEW_OBJECTS and ends.max() < _CORNER:
-        width, height = ends.max(0)
-        text = (
-            f"all {len(ends):,} objects lie in the left {width:.0%} and the upper {height:.0%} of "
-            "their images"
-        )
-        yield "objects in one corner", text

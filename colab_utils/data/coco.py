@@ -82,8 +82,6 @@ class CocoDataset:
     """Ids of the annotations whose image is unknown."""
     unknown_categories: NDArray[np.int64]
     """Ids of the annotations whose image is known, but whose category is unknown."""
-    text_ids: tuple[str, ...] = ()
-    """Image ids that are text in the file. ``image_ids`` has an integer for each of them."""
     ignored: int = 0
     """Number of annotations in the file that are marked by ``ignore``, which is not read."""
     is_federated: bool = False
@@ -217,7 +215,6 @@ class CocoDataset:
             shared_names=self.shared_names.intersection(
                 base for name in names for base in list_meanings(name)
             ),
-            text_ids=(),
         )
 
 
@@ -301,7 +298,6 @@ def _group_annotations(columns: Columns, text: str, fingerprint: str) -> CocoDat
         repeated_ids=np.delete(images[:, 0], [*index_of.values()]),
         unknown_images=strangers,
         unknown_categories=rows[~has_category, 0],
-        text_ids=tuple(columns.text_ids),
         ignored=columns.ignored,
         is_federated=columns.is_federated,
     )

@@ -71,7 +71,6 @@ class Columns:
         """Annotations that are marked by ``ignore``."""
         self.is_federated = False
         """Whether some classes were not looked for in all images, as in LVIS."""
-        self.text_ids: list[str] = []
 
     def add(self, section: str, entry: Any, span: tuple[int, int]) -> None:
         """Add an entry of a section; ``span`` says where its text starts and ends."""
@@ -109,8 +108,6 @@ class Columns:
         name.encode()
         sizes = [to_integer(image.get(side) or 0, side, bits=31) for side in ("height", "width")]
         number = to_integer(image.get("id"), "image_id")
-        if isinstance(image["id"], str) and image["id"] != str(number):
-            self.text_ids.append(image["id"])
         self.names.append(name)
         self.is_federated = self.is_federated or "not_exhaustive_category_ids" in image
         self.images.extend((number, *sizes))

@@ -90,8 +90,6 @@ _JPEG = b"\xff\xd8\xff"
 # A 16-bit image whose brightest pixel becomes less than this after conversion to 8 bits is too dark
 # to train on. Cameras and sensors of 14 bits or fewer make such images.
 _DARK = 64
-# Number of rows that are copied from Pillow at a time.
-_BAND = 1024
 # The formats that Pillow may open. EPS is left out because Pillow starts another program to read
 # it. Icons are left out because they may hold a larger image than their header says.
 _FORMATS = {
@@ -246,20 +244,7 @@ def decode_pixels(data: Encoded) -> Pixels:
 
 @guard_pillow()
 def _decode_by_pillow(data: Encoded) -> Pixels:
-    return take_pixels(to_rgb(open_image(data)))
-
-
-def take_pixels(image: "Image.Image") -> Pixels:
-    """Return the pixels of an RGB image as uint8 [H, W, 3].
-
-    Pillow makes two copies of pixels that it hands over. Bands of rows keep these copies small.
-    """
-    width, height = image.size
-    pixels = np.empty((height, width, 3), np.uint8)
-    for top in range(0, height, _BAND):
-        end = min(top + _BAND, height)
-        pixels[top:end] = np.asarray(image.crop((0, top, width, end)))
-    return pixels
+    return np.array(to_rgb(open_image(data)))
 
 
 @guard_pillow()

@@ -48,8 +48,6 @@ EFFECTS = {
     "image without objects": "note: left out of training",
     "polygon beyond the image": "note: cut at the image's edge",
     "loose box": "note: check that boxes are x, y, width, height, and fit their outlines",
-    "area and mask disagree": "note: check that no hole is filled, and no mask is another object's",
-    "objects in one corner": "note: check that outlines were not drawn on smaller images",
     "image with alpha": "note: transparent pixels get the colours that the file has for them",
     "name of several categories": (
         "note: check that categories are meant to differ whose names are equal but for spaces and "
@@ -76,7 +74,6 @@ EFFECTS = {
     "repeated annotation": "note: counts twice",
     "repeated file_name": "note: counts twice",
     "found by base name": "note: the file that was found is used",
-    "image id that is text": "note: an integer stands for it, which --repair writes",
     "16-bit image": "note: becomes 8-bit RGB",
     "animated image": "note: only its first frame is used",
 }

@@ -58,13 +58,8 @@ class Findings(NamedTuple):
     defects: list[Defect]
     """Kind and text of each defect."""
     header: Header
-    size: Size
-    """Height and width at which the image's masks are drawn, in pixels; 0 if they are not known."""
     objects: NDArray[np.float64]
-    """float64 [N, 6]: a row for each usable object. It holds the category id, the width and height
-    of the box, the pixels of the mask, and the right and lower end of the box as shares of the
-    image's width and height.
-    """
+    """float64 [N, 2]: the category id and the pixels of the mask of each usable object."""
     turn: str
     """What `compare_turn` says of the image."""
 
@@ -157,7 +152,7 @@ def check_image(dataset: CocoDataset, i: int, header: Header) -> Findings:
     wrong, objects = _check_objects(annotations, size)
     name = escape(dataset.file_name(i))
     named = [(kind, f"{name}: {text}".removesuffix(": ")) for kind, text in defects + wrong]
-    return Findings(named, header, size, np.array(objects, np.float64).reshape(-1, 6), turn)
+    return Findings(named, header, np.array(objects, np.float64).reshape(-1, 2), turn)
 
 
 def _check_objects(
@@ -176,9 +171,7 @@ def _check_objects(
             if key in seen:
                 wrong.append(("repeated annotation", ""))
             elif not annotation["iscrowd"]:
-                left, top, width, height = annotation["bbox"]
-                ends = (left + width) / size[1], (top + height) / size[0]
-                objects.append((annotation["category_id"], width, height, pixels, *ends))
+                objects.append((annotation["category_id"], pixels))
             seen.add(key)
         for kind, text in wrong:
             defects.append((kind, f"annotation {annotation['id']}: {text}".removesuffix(": ")))

@@ -20,7 +20,6 @@ from colab_utils.data.decoding import (
     may_have_exif,
     open_image,
     open_lazily,
-    take_pixels,
     to_rgb,
 )
 from colab_utils.data.sizes import Size
@@ -158,7 +157,7 @@ def turn_upright(image: "Image.Image", size: Size, exif: str) -> tuple["Image.Im
 def decode_upright(data: Encoded, size: Size, exif: str = "keep") -> Pixels:
     """Decode an image with Pillow to uint8 [H, W, 3], turned as `turn_upright` does."""
     upright, _ = turn_upright(open_image(data), size, exif)
-    return take_pixels(to_rgb(upright))
+    return np.array(to_rgb(upright))
 
 
 def pick_turn(turns: Iterable[str]) -> str:

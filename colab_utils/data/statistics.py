@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from colab_utils.data.coco import CocoDataset
 from colab_utils.data.image_checks import Findings
-from colab_utils.data.sizes import MODEL_SIZES, find_scale
 from colab_utils.units import format_count
 
 USUAL_DETECTIONS = 100
@@ -27,13 +26,6 @@ _NAMED = 5
 _SMALL = 32**2
 _MEDIUM = 96**2
 _SIZES = {"small, under 32² px": _SMALL, "medium": _MEDIUM, "large, over 96² px": np.inf}
-_RATIOS = {
-    "under 1:3": 1 / 3,
-    "1:3 to 2:3": 2 / 3,
-    "2:3 to 3:2": 1.5,
-    "3:2 to 3:1": 3,
-    "over 3:1": np.inf,
-}
 _COUNTS = {"0": 1, "1": 2, "2 to 4": 5, "5 to 9": 10, "10 to 19": 20, "20 and more": np.inf}
 
 
@@ -46,45 +38,30 @@ class DatasetStatistics:
     """Number of objects of each class, the most frequent class first."""
     sizes: dict[str, int]
     """Number of small, medium and large objects. As in COCO, the pixels of the mask decide."""
-    aspect_ratios: dict[str, int]
-    """Number of objects in each range of width : height of the box."""
     objects_per_image: dict[str, int]
     """Number of images for each range of objects in an image, such as "2 to 4"."""
     advice: tuple[str, ...]
     """Sentences that say what to do."""
 
 
-def measure_dataset(
-    dataset: CocoDataset, findings: Sequence[Findings], look_at: Sequence[str]
-) -> DatasetStatistics:
-    """Return the statistics of a dataset.
-
-    Args:
-        dataset: the dataset, for the names of its categories.
-        findings: what was found in each image.
-        look_at: image files with problems, which the advice names.
-    """
-    objects = np.concatenate([np.zeros((0, 6)), *(finding.objects for finding in findings)])
+def measure_dataset(dataset: CocoDataset, findings: Sequence[Findings]) -> DatasetStatistics:
+    """Return the statistics of a dataset, by the names of its categories."""
+    objects = np.concatenate([np.zeros((0, 2)), *(finding.objects for finding in findings)])
     names = {category["id"]: category["name"] for category in dataset.categories}
     classes = Counter(dict.fromkeys(names.values(), 0))
     classes.update(names[number] for number in objects[:, 0].tolist())
     per_image = np.array([len(finding.objects) for finding in findings])
     advice = [*filter(None, [describe_full_images(per_image)])]
-    if len(objects):
-        advice.append(_advise_size(findings, objects[:, 3]))
     rare = [f"{name} ({count:,})" for name, count in classes.items() if count < _RARE]
     if rare:
         more = f" and {len(rare) - _NAMED} more" if len(rare) > _NAMED else ""
         advice.append(
             f"Merge or drop classes of under {_RARE} objects: {', '.join(rare[:_NAMED])}{more}."
         )
-    if look_at:
-        advice.append(f"Look at {', '.join(look_at)} first.")
     return DatasetStatistics(
         objects=len(objects),
         classes=dict(classes.most_common()),
-        sizes=_count_bins(objects[:, 3], _SIZES),
-        aspect_ratios=_count_bins(objects[:, 1] / objects[:, 2], _RATIOS),
+        sizes=_count_bins(objects[:, 1], _SIZES),
         objects_per_image=_count_bins(per_image, _COUNTS),
         advice=tuple(advice),
     )
@@ -119,31 +96,3 @@ def _count_bins(values: NDArray[Any], limits: dict[str, float]) -> dict[str, int
     """
     below = np.searchsorted(np.sort(values), [*limits.values()])
     return dict(zip(limits, np.diff(below, prepend=0).tolist(), strict=True))
-
-
-def _advise_size(findings: Sequence[Findings], masks: NDArray[np.float64]) -> str:
-    """Advise an input size: the images' own, or the default of torchvision.
-
-    The images' own size saves work if they are smaller than the default. The default is better if
-    many objects are small. ``masks`` holds the pixels of each object's mask.
-    """
-    sizes = np.array([finding.size for finding in findings if all(finding.size)], np.float64)
-    scales = find_scale(*sizes.T)
-    pixels = sizes.prod(1)
-    larger = scales > 1
-    small = np.mean(masks < _SMALL)
-    default = f"--min-size {MODEL_SIZES[0]} --max-size {MODEL_SIZES[1]}"
-    work = np.sum((pixels * scales**2)[larger]) / max(1, np.sum(pixels[larger]))
-    if larger.mean() < 0.5 or work < 1.3:
-        return f"Train at {default}, the default: most images are as large, or larger."
-    cost = (
-        f"the default enlarges {larger.mean():.0%} of the images and makes {work:.1f} times "
-        "the work"
-    )
-    if small >= 0.3:
-        return (
-            f"If accuracy matters most, keep {default}: {cost}, but {small:.0%} of the objects are "
-            "small, and the AP of small objects is higher in larger images."
-        )
-    shorter, longer = np.maximum(1, np.sort(np.median(sizes, 0) / 32).round()).astype(int) * 32
-    return f"Train at --min-size {shorter} --max-size {longer}, the images' own size: {cost}."

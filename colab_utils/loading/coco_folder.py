@@ -12,7 +12,6 @@ from PIL import Image
 from torch import Tensor
 
 from colab_utils.data.coco import CocoDataset, open_coco
-from colab_utils.data.decoding import take_pixels
 from colab_utils.data.defects import warn_of_faults
 from colab_utils.data.image_checks import sample_faults
 from colab_utils.data.masks import encode_segmentation, pack_masks, resize_rles, unpack_masks
@@ -137,7 +136,7 @@ class CocoFolder(CocoSamples):
             return image, original
         pixels = Image.fromarray(image.permute(1, 2, 0).numpy())
         return torch.from_numpy(
-            take_pixels(shrink(pixels, size)).transpose(2, 0, 1).copy()
+            np.asarray(shrink(pixels, size)).transpose(2, 0, 1).copy()
         ), original
 
     def _decode_upright(self, index: int) -> Tensor:

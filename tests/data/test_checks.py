@@ -17,7 +17,6 @@ from PIL import Image
 from colab_utils import files
 from colab_utils.data.checks import check_dataset
 from colab_utils.data.repair import repair_annotations
-from colab_utils.data.sizes import fit_size
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, escape
 from colab_utils.loading.dataset import ShardDataset
@@ -73,12 +72,6 @@ def cut(path, bytes_left):
 
 def spoil_annotation(**changes):
     return lambda dataset: dataset.coco["annotations"][2].update(changes)
-
-
-def enlarge_area(dataset):
-    """Areas of small objects are not judged."""
-    largest = max(dataset.coco["annotations"], key=lambda annotation: annotation["area"])
-    largest["area"] *= 3
 
 
 def spoil_image(**changes):
@@ -333,7 +326,7 @@ DEFECTS = [
     ),
     # Nobody knows which image these objects belong to.
     (share_id, "repeated image id", True, 10),
-    (name_id, "image id that is text", False, 12),
+    (name_id, None, False, 12),
     (spoil_annotation(category_id=10**9), "unknown category", True, 11),
     (spoil_annotation(segmentation=[]), "object without mask", True, 11),
     (spoil_annotation(segmentation=[[1, 2, 3]]), "bad mask", True, 11),
@@ -368,13 +361,7 @@ DEFECTS = [
         True,
         12,
     ),
-    (enlarge_area, "area and mask disagree", False, 12),
-    (
-        change_box(lambda x, y, w, h: [x, y, w, 1.4 * h]),
-        "loose box",
-        False,
-        12,
-    ),
+    (change_box(lambda x, y, w, h: [x, y, w, 1.4 * h]), "loose box", False, 12),
     (
         draw([120, 90, 220, 90, 220, 120, 120, 120], box=[120, 90, 40, 30]),
         "polygon beyond the image",
@@ -665,13 +652,6 @@ def test_the_numbers_of_a_dataset(coco_mini):
     assert next(iter(statistics.classes)) == "person"
     assert statistics.classes["person"] == sum(
         annotation["category_id"] == 1 for annotation in rows
-    )
-    sizes = [(image["height"], image["width"]) for image in raw["images"]]
-    larger = [fit_size(*size, min_size=800, max_size=1333) for size in sizes]
-    work = sum(h * w for h, w in larger) / sum(h * w for h, w in sizes)
-    assert any(
-        f"enlarges 100% of the images and makes {work:.1f} times the work" in problem
-        for problem in statistics.advice
     )
 
 

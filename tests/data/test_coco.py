@@ -578,7 +578,6 @@ def test_image_ids_may_be_names(path):
     images = [{"id": name, "file_name": "a.jpg", "height": 6, "width": 8}]
     annotations = [{**make_coco()["annotations"][0], "image_id": name}]
     dataset = read(path, make_coco(images=images, annotations=annotations))
-    assert dataset.text_ids == (name,)
     assert 0 < dataset.image_ids[0] < 2**52
     (annotation,) = dataset.annotations(0)
     assert annotation["image_id"] == dataset.image_ids[0]
@@ -586,7 +585,6 @@ def test_image_ids_may_be_names(path):
     more = [{"id": 1, "file_name": "b.jpg"}, *images]
     again = read(path, make_coco(images=more, annotations=annotations))
     assert again.image_ids.tolist() == [1, dataset.image_ids[0]]
-    assert read(path, make_coco(images=[{"id": "7", "file_name": "a"}])).text_ids == ()
 
 
 @pytest.mark.parametrize(
