@@ -19,7 +19,7 @@ The life of a sample, from COCO JSON to a batch on the device:
    opens loose files, and the process of a `Writing` (`colab_utils.loading.writing`) does steps 3
    and 4 meanwhile. A `FileCache` (`colab_utils.file_cache`) keeps the bytes for both.
 6. **Dataset** (`colab_utils.loading.dataset`): `ShardDataset` opens the arrays of all shards, and
-   reads their files with `ShardFiles` (`colab_utils.loading.readers`). ``dataset[i]`` returns
+   reads their files with `ShardFiles`. ``dataset[i]`` returns
    ``(image, target)`` as in torchvision's references (`colab_utils.loading.contract`). Two faster
    methods serve batches: `describe` returns the tables of some images without reading a file, and
    `read_into` writes an image's pixels and mask bits into the caller's memory. `CocoFolder`
@@ -38,7 +38,7 @@ The life of a sample, from COCO JSON to a batch on the device:
 9. **Worker** (`colab_utils.loading.fetcher`): a `Fetcher` reads the images with `read_into`, and
    `colab_utils.data.decoding` decodes each JPEG. Other datasets return samples instead. A
    `SamplePacker` (`colab_utils.loading.targets`) seeds their random numbers, checks them and packs
-   their masks. Only such datasets load this module, and `colab_utils.loading.dataset_checks`.
+   their masks. Only such datasets load this module.
 10. **Batch** (`colab_utils.loading.batch`): `write_batch` writes pixels, bits and tables one after
     another into the `SharedBuffer` (`colab_utils.loading.shared_memory`). The dtypes and shapes of
     the tables go back through the pipe. `open_batch` views the same memory as a `PackedBatch`,

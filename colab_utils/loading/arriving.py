@@ -9,8 +9,7 @@ from typing import Any
 
 from colab_utils.loading.arrival import POLL_S, Arrival, plan_windows, wait_for_file
 from colab_utils.loading.contract import Transforms
-from colab_utils.loading.dataset import ShardDataset
-from colab_utils.loading.readers import ShardFiles, load_shard
+from colab_utils.loading.dataset import ShardDataset, ShardFiles, load_shard
 from colab_utils.places import Place, open_place, require_local_path
 from colab_utils.processes import ThreadPool
 from colab_utils.shards.index import ShardIndex, read_index

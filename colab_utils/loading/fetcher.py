@@ -15,7 +15,6 @@ from colab_utils.loading.batch import Layout, write_batch
 from colab_utils.loading.contract import BadSampleError
 from colab_utils.loading.sampler import read_indices
 from colab_utils.loading.samples import CocoSamples, is_own
-from colab_utils.streams import StreamTrial
 
 if TYPE_CHECKING:
     from colab_utils.loading.targets import SamplePacker
@@ -36,8 +35,6 @@ class Result(NamedTuple):
     """Index and reason of each sample that was left out."""
     error: Exception | None = None
     """Error that ended the request; None if the batch was loaded."""
-    streams: StreamTrial | None = None
-    """Number of streams and files/s of a worker that reads ahead; None before they are known."""
 
 
 class Fetcher:
@@ -81,7 +78,7 @@ class Fetcher:
         load_jpeg_decoder()
         self.look_again()
         if not self.is_own:
-            from colab_utils.loading.dataset_checks import require_same_classes
+            from colab_utils.loading.targets import require_same_classes
 
             require_same_classes(dataset)
 
@@ -172,21 +169,18 @@ class Fetcher:
         *,
         skips_bad: bool,
         note: Note = int,
-        alone: bool = False,
     ) -> Result:
         """Write a batch into memory that ``reserve`` returns.
 
         With ``skips_bad``, bad samples are left out and listed in the result. ``note`` gets the
-        index of each sample before it is read. With ``alone``, no dataset reads a whole batch in
-        one call.
+        index of each sample before it is read.
         """
         indices = list(indices)
         bad: list[tuple[int, str]] = []
         while indices:
             try:
-                layout = self._write(indices, reserve, seed, note, alone)
-                streams = self.source.best_streams if self.reads_ahead else None
-                return Result(layout, bad, streams=streams)
+                layout = self._write(indices, reserve, seed, note)
+                return Result(layout, bad)
             except BadSampleError as failure:
                 error, place = failure.args
                 if not skips_bad:
@@ -207,7 +201,7 @@ class Fetcher:
         return error
 
     def _write(
-        self, indices: list[int], reserve: Reserve, seed: Sequence[int], note: Note, alone: bool
+        self, indices: list[int], reserve: Reserve, seed: Sequence[int], note: Note
     ) -> Layout:
         """Write a batch. All random numbers of its samples come from ``seed``."""
 
@@ -224,7 +218,6 @@ class Fetcher:
                 indices,
                 seed,
                 by_batch=self.reads_batches,
-                alone=alone,
                 is_own=self.is_own,
                 begin=begin,
             )

@@ -64,10 +64,6 @@ class BoundedPrefetcher(Prefetcher):
         super().close()
         end_workers(self._killed)
 
-    def _is_read_alone(self, indices: list[int]) -> bool:
-        # A dataset that reads whole batches cannot tell which sample hangs.
-        return not self._tried.isdisjoint(indices)
-
     def _wait_for(self, number: int) -> bool:
         worker = self._workers[self._sent[number].job.worker or 0]
         reading = -1

@@ -4,7 +4,6 @@ Samples come in a seeded order. Worker processes pack them into shared buffers, 
 """
 
 import math
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Sized
@@ -20,7 +19,6 @@ from torch.utils.data import Dataset, Sampler
 
 from colab_utils.data.defects import count_allowed
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.files import hash_bytes
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.contract import Target, Transforms
 from colab_utils.loading.devices import find_device
@@ -31,7 +29,7 @@ from colab_utils.loading.sampler import BatchSampler, LoaderState
 from colab_utils.loading.workers import WorkerJob
 from colab_utils.machine import count_cores, require_linux
 from colab_utils.require import require_choice, require_count, require_max_bad, require_number
-from colab_utils.streams import StreamTrial, require_streams
+from colab_utils.streams import require_streams
 
 if TYPE_CHECKING:
     from colab_utils.loading.late import LateSample
@@ -58,10 +56,6 @@ _FIXED = frozenset(
         "collate_fn",
     }
 )
-
-_TWO_PASSES = "Two passes over one loader run at the same time. Make a loader for each."
-# Held while a thread begins a pass, so that a second one sees that the loader is in use.
-_BEGINS = threading.Lock()
 
 _P = ParamSpec("_P")
 # What takes the place of an argument of torch's ``DataLoader``.
@@ -319,7 +313,7 @@ class Loader:
     def __post_init__(self) -> None:
         self.dataset = self._fetcher.dataset
         if self.workers and not self._fetcher.is_own:
-            from colab_utils.loading.dataset_checks import warn_of_open_file
+            from colab_utils.loading.targets import warn_of_open_file
 
             warn_of_open_file(self.dataset)
         self.batch_size = self._order.batch_size
@@ -333,8 +327,6 @@ class Loader:
         self._has_passed = False
         self._passes = 0
         self.expects_pass = False
-        # The thread whose pass is under way; 0 between two passes.
-        self._thread = 0
         self._prefetcher: Prefetcher | None = None
         # The fetcher as it was when the workers started.
         self._forked: Fetcher | None = None
@@ -375,23 +367,8 @@ class Loader:
     __repr__ = __str__
 
     def __iter__(self) -> Iterator[Any]:
-        with _BEGINS:
-            own = threading.get_ident()
-            # A thread that has ended, or this one, has abandoned the pass before.
-            others = {thread.ident for thread in threading.enumerate()} - {own}
-            if self._thread in others:
-                raise ColabUtilsError(_TWO_PASSES)
-            self._thread = own
-            self._passes += 1
-            this_pass = self._passes
-        try:
-            yield from self._deliver_epoch(this_pass)
-        finally:
-            # Another pass of the same thread may have begun meanwhile.
-            if this_pass == self._passes:
-                self._thread = 0
-
-    def _deliver_epoch(self, this_pass: int) -> Iterator[Any]:
+        self._passes += 1
+        this_pass = self._passes
         # The last pass was interrupted, so this pass is the next epoch.
         if self._delivered and not self._resumed:
             self._end_epoch()
@@ -410,7 +387,9 @@ class Loader:
                 # Another pass that has begun takes the results of this one. Without this check,
                 # this pass would wait for them for ever.
                 if this_pass != self._passes:
-                    raise ColabUtilsError(_TWO_PASSES)
+                    raise ColabUtilsError(
+                        "Two passes over one loader run at the same time. Make a loader for each."
+                    )
 
     def _look_again(self) -> None:
         """Adapt the order to changes of the dataset and of the processes that train together."""
@@ -485,8 +464,11 @@ class Loader:
         arrival = self._fetcher.arrival
         shard_of = self._fetcher.shard_of
         is_new = not (first or order.windows) and len(order.left) == order.size
-        if is_new and self._fetcher.source.windows:
-            order.windows = self._choose_windows()
+        # An epoch has windows until one has run to its end. The speed of the copy has no influence,
+        # so the same seed always gives the same order.
+        begins_early = order.seed is not None and order.sampler is None and not self._has_passed
+        if is_new and begins_early:
+            order.windows = [*self._fetcher.source.windows]
         for number, indices in islice(enumerate(order), first, None):
             if arrival is not None and shard_of is not None:
                 yield from arrival.wait_for(set(shard_of[indices].tolist()))
@@ -502,57 +484,10 @@ class Loader:
         ranks = self._ranks
         return (indices[ranks.rank :: ranks.count] for indices in order)
 
-    def _choose_windows(self) -> list[list[int]]:
-        """Return the windows of shards of a new epoch (see `BatchSampler.windows`).
-
-        An epoch has windows until one has run to its end. The speed of the copy has no influence,
-        so the same seed always gives the same order.
-
-        Raises:
-            ColabUtilsError: The processes do not load the same images in the same order.
-        """
-        windows: list[list[int]] = []
-        order = self._order
-        begins_early = order.seed is not None and order.sampler is None and not self._has_passed
-        fetcher = self._fetcher
-        if begins_early:
-            windows = [*fetcher.source.windows]
-        shards = hash_bytes(fetcher.shard_of, fetcher.sizes, repr(windows).encode())
-        own = {**self._take_state().describe_order(), "checksum of the shards": shards}
-        orders = self._ranks.gather(own)
-        if any(other != own for other in orders):
-            raise ColabUtilsError(
-                "The processes that train together do not load the same images in the same order: "
-                f"{orders}. Open the same shards with the same settings in all of them."
-            )
-        return windows
-
     @property
     def reads_ahead(self) -> bool:
         """Return whether workers read files of later batches while they load a batch."""
         return self._fetcher.reads_ahead
-
-    @property
-    def streams(self) -> tuple[StreamTrial, ...]:
-        """Return the number of streams of each worker, and the reads/s that it reaches with them.
-
-        A read is a file of a `CocoFolder`, or a piece of a shard. The tuple is empty until both
-        numbers have been measured.
-        """
-        return tuple(self._prefetcher.streams.values()) if self._prefetcher else ()
-
-    def describe_streams(self) -> str:
-        """Describe the number of streams and their reads/s; empty until both are measured.
-
-        Example:
-            >>> make_loader(range(3), batch_size=1, workers=0).describe_streams()
-            ''
-        """
-        if not self.streams:
-            return ""
-        count = sum(trial.streams for trial in self.streams)
-        rate = sum(trial.files_per_s for trial in self.streams)
-        return f"{rate:.0f} reads a second with {count} streams; more streams win nothing"
 
     def list_jobs(self) -> list[WorkerJob]:
         """Return the requested batches that have not arrived yet, oldest first."""

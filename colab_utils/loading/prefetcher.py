@@ -28,7 +28,6 @@ from colab_utils.loading.workers import WorkerDiedError, WorkerJob, describe_exi
 from colab_utils.machine import count_oom_kills
 from colab_utils.processes import end_process, end_with_parent, quiet_fork
 from colab_utils.reader import AHEAD_IMAGES
-from colab_utils.streams import StreamTrial
 
 PREFETCH = 2
 """Default number of batches that each worker prepares ahead."""
@@ -57,8 +56,6 @@ class Load(NamedTuple):
     """Seed of all random numbers of the batch."""
     skips_bad: bool
     """Whether bad samples are left out."""
-    alone: bool
-    """Whether the samples are read one after the other, also by a dataset that reads batches."""
 
 
 class Request(NamedTuple):
@@ -165,7 +162,6 @@ def _serve(
                 message.seed,
                 skips_bad=message.skips_bad,
                 note=partial(at_work.__setitem__, 0),
-                alone=message.alone,
             )
             connection.send((message.number, result._replace(error=_make_portable(result.error))))
 
@@ -205,7 +201,6 @@ class Prefetcher:
         self._planned: deque[tuple[int, list[int], int | None]] = deque()
         # Batches of the next pass whose files the workers read already.
         self._early: dict[int, list[int]] = {}
-        self.streams: dict[int | None, StreamTrial] = {}
         self._seed: tuple[int, ...] = ()
         self._skips_bad = False
         # Requests, and the results that have arrived. The keys are the numbers of the batches.
@@ -361,13 +356,9 @@ class Prefetcher:
         if worker is None:
             jobs = Counter(job.worker for job in self.list_jobs())
             worker = min(range(self._worker_count), key=jobs.__getitem__)
-        alone = self._is_read_alone(indices)
-        self._workers[worker].send(Load(number, indices, buffer, seed, self._skips_bad, alone))
+        self._workers[worker].send(Load(number, indices, buffer, seed, self._skips_bad))
         job = WorkerJob(worker, self._workers[worker].process.pid or 0, number, tuple(indices))
         self._sent[number] = Request(job, buffer)
-
-    def _is_read_alone(self, indices: list[int]) -> bool:
-        return False
 
     def _receive(self, timeout_s: float | None = None) -> None:
         """Receive the next result of a worker, if one comes within the timeout."""
@@ -394,8 +385,6 @@ class Prefetcher:
     def _finish(self, number: int) -> Loaded:
         request = self._sent.pop(number)
         result = self._done.pop(number)
-        if result.streams is not None:
-            self.streams[request.job.worker] = result.streams
         if result.layout is None:
             self._pool.give_back(request.buffer)
             if result.error is not None:

@@ -15,7 +15,6 @@ from torch.utils.data import Dataset
 from colab_utils.data.decoding import decode_pixels
 from colab_utils.loading.contract import Target
 from colab_utils.reader import Reader
-from colab_utils.streams import StreamTrial
 
 
 def is_own(value: Any) -> bool:
@@ -121,13 +120,6 @@ class CocoSamples(Dataset[tuple[Tensor, Target]]):
     def drop_ahead(self) -> None:
         """Drop the parts that ``read_ahead`` began to read and that no sample has taken."""
         self._open_reader().forget_all()
-
-    @property
-    def best_streams(self) -> StreamTrial | None:
-        """Return the fastest number of streams with its parts/s. It is None before the
-        measurement.
-        """
-        return self._open_reader().best
 
     def _open_reader(self, streams: int | str = "auto") -> Reader:
         """Return the reader of this process.

@@ -3,9 +3,10 @@
 `ShardDataset` needs none of this, because its shards hold packed samples.
 """
 
+import io
 import mmap
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import ConcatDataset, Subset
 
 from colab_utils.data.masks import pack_pixels
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
@@ -25,6 +27,7 @@ from colab_utils.loading.contract import (
     check_objects,
 )
 from colab_utils.loading.sampler import seed_random
+from colab_utils.loading.samples import is_own
 from colab_utils.loading.transforms import describe_part, is_plain, to_corners
 
 # The numpy dtypes that each part of a target may have, by their ``kind``: i and u are integers, f
@@ -37,6 +40,8 @@ _OPTIONAL = ("area", "iscrowd")
 _LEAST_SHARE = 0.25
 # A float32 cannot hold a much larger area.
 _LARGEST_AREA = 1e38
+# A file may be an attribute of an attribute, as in a zipfile.ZipFile.
+_DEPTH = 3
 
 
 class SamplePacker:
@@ -53,17 +58,16 @@ class SamplePacker:
         seed: Sequence[int],
         *,
         by_batch: bool = False,
-        alone: bool = False,
         is_own: bool = False,
         begin: Callable[[int], object] = int,
     ) -> PackedSamples:
         """Read and pack samples, whose random numbers come from ``seed``.
 
         By default, ``__getitem__`` reads the samples one after the other. With ``by_batch``, one
-        call of ``__getitems__`` reads all of them. With ``by_batch`` and ``alone``, each sample has
-        its own call of ``__getitems__``. The images of a dataset that is not of this package
-        (``is_own``) are copied, because it may write the next one into the same memory. ``begin``
-        is called with the place of each sample in the batch, before the sample is checked.
+        call of ``__getitems__`` reads all of them. The images of a dataset that is not of this
+        package (``is_own``) are copied, because it may write the next one into the same memory.
+        ``begin`` is called with the place of each sample in the batch, before the sample is
+        checked.
 
         Raises:
             BadSampleError: A sample cannot be loaded.
@@ -72,7 +76,7 @@ class SamplePacker:
         samples = []
         batch: list[Any] = []
         with seed_random(seed):
-            if by_batch and not alone:
+            if by_batch:
                 # If this call fails, each sample is read alone, to find the sample that fails.
                 with suppress(Exception):
                     batch = list(self._dataset.__getitems__(list(indices)))
@@ -309,3 +313,57 @@ def _measure_shares(boxes: NDArray[Any], others: NDArray[Any]) -> NDArray[np.flo
     sides = np.maximum(boxes[:, 2:] - boxes[:, :2], 1e-9)
     shares: NDArray[np.float64] = ((ends - starts).clip(0) / sides).prod(1)
     return shares
+
+
+def require_same_classes(dataset: Any) -> None:
+    """Refuse joined datasets in which a label means different classes.
+
+    Only the datasets of a ``ConcatDataset`` that have ``class_names`` are compared, a dict from
+    each label to its class.
+
+    Raises:
+        ColabUtilsError: a label has two classes.
+
+    Example:
+        >>> require_same_classes(ConcatDataset([[1, 2], [3]]))
+    """
+    known: dict[int, str] = {}
+    for part in dataset.datasets if isinstance(dataset, ConcatDataset) else ():
+        while isinstance(part, Subset):
+            part = part.dataset
+        for label, name in getattr(part, "class_names", {}).items():
+            if known.setdefault(label, name) != name:
+                raise ColabUtilsError(
+                    f"Label {label} is {known[label]!r} in one of the joined datasets, and "
+                    f"{name!r} in another. Give the JSON of both the same categories."
+                )
+
+
+def warn_of_open_file(dataset: Any) -> None:
+    """Warn of a file that a dataset keeps open while several workers read it.
+
+    Forked workers share the position in such a file, so that samples may get each other's bytes. It
+    is the same with torch's ``DataLoader``.
+    """
+    name = next(_list_open_files(dataset, type(dataset).__name__, _DEPTH), "")
+    if name:
+        text = (
+            f"{name} is an open file. Workers share its position, so that samples may get each "
+            "other's bytes. Open it in __getitem__ when the worker first reads it."
+        )
+        warnings.warn(text, ColabUtilsWarning, stacklevel=2)
+
+
+def _list_open_files(value: Any, name: str, depth: int) -> Iterator[str]:
+    """Yield the name of each attribute that is an open file."""
+    if isinstance(value, io.IOBase):
+        # A file in memory is copied with the process, and a logger's stream is never read.
+        is_on_disk = not isinstance(value, io.BytesIO | io.StringIO)
+        if is_on_disk and not value.closed and value.readable():
+            yield name
+    elif isinstance(value, list | tuple) and value:
+        yield from _list_open_files(value[0], f"{name}[0]", depth)
+    # The datasets of this package share no positions.
+    elif depth and hasattr(value, "__dict__") and not is_own(value):
+        for key, part in vars(value).items():
+            yield from _list_open_files(part, f"{name}.{key}", depth - 1)

@@ -375,17 +375,6 @@ def test_every_image_arrives_from_a_mount(mount, tmp_path, monkeypatch, fault):
     assert verify_shards(tmp_path / "ssd").bad == ()
 
 
-def test_every_image_arrives_when_a_lost_mount_comes_back(mount, tmp_path, monkeypatch):
-    monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.5,) * 20)
-    dataset = ArrivingShards(mount.folder, tmp_path / "ssd", workers=2)
-    mount.fail(lost=True)
-    timer = threading.Timer(1.5, mount.fail)
-    timer.start()
-    assert train_two_epochs(dataset) == [sorted(dataset.image_ids.tolist())] * 2
-    assert dataset.arrival.retries.count
-    timer.join()
-
-
 def test_a_mount_that_is_lost_after_the_copy_is_not_missed(mount, tmp_path):
     dataset = ArrivingShards(mount.folder, tmp_path / "ssd", workers=2)
     loader = make_loader(dataset, batch_size=2, workers=1)

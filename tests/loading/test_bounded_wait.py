@@ -171,27 +171,6 @@ def test_several_that_never_come_are_left_out(tmp_path, make, samples, workers):
     assert samples <= set(list_late(loader))
 
 
-class ByBatch(Numbers):
-    """A dataset that reads the samples of a batch at once, so that nobody sees at which it is."""
-
-    def __getitems__(self, indices):
-        return [self[index] for index in indices]
-
-
-@pytest.mark.parametrize("max_bad", [0, 1])
-def test_a_sample_is_named_where_a_dataset_reads_whole_batches(tmp_path, make, max_bad):
-    dataset = ByBatch(SIZE, Hang(tmp_path, {5}))
-    loader = make(dataset, max_bad=max_bad)
-    if max_bad:
-        with pytest.warns(ColabUtilsWarning, match="Sample 5 did not come"):
-            ids = flatten(list_ids(loader))
-        assert sorted(ids) == leave_out(5)
-    else:
-        with pytest.raises(LateError, match="Sample 5 did not come"):
-            list(loader)
-    assert list_late(loader) == [4, 5]
-
-
 def test_random_numbers_are_those_of_a_run_without_a_late_batch(tmp_path, make):
     class Noisy(Numbers):
         def __getitem__(self, index):

@@ -209,7 +209,6 @@ class Foreign(Numbers):
     groups = 4
     index = 1
     streams = "all"
-    best_streams = 3
     reads_ahead = True
     read_ahead = None
     drop_ahead = None

@@ -19,7 +19,7 @@ from colab_utils.data.masks import encode_segmentation, pack_masks
 from colab_utils.loading import mask_targets
 from colab_utils.loading import masks as module
 from colab_utils.loading.mask_targets import sample_masks
-from colab_utils.loading.masks import MaskBits, draw_masks, expand_masks, flip_boxes, split_masks
+from colab_utils.loading.masks import MaskBits, expand_masks, split_masks
 
 CUDA = pytest.param(
     "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -178,32 +178,10 @@ def test_any_masks_are_drawn_as_they_were(images, way, chunk):
         assert torch.equal(drawn, torch.from_numpy(masks))
 
 
-@QUICK
-@given(images=dense_images(), data=st.data())
-def test_masks_drawn_into_used_memory_are_mirrored_where_asked(images, data):
-    flips = [data.draw(st.booleans()) for _ in images]
-    masks, sizes, counts = pack(images)
-    memory = torch.full(
-        (sum(part.size for part in images),),
-        7,
-        dtype=torch.uint8,
-    )
-    draw_masks(
-        masks,
-        drawn := split_masks(memory, sizes.tolist(), counts.tolist()),
-        flips,
-    )
-    for part, dense, flip in zip(drawn, images, flips, strict=True):
-        assert torch.equal(
-            part,
-            torch.from_numpy(dense).flip(-1 if flip else ()),
-        )
-
-
-def project(images, objects, boxes, flips, size=28):
+def project(images, objects, boxes, flips):
     """torchvision's targets, made of each image's dense masks."""
     ends = np.cumsum([0, *(len(masks) for masks in images)])
-    targets = torch.zeros(len(objects), size, size)
+    targets = torch.zeros(len(objects), 28, 28)
     for masks, flip, (first, end) in zip(images, flips, pairwise(ends.tolist()), strict=True):
         own = (objects >= first) & (objects < end)
         dense = torch.from_numpy(masks[..., ::-1].copy() if flip else masks)
@@ -212,14 +190,14 @@ def project(images, objects, boxes, flips, size=28):
                 dense,
                 boxes[own],
                 objects[own] - first,
-                size,
+                28,
             )
     return targets
 
 
-def sample(masks, objects, boxes, sizes, counts, *, flips=None, to_sizes=None, size=28):
+def sample(masks, objects, boxes, sizes, counts, *, flips):
     """Our targets, image after image."""
-    targets = torch.zeros(len(objects), size, size)
+    targets = torch.zeros(len(objects), 28, 28)
     first = 0
     for place, count in enumerate(counts.tolist()):
         bits, crops, offsets = masks
@@ -230,9 +208,9 @@ def sample(masks, objects, boxes, sizes, counts, *, flips=None, to_sizes=None, s
             objects[own] - first,
             boxes[own],
             stored_size=tuple(sizes[place].tolist()),
-            to_size=(to_sizes or sizes.tolist())[place],
-            is_flipped=bool(flips and flips[place]),
-            size=size,
+            to_size=sizes[place].tolist(),
+            is_flipped=flips[place],
+            size=28,
         ).cpu()
         first = end
     return targets
@@ -262,71 +240,6 @@ def test_targets_are_those_of_torchvision(device, chunk, monkeypatch):
     expected = project(images, objects, boxes, flips)
     assert expected.any()
     torch.testing.assert_close(targets.cpu(), expected, atol=1e-6, rtol=0)
-
-
-@QUICK
-@given(
-    images=dense_images(),
-    data=st.data(),
-)
-def test_targets_of_any_masks_and_boxes(images, data):
-    masks, sizes, counts = pack(images)
-    flips = [data.draw(st.booleans()) for _ in images]
-    sides = st.tuples(st.integers(1, 60), st.integers(1, 60))
-    to_sizes = [
-        data.draw(
-            st.one_of(
-                st.just(tuple(masks.shape[1:])),
-                sides,
-            )
-        )
-        for masks in images
-    ]
-    total = int(counts.sum())
-    objects = data.draw(st.lists(st.integers(0, total - 1), max_size=5)) if total else []
-    numbers = st.floats(-60, 60, width=32)
-    boxes = [data.draw(st.tuples(numbers, numbers, numbers, numbers)) for _ in objects]
-    objects = torch.tensor(objects, dtype=torch.int64)
-    boxes = torch.tensor(boxes, dtype=torch.float32).view(-1, 4)
-    targets = sample(masks, objects, boxes, sizes, counts, flips=flips, to_sizes=to_sizes, size=5)
-    resized = [
-        torch.nn.functional.interpolate(
-            torch.from_numpy(dense).flip(-1 if flip else ())[:, None], to_size
-        )[:, 0].numpy()
-        for dense, flip, to_size in zip(images, flips, to_sizes, strict=True)
-    ]
-    expected = project(resized, objects, boxes, [False] * len(images), 5)
-    torch.testing.assert_close(targets, expected, atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_targets_of_a_thousand_objects_in_half_precision_training(device):
-    images = [make_blobs(0, objects=1000, height=90, width=110)]
-    masks, sizes, counts = pack(images)
-    objects = torch.arange(1000)
-    boxes = make_boxes(1000, height=90, width=110)
-    boxes.requires_grad_()
-    with torch.autocast(device, dtype=torch.bfloat16):
-        targets = sample(
-            move(masks, device),
-            objects.to(device),
-            boxes.to(device),
-            sizes,
-            counts,
-        )
-    assert not targets.requires_grad
-    torch.testing.assert_close(
-        targets.cpu(), project(images, objects, boxes.detach(), [False]), atol=1e-6, rtol=0
-    )
-
-
-@pytest.mark.parametrize("device", DEVICES)
-# Once there is no object, and once there is no proposal.
-@pytest.mark.parametrize("objects", [0, 2])
-def test_no_proposals_give_no_targets(device, objects):
-    masks, sizes, counts = pack([make_blobs(0, objects=objects)])
-    nothing = torch.zeros(0, dtype=torch.int64), torch.zeros(0, 4)
-    assert sample(move(masks, device), *nothing, sizes, counts).shape == (0, 28, 28)
 
 
 MEMORY = """
@@ -369,15 +282,3 @@ def test_memory_does_not_grow_with_the_number_of_objects():
     )
     assert run.returncode == 0, run.stderr
     assert int(run.stdout) < 160_000
-
-
-def test_flipped_boxes_are_those_of_the_flipped_masks():
-    images = [make_blobs(3, objects=12), make_blobs(4, objects=7, height=53, width=20)]
-    masks, sizes, counts = pack(images)
-    widths = sizes[:, 1].repeat_interleave(counts)
-    flipped = flip_boxes(masks.crops.float(), widths)
-    again, *_ = pack([part[..., ::-1] for part in images])
-    # An empty mask has no box to mirror.
-    real = masks.crops[:, 2] > 0
-    assert torch.equal(flipped[real], again.crops[real].float())
-    assert torch.equal(flip_boxes(flipped, widths), masks.crops.float())

@@ -2,7 +2,6 @@
 stock DataLoader, and ahead of a batch.
 """
 
-import pickle
 import shutil
 import threading
 import time
@@ -112,12 +111,6 @@ def test_a_batch_with_a_missing_file_names_it_and_leaves_nothing_behind(dataset,
     assert_same(copy.__getitems__([2])[0], dataset[2])
 
 
-def test_a_dataset_that_has_read_can_be_sent(dataset):
-    dataset.__getitems__([0, 1])
-    sent = pickle.loads(pickle.dumps(dataset))
-    assert_same(sent[1], dataset[1])
-
-
 def test_an_overridden_sample_is_what_a_batch_has(tiny_dataset):
     class Halved(CocoFolder):
         def __getitem__(self, index):
@@ -216,20 +209,6 @@ def test_a_pass_that_was_broken_off_leaves_room_to_other_loaders(dataset):
     assert read_orders(loader)
 
 
-def test_a_resumed_loader_reads_ahead_from_where_it_stands(dataset):
-    settings = {"batch_size": 2, "workers": 1, "streams": 8, "seed": 3}
-    loader = make_loader(dataset, **settings)
-    batches = iter(loader)
-    next(batches)
-    state = loader.state_dict()
-    rest = [[int(target["image_id"]) for target in targets] for _, targets in batches]
-    resumed = make_loader(dataset, **settings)
-    resumed.load_state_dict(state)
-    assert [[int(t["image_id"]) for t in targets] for _, targets in resumed] == rest
-    loader.close()
-    resumed.close()
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_missing_file_is_left_out_as_without_reading_ahead(dataset, tmp_path, workers):
     copy = CocoFolder(tmp_path, _write_annotations(dataset, tmp_path))
@@ -240,25 +219,6 @@ def test_a_missing_file_is_left_out_as_without_reading_ahead(dataset, tmp_path, 
         ids = read_orders(loader, passes=1)[0]
     assert sorted(ids) == sorted(np.delete(copy.image_ids, 2).tolist())
     loader.close()
-
-
-def test_reading_starts_no_workers_anew(dataset):
-    loader = make_loader(dataset, batch_size=2, workers=1, streams=8)
-    dataset.__getitems__([0, 1])
-    list(loader)
-    pids = {job.pid for job in _first_jobs(loader)}
-    dataset.__getitems__([2, 3])
-    assert {job.pid for job in _first_jobs(loader)} == pids
-    loader.close()
-
-
-def _first_jobs(loader):
-    batches = iter(loader)
-    next(batches)
-    jobs = loader.list_jobs()
-    for _ in batches:
-        pass
-    return jobs
 
 
 def test_only_shards_on_a_slow_folder_are_read_ahead(near_and_far):
