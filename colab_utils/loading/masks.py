@@ -146,16 +146,3 @@ def _list_rows(masks: MaskBits, sizes: Ints) -> Ints:
     places = image_starts + (top[owner] + row) * sizes[owner, 1] + left[owner]
     first_bits = masks.offsets.numpy()[owner] * 8 + row * width
     return np.stack([width, first_bits - begins, places - begins])
-
-
-def flip_boxes(boxes: Tensor, widths: Tensor | float) -> Tensor:
-    """Mirror boxes left to right, float [..., 4] of x0, y0, x1, y1 in pixels.
-
-    ``widths`` is the width of each box's image in pixels, [...], or one number for all boxes.
-
-    Example:
-        >>> flip_boxes(torch.tensor([[1.0, 0.0, 3.0, 2.0]]), 10).tolist()
-        [[7.0, 0.0, 9.0, 2.0]]
-    """
-    x0, y0, x1, y1 = boxes.unbind(-1)
-    return torch.stack([widths - x1, y0, widths - x0, y1], -1)

@@ -9,19 +9,20 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torchvision.models.detection import MaskRCNN
-from torchvision.models.detection.roi_heads import RoIHeads, fastrcnn_loss
+from torchvision.models.detection.roi_heads import RoIHeads, fastrcnn_loss, project_masks_on_boxes
 from torchvision.ops import box_iou
 
 from colab_utils.data.sizes import Size
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.contract import check_objects
-from colab_utils.loading.mask_targets import sample_masks
-from colab_utils.loading.masks import flip_boxes
+from colab_utils.loading.devices import send
+from colab_utils.loading.masks import CHUNK_BYTES, MaskBits, expand_masks
 from colab_utils.training.precision import use_cpu
 
 _COMPARED_OBJECTS = 16
@@ -138,7 +139,9 @@ def _make_input(batch: PackedBatch, flips: Sequence[bool]) -> tuple[list[Tensor]
     for place, (boxes, labels, is_flipped) in enumerate(rows):
         if is_flipped:
             images[place] = images[place].flip(2)
-            boxes = flip_boxes(boxes, images[place].shape[2])
+            x0, y0, x1, y1 = boxes.unbind(-1)
+            width = images[place].shape[2]
+            boxes = torch.stack([width - x1, y0, width - x0, y1], -1)
         targets.append({"boxes": boxes, "labels": labels})
     return images, targets
 
@@ -210,3 +213,62 @@ def _compute_mask_loss(
     classes = classes[classes > 0]
     logits = logits[torch.arange(len(classes), device=classes.device), classes]
     return functional.binary_cross_entropy_with_logits(logits, torch.cat(targets))
+
+
+@torch.no_grad()
+def sample_masks(
+    masks: MaskBits,
+    objects: Tensor,
+    boxes: Tensor,
+    *,
+    stored_size: list[int],
+    to_size: Size,
+    is_flipped: bool,
+    size: int,
+) -> Tensor:
+    """Return the mask targets of R proposals of one image, from its packed masks.
+
+    They are torchvision's own. Only masks that a proposal belongs to are expanded, a few at a time:
+    the memory grows neither with the number of objects nor with the number of proposals.
+
+    Args:
+        masks: The packed masks of the image's N objects.
+        objects: int64 [R]: index of each proposal's object among the N. It is read on the CPU. If
+            it is on a GPU, the call waits for the GPU.
+        boxes: float [R, 4]: x0, y0, x1, y1 of each proposal, in pixels of the mirrored and resized
+            image. All are finite.
+        stored_size: Height and width of the stored image in pixels.
+        to_size: Height and width in pixels after resizing. Masks are resized by nearest neighbour.
+        is_flipped: Whether the image is mirrored left to right.
+        size: Rows and columns of a target: 28 in Mask R-CNN.
+
+    Returns:
+        float32 [R, size, size] from 0 to 1, on the device of the bits.
+
+    Example:
+        >>> crops = torch.tensor([[1, 0, 3, 2]], dtype=torch.int32)
+        >>> bits = torch.tensor([0b10110000], dtype=torch.uint8)
+        >>> masks = MaskBits(bits, crops, torch.tensor([0, 1]))
+        >>> box, image = torch.tensor([[0.0, 0.0, 4.0, 2.0]]), [2, 4]
+        >>> objects = torch.tensor([0])
+        >>> sizes = {"stored_size": image, "to_size": image, "size": 2}
+        >>> sample_masks(masks, objects, box, is_flipped=False, **sizes).tolist()
+        [[[0.625, 0.125], [0.75, 0.25]]]
+    """
+    device = masks.bits.device
+    targets = torch.empty(len(objects), size, size, device=device)
+    owners, places = np.unique(objects.cpu().numpy(), return_inverse=True)
+    # A pixel of a resized mask takes one byte, and four as float32.
+    mask_bytes = math.prod(stored_size) + 5 * math.prod(to_size)
+    count = max(1, CHUNK_BYTES[device.type] // mask_bytes)
+    for first in range(0, len(owners), count):
+        few = owners[first : first + count]
+        part = MaskBits(masks.bits, masks.crops[few], masks.offsets[few])
+        [dense] = expand_masks(part, [stored_size], [len(few)])
+        if is_flipped:
+            dense = dense.flip(2)
+        resized = functional.interpolate(dense[:, None], to_size)[:, 0]
+        rows = np.flatnonzero(places // count == first // count)
+        row, place = send(np.stack([rows, places[rows] - first]), device)
+        targets[row] = project_masks_on_boxes(resized, boxes[row], place, size).float()
+    return targets

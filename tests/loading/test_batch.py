@@ -179,7 +179,6 @@ def test_a_batch_is_one_buffer_and_a_short_message():
         lambda image, target: (tv_tensors.Image(image), target),
         # The references of torchvision give the number as a tensor.
         lambda image, target: (image, target | {"image_id": torch.tensor([1000])}),
-        lambda image, target: (image, target | {"image_id": torch.tensor(1000)}),
         # Labels may be narrower, and boxes wider.
         lambda image, target: (image, target | {"labels": target["labels"].int()}),
         lambda image, target: (image, target | {"boxes": target["boxes"].double()}),
@@ -195,30 +194,27 @@ def test_a_batch_is_one_buffer_and_a_short_message():
 )
 def test_other_forms_of_the_same_target_are_taken(change):
     image, target = make_sample(0)
-    batch = collate_packed([pack_target(*change(image, dict(target)))])
-    assert_same(
-        (image, target),
-        batch.to_images("cpu")[0],
-        batch.to_targets("cpu")[0],
-    )
+    assert_same((image, target), *unpack(pack_target(*change(image, dict(target)))))
 
 
-@pytest.mark.parametrize("key", ["boxes", "area", "masks"])
-def test_empty_tensors_of_any_shape_mean_no_objects(key):
-    image, target = make_sample(0, objects=0)
-    batch = collate_packed(
-        [
-            pack_target(
-                image,
-                target | {key: torch.zeros(0)} if key != "masks" else target,
-            )
-        ]
-    )
-    assert_same(
-        (image, target),
-        batch.to_images("cpu")[0],
-        batch.to_targets("cpu")[0],
-    )
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"image_id": 5}, {"labels": [], "boxes": torch.zeros(0), "masks": torch.zeros(0)}],
+)
+def test_an_image_may_have_no_objects(given):
+    image, expected = make_sample(0, objects=0)
+    assert_same((image, expected | {"image_id": 5}), *unpack(pack_target(image, given, index=5)))
+
+
+def test_area_crowds_and_number_of_an_image_may_be_missing():
+    image, target = make_sample(0)
+    parts = {key: target[key] for key in ("boxes", "labels", "masks")}
+    computed = {
+        "image_id": 7,
+        "area": target["masks"].sum((1, 2)).float(),
+        "iscrowd": torch.zeros(3, dtype=torch.int64),
+    }
+    assert_same((image, parts | computed), *unpack(pack_target(image, parts, index=7)))
 
 
 @pytest.mark.parametrize(
@@ -228,6 +224,7 @@ def test_empty_tensors_of_any_shape_mean_no_objects(key):
         (lambda i, t: (i.float() / 255, t), r"found float32 \[3, 24, 31\]"),
         # A grey image has one channel.
         (lambda i, t: (i[:1], t), r"found uint8 \[1, 24, 31\]"),
+        (lambda i, t: (i[:, :0], t), r"found uint8 \[3, 0, 31\]"),
         (lambda i, t: (i.numpy(), t), "found ndarray"),
         (lambda i, t: (i, t | {"masks": None}), r"masks of nothing, and needs \[3, 24, 31\]"),
         (
@@ -239,6 +236,7 @@ def test_empty_tensors_of_any_shape_mean_no_objects(key):
         (lambda i, t: (i, t | {"image_id": "a.jpg"}), "image_id 'a.jpg' of sample 0"),
         # This would become the id of image 1000.
         (lambda i, t: (i, t | {"image_id": 1000.5}), "image_id 1000.5 of sample 0"),
+        (lambda i, t: (i, t | {"image_id": 2**63}), "sample 0 is not an integer of 64 bits"),
         (lambda i, t: (Image.fromarray(i.permute(1, 2, 0).numpy()), t), "found Image.*PILToTensor"),
         # These masks have soft edges.
         (
@@ -248,10 +246,6 @@ def test_empty_tensors_of_any_shape_mean_no_objects(key):
         (
             lambda i, t: (i, t | {"masks": t["masks"].float()}),
             r"masks of float32 \[3, 24, 31\]",
-        ),
-        (
-            lambda i, t: (i, t | {"masks": t["masks"][:2]}),
-            r"masks of uint8 \[2, 24, 31\]",
         ),
         # These masks have another size than the image.
         (
@@ -266,10 +260,6 @@ def test_empty_tensors_of_any_shape_mean_no_objects(key):
             lambda i, t: (i, t | {"boxes": t["boxes"][:, :3]}),
             r"boxes of float32 \[3, 3\]",
         ),
-        (
-            lambda i, t: (i, t | {"area": t["area"][:1]}),
-            r"area of float32 \[1\]",
-        ),
         # Masks come without labels.
         (
             lambda i, t: (i, t | {"labels": t["labels"][:0]}),
@@ -278,10 +268,6 @@ def test_empty_tensors_of_any_shape_mean_no_objects(key):
         (
             lambda i, t: (i, t | {"labels": t["labels"].float()}),
             r"labels of float32 \[3\]",
-        ),
-        (
-            lambda i, t: (i, t | {"labels": t["labels"][:, None]}),
-            r"labels of int64 \[3, 1\]",
         ),
         (
             lambda i, t: (i, t | {"labels": t["labels"] * 0}),
@@ -302,35 +288,6 @@ def test_what_is_not_the_contract_is_refused_in_words(change, message):
         pack_target(*change(*make_sample(0)))
     assert "\n" not in str(error.value)
     assert "1000" in str(error.value) or "sample 0" in str(error.value)
-
-
-def test_area_crowds_and_number_of_an_image_may_be_missing():
-    image, target = make_sample(0)
-    parts = {key: target[key] for key in ("boxes", "labels", "masks")}
-    batch = collate_packed([pack_target(image, parts, index=7)])
-    expected = {
-        **parts,
-        "image_id": 7,
-        "area": target["masks"].sum((1, 2)).float(),
-        "iscrowd": torch.zeros(3, dtype=torch.int64),
-    }
-    assert_same(
-        (image, expected),
-        batch.to_images("cpu")[0],
-        batch.to_targets("cpu")[0],
-    )
-
-
-@pytest.mark.parametrize("target", [{}, {"image_id": 5}], ids=str)
-def test_a_target_of_a_number_alone_is_an_image_without_objects(target):
-    image, expected = make_sample(0, objects=0)
-    batch = collate_packed([pack_target(image, target, index=5), pack_target(*make_sample(1))])
-    expected["image_id"] = 5
-    assert_same(
-        (image, expected),
-        batch.to_images("cpu")[0],
-        batch.to_targets("cpu")[0],
-    )
 
 
 @pytest.mark.parametrize("form", ["XYXY", "XYWH", "CXCYWH"])
@@ -451,15 +408,3 @@ def test_arrays_that_a_dataset_uses_again_are_copied():
         target[key].fill_(7)
     for key, table in sample.tables.items():
         assert (table == expected[key]).all()
-
-
-def test_an_image_id_of_more_than_64_bits_is_refused():
-    image, target = make_sample(1)
-    assert pack_target(image, target | {"image_id": 2**63 - 1}).tables["image_ids"] == 2**63 - 1
-    with pytest.raises(ColabUtilsError, match="not an integer of 64 bits"):
-        pack_target(image, target | {"image_id": 2**63})
-
-
-def test_an_image_without_pixels_is_refused():
-    with pytest.raises(ColabUtilsError, match=r"found uint8 \[3, 0, 31\]"):
-        pack_target(torch.zeros(3, 0, 31, dtype=torch.uint8), {})

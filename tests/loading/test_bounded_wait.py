@@ -203,51 +203,9 @@ def test_a_pass_that_was_broken_off_leaves_nothing_to_the_next(tmp_path, make):
     assert loader.epoch == 2
 
 
-def test_the_other_batches_of_a_worker_that_hangs_come_in_order(tmp_path, make):
-    hang = Hang(tmp_path, {0, 9, SIZE - 1}, **ONCE)
-    loader = make(Numbers(SIZE, hang), workers=3, prefetch=4)
-    assert flatten(list_ids(loader)) == EVERY
-    assert loader.bad == []
-
-
-@pytest.mark.parametrize(
-    "max_wait_s",
-    [
-        0,
-        math.inf,
-        "5",
-    ],
-    ids=str,
-)
-def test_a_longest_wait_that_is_none_is_refused(max_wait_s):
-    with pytest.raises(ColabUtilsError, match="expected max_wait_s over 0"):
-        make_loader(Numbers(4), batch_size=2, workers=1, max_wait_s=max_wait_s)
-
-
 def test_without_workers_a_longest_wait_is_refused():
     with pytest.raises(ColabUtilsError, match="max_wait_s needs worker processes"):
         make_loader(Numbers(4), batch_size=2, workers=0, max_wait_s=5)
-
-
-def test_a_worker_that_dies_is_told_as_without_a_longest_wait(make):
-    def die(index):
-        if index == 6:
-            os._exit(3)
-
-    with pytest.raises(ColabUtilsError, match="exit code 3"):
-        list(make(Numbers(SIZE, die)))
-
-
-def test_an_error_of_a_late_sample_is_its_own(tmp_path, make):
-    hang = Hang(tmp_path, {5}, **ONCE)
-
-    def act(index):
-        hang(index)
-        if index == 5:
-            raise ColabUtilsError("expected a whole image, found half of 5.jpg")
-
-    with pytest.raises(ColabUtilsError, match=r"half of 5\.jpg"):
-        list(make(Numbers(SIZE, act)))
 
 
 # The tests below read the package's own datasets.

@@ -70,46 +70,6 @@ def test_the_last_of_several_steps_counts(time_goes):
     assert clock.parts_s[:, 1:].tolist() == [[2.0, 2.0]]
 
 
-def test_on_a_gpu_events_are_read_and_only_when_they_are_over(monkeypatch):
-    class FakeEvent:
-        clock_ms = iter([0.0, 3000.0, 3500.0, 4000.0, 4200.0])
-        over = False
-        synchronized = 0
-
-        def __init__(self, *, enable_timing):
-            assert enable_timing
-
-        def record(self):
-            self.at_ms = next(self.clock_ms)
-
-        def query(self):
-            return self.over
-
-        def synchronize(self):
-            FakeEvent.synchronized = FakeEvent.synchronized + 1
-            FakeEvent.over = True
-
-        def elapsed_time(self, end):
-            return end.at_ms - self.at_ms
-
-    for name, value in {
-        "Event": FakeEvent,
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    clock = LoopClock()
-    clock.ask()
-    clock.receive()
-    clock.end_step()
-    clock.ask()
-    clock.receive()
-    assert not len(clock.parts_s)
-    assert FakeEvent.synchronized == 0
-    assert clock.read() == pytest.approx(3.2)
-    assert clock.parts_s[:, 2].tolist() == [0.5]
-
-
 def test_after_the_last_batch_all_that_the_gpu_still_does_is_waited_for(monkeypatch):
     class FakeEvent:
         # The GPU works through its events in order.
@@ -145,6 +105,10 @@ def test_after_the_last_batch_all_that_the_gpu_still_does_is_waited_for(monkeypa
         clock.ask()
         clock.receive()
         clock.end_step()
+    # Until then, nobody has waited for the GPU.
+    assert FakeEvent.done == -1
+    # The wait of the batch at work counts, too.
+    assert clock.read() == 3.0
     clock.stop()
     assert clock.read() == 3.0
     assert clock.parts_s[:, 1].tolist() == [1.0, 1.0, 1.0]

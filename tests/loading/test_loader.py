@@ -144,25 +144,6 @@ def test_both_deliveries_equal_the_samples(tiny_shards, tiny_dataset, make, kind
     assert orders[0] == orders[1]
 
 
-@pytest.mark.parametrize(
-    ("size", "batch_size", "lengths"),
-    [
-        (1, 1, [1]),
-        # The batch is larger than the dataset.
-        (3, 100, [3]),
-        (7, 3, [3, 3, 1]),
-    ],
-)
-@pytest.mark.parametrize("workers", [0, 2])
-def test_every_sample_comes_once_an_epoch(make, size, batch_size, lengths, workers):
-    loader = make(Numbers(size), batch_size=batch_size, workers=workers, deliver="packed")
-    for epoch in range(2):
-        assert loader.epoch == epoch
-        batches = list_ids(loader)
-        assert [len(batch) for batch in batches] == lengths
-        assert sorted(flatten(batches)) == list(range(size))
-
-
 def test_the_order_is_the_seeds_whatever_the_workers(make):
     orders = []
     for workers in (0, 1, 3):
@@ -332,6 +313,8 @@ def test_two_passes_at_once_are_refused(make, seen):
         {"workers": "many"},
         {"prefetch": 0},
         {"seed": -1},
+        {"max_wait_s": 0},
+        {"max_wait_s": "5"},
         {"deliver": "sparse"},
         {"image_dtype": torch.float16},
         {"device": "gpu"},

@@ -9,7 +9,7 @@ import torch
 
 from colab_utils.data.checks import check_dataset
 from colab_utils.drive import DriveLostError
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
@@ -64,13 +64,6 @@ def test_shards_arrive_from_a_url(tiny_shards, tmp_path):
     assert snapshot(tmp_path / "ssd") == snapshot(tiny_shards)
 
 
-def test_a_loader_reads_shards_that_arrive_from_a_url(tiny_shards, tmp_path):
-    dataset = ArrivingShards(URL, tmp_path / "ssd")
-    loader = make_loader(dataset, batch_size=4, device="cpu", workers=2)
-    seen = [target["image_id"] for _, targets in loader for target in targets]
-    assert sorted(map(int, seen)) == sorted(ShardDataset(tiny_shards).image_ids.tolist())
-
-
 def test_a_server_that_goes_while_shards_arrive_is_told(tmp_path):
     dataset = ArrivingShards(URL, tmp_path / "ssd")
     dataset.stop()
@@ -122,21 +115,6 @@ def test_shards_are_written_from_loose_files_at_a_url_and_sent_to_one(bucket, tm
     assert isinstance(again, ArrivingShards)
     again.wait()
     assert_same_samples(again, dataset)
-
-
-def test_shards_at_a_url_are_read_there_where_the_disk_is_too_small(
-    tiny_dataset, tmp_path, monkeypatch
-):
-    def refuse(*_, **__):
-        raise ColabUtilsError("The disk is full.")
-
-    monkeypatch.setattr("colab_utils.loading.arrival.check_space", refuse)
-    with pytest.warns(ColabUtilsWarning, match="training reads the shards in faulty://"):
-        dataset = open_dataset(
-            tiny_dataset.images, tiny_dataset.annotations, drive=URL, ssd=tmp_path / "ssd"
-        )
-    assert type(dataset) is ShardDataset
-    assert dataset[0][0].dtype == torch.uint8
 
 
 def test_a_url_without_data_is_told(tmp_path):

@@ -126,24 +126,6 @@ def test_workers_that_cannot_start_are_said_and_none_is_left(make, monkeypatch):
     assert flatten(list_ids(loader)) == list(range(6))
 
 
-class OddError(Exception):
-    """An exception that cannot be copied to another process."""
-
-    def __init__(self, first, second):
-        super().__init__(first)
-        self.two = second
-
-
-def act_oddly(index):
-    raise OddError("odd", lambda: None)
-
-
-def test_an_error_that_cannot_be_copied_is_still_told(make):
-    with pytest.raises(RuntimeError, match="OddError: odd") as error:
-        list(make(Numbers(4, act_oddly), batch_size=2, workers=1))
-    assert "act_oddly" in error.value.__notes__[0]
-
-
 # The tests below have bad samples.
 
 

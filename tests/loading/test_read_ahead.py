@@ -176,7 +176,8 @@ def test_files_of_later_batches_are_read_while_the_first_is_needed(
 
     monkeypatch.setattr(files, "read_whole", note)
     loader = make_loader(dataset, batch_size=1, workers=workers, prefetch=1, streams=8)
-    next(iter(loader))
+    batches = iter(loader)
+    next(batches)
     for _ in range(500):
         if len(list(tmp_path.iterdir())) == len(dataset):
             break
