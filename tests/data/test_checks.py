@@ -172,11 +172,6 @@ def cut_end(dataset):
     cut(dataset.file(4), dataset.file(4).stat().st_size - 2)
 
 
-def cut_png(dataset):
-    paint("RGB", "PNG")(dataset)
-    cut(dataset.file(4), 9000)
-
-
 def pipe(dataset):
     dataset.file(4).unlink()
     os.mkfifo(dataset.file(4))
@@ -215,28 +210,6 @@ def widen(dataset):
     ]
 
 
-def shrink(dataset):
-    """A photo of many pixels with a small object."""
-    paint(size=(4000, 3000))(dataset)
-    image = dataset.coco["images"][4]
-    image.update(width=4000, height=3000)
-    mine = next(
-        annotation
-        for annotation in dataset.coco["annotations"]
-        if annotation["image_id"] == image["id"]
-    )
-    mine.update(
-        segmentation=[[9, 9, 12, 9, 12, 12, 9, 12]],
-        bbox=[9, 9, 3, 3],
-        area=9,
-    )
-    dataset.coco["annotations"] = [
-        annotation
-        for annotation in dataset.coco["annotations"]
-        if annotation is mine or annotation["image_id"] != image["id"]
-    ]
-
-
 def share_id(dataset):
     three = dataset.coco["images"][3]
     four = dataset.coco["images"][4]
@@ -270,37 +243,20 @@ def add_category(number, name=""):
 # serious, and the images that are left of 12 when it is repaired.
 DEFECTS = [
     (lambda d: d.file(4).unlink(), "missing image", True, 11),
-    (
-        lambda d: (d.file(4).unlink(), d.file(4).mkdir()),
-        "missing image",
-        True,
-        11,
-    ),
     (lambda d: d.file(4).write_bytes(b""), "empty file", True, 11),
     (lambda d: d.file(4).write_text("no picture"), "bad image", True, 11),
-    (
-        lambda d: d.file(4).write_text("version https://git-lfs.github.com/spec/v1"),
-        "bad image",
-        True,
-        11,
-    ),
     (pipe, "bad image", True, 11),
     (paint("F", "TIFF"), "bad image", True, 11),
     (paint("1", "PNG", size=(16_000, 8_001)), "bad image", True, 11),
     (lambda d: cut(d.file(4), 2000), "truncated image", True, 11),
     (cut_end, "truncated image", True, 11),
-    (cut_png, "truncated image", True, 11),
     (spoil_image(file_name="../images/a.jpg"), "unsafe file_name", True, 11),
-    (spoil_image(file_name="/etc/passwd"), "unsafe file_name", True, 11),
     (name_elsewhere("C:\\Users\\me\\a.jpg"), "found by base name", False, 12),
-    (name_elsewhere("https://example.org/a.jpg"), "found by base name", False, 12),
     (spoil_image(file_name="a\0b"), "unsafe file_name", True, 11),
     # The outlines show that the declared width is wrong.
     (spoil_image(width=99), "size mismatch", True, 12),
-    (spoil_image(width=-160), "size mismatch", True, 12),
     (widen, "size mismatch", True, 11),
     (paint("CMYK"), None, False, 12),
-    (paint("L"), None, False, 12),
     (paint("I;16", "PNG"), "16-bit image", False, 12),
     (paint("RGBA", "PNG"), "image with alpha", False, 12),
     (
@@ -315,8 +271,6 @@ DEFECTS = [
     (turn(6, square=True), "EXIF rotation, unclear", False, 12),
     # The photo is upside down.
     (turn(3), "EXIF rotation, unclear", False, 12),
-    # The photo is mirrored.
-    (turn(2), "EXIF rotation, unclear", False, 12),
     (spoil_annotation(image_id=10**9), "unknown image", True, 12),
     (
         lambda d: d.coco["images"].append(d.coco["images"][4]),
@@ -330,7 +284,6 @@ DEFECTS = [
     (spoil_annotation(category_id=10**9), "unknown category", True, 11),
     (spoil_annotation(segmentation=[]), "object without mask", True, 11),
     (spoil_annotation(segmentation=[[1, 2, 3]]), "bad mask", True, 11),
-    (spoil_annotation(segmentation=[[1, 2, 3, 4, 5, 6, 7]]), "bad mask", True, 11),
     # Nothing is lost here.
     (
         spoil_annotation(segmentation=[[1, 2, 3, 4]], bbox=[1, 2, 0, 0]),
@@ -338,29 +291,14 @@ DEFECTS = [
         True,
         12,
     ),
-    (spoil_annotation(segmentation=[[1e12, 2, 3, 4, 5, 6]]), "bad mask", True, 11),
-    (spoil_annotation(segmentation={"size": [1, 2], "counts": [2]}), "bad mask", True, 11),
     (spoil_annotation(segmentation={"size": [128, 160], "counts": [7]}), "bad mask", True, 11),
-    (spoil_annotation(segmentation={"size": [128, 160], "counts": "xyz"}), "bad mask", True, 11),
     (
         spoil_annotation(segmentation={"size": [128, 160], "counts": [128 * 160]}),
         "empty mask",
         True,
         11,
     ),
-    (
-        draw([300, 300, 340, 300, 340, 340], box=[9, 9, 40, 40]),
-        "empty mask",
-        True,
-        11,
-    ),
     (draw([0.2, 0.2, 0.7, 0.2, 0.7, 0.9]), "normalised polygon", True, 12),
-    (
-        draw([-0.05, 0.2, 0.7, 0.2, 0.7, 1.02]),
-        "normalised polygon",
-        True,
-        12,
-    ),
     (change_box(lambda x, y, w, h: [x, y, w, 1.4 * h]), "loose box", False, 12),
     (
         draw([120, 90, 220, 90, 220, 120, 120, 120], box=[120, 90, 40, 30]),
@@ -369,7 +307,6 @@ DEFECTS = [
         12,
     ),
     (spoil_annotation(bbox=[float("nan"), 0, 5, 5]), "bad annotation", True, 12),
-    (spoil_annotation(area=float("inf")), "bad annotation", True, 12),
     (
         change_box(lambda x, y, w, h: [x + w, y + h, -w, -h]),
         "inverted box",
@@ -395,28 +332,18 @@ DEFECTS = [
         12,
     ),
     (
-        draw([99, 60, 159, 60, 159, 120, 99, 120], box=[99, 60, 70, 60]),
-        None,
-        False,
-        12,
-    ),
-    (
         draw([20, 90, 60, 90, 60, 400, 20, 400], box=[20, 90, 40, 310]),
         None,
         False,
         12,
     ),
     (spoil_annotation(bbox=[3, 3, 0, 5]), "box without area", False, 12),
-    (draw([9.1, 9.1, 9.3, 9.1, 9.3, 9.3]), None, False, 12),
-    (shrink, None, False, 12),
     (spoil_annotation(area=0), "area 0", False, 12),
     (repeat_annotation, "repeated annotation", False, 12),
     (empty, "image without objects", False, 12),
     (repeat_entry, "repeated file_name", False, 11),
     (repeat_name, "objects in several entries of an image", True, 11),
-    (add_category(0, "background"), None, False, 12),
     (add_category(99), "name of several categories", False, 12),
-    (add_category(99, "unicorn"), None, False, 12),
 ]
 
 
@@ -502,22 +429,6 @@ def test_a_good_dataset_has_only_harmless_problems(tiny_dataset, coco_mini):
         80,
         len(json.loads(coco_mini.annotations.read_text())["annotations"]),
     )
-
-
-def test_a_deep_repair_leaves_out_what_a_deep_check_finds(dataset, tmp_path):
-    image = dataset.file(1)
-    with Image.open(image) as opened:
-        opened.save(tmp_path / "whole.png")
-    damaged = bytearray((tmp_path / "whole.png").read_bytes())
-    damaged[len(damaged) // 2] ^= 255
-    image.write_bytes(damaged)
-    before = check_dataset(dataset.images, dataset.annotations, deep=True)
-    assert not before.ok
-    report = repair_annotations(
-        dataset.images, dataset.annotations, output=tmp_path / "out.json", deep=True
-    )
-    assert report.ok
-    assert check_dataset(dataset.images, tmp_path / "out.json", deep=True).ok
 
 
 def test_masks_painted_with_cvat_are_crowds_unless_taken_as_objects(dataset, tmp_path):
@@ -615,17 +526,11 @@ def test_repair_of_what_tools_write(dataset, tmp_path):
     ("change", "kept"),
     [
         ({"id": [1]}, 12),
-        ({"id": 1.5}, 12),
-        ({"id": True}, 12),
-        ({"area": True}, 12),
         ({"area": 1e300}, 12),
         ({"bbox": {}}, 12),
-        ({"bbox": [True, 0, 5, 5]}, 12),
         ({"image_id": [1]}, 12),
-        ({"category_id": True}, 11),
         ({"category_id": [1]}, 11),
         ({"iscrowd": 2}, 11),
-        ({"segmentation": 7}, 11),
         ({"segmentation": [[None] * 6]}, 11),
     ],
 )
@@ -668,20 +573,6 @@ def test_many_defects_are_counted_and_a_few_shown(dataset):
         dataset.file(i).unlink()
     problem = dataset.check().problems[0]
     assert (problem.count, len(problem.examples)) == (9, 5)
-
-
-def test_repair_without_ids_in_utf_16(dataset, tmp_path):
-    for annotation in dataset.coco["annotations"]:
-        del annotation["id"]
-    dataset.coco["annotations"][3]["category_id"] = 999
-    dataset.annotations.write_bytes(json.dumps(dataset.coco).encode("utf-16"))
-    report = repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
-    without = [
-        annotation
-        for annotation in dataset.coco["annotations"]
-        if annotation["image_id"] != dataset.coco["annotations"][3]["image_id"]
-    ]
-    assert (report.images, report.annotations) == (11, len(without))
 
 
 def test_repair_overwrites_nothing(dataset, tmp_path):
@@ -777,7 +668,7 @@ def test_a_missing_folder_or_file_is_told(dataset, tmp_path):
         check_dataset(dataset.images, tmp_path / "no.json")
 
 
-@pytest.mark.parametrize("alike", [["car", "car "], ["car", "Car"], ["a b", "a  B"]])
+@pytest.mark.parametrize("alike", [["car", "car "], ["a b", "a  B"]])
 def test_categories_whose_names_are_alike_are_noted(dataset, alike):
     names = [*alike, "dog"]
     dataset.coco["categories"] = [{"id": n, "name": name} for n, name in enumerate(names, 1)]

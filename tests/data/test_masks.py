@@ -114,11 +114,6 @@ def test_masks_of_giant_images_are_refused_before_they_take_memory(side):
             )
 
 
-def test_empty_runs_make_no_other_mask():
-    rle = encode_segmentation({"size": [20, 20], "counts": [5, 0, 95, 300]}, 20, 20)
-    assert rle == encode_segmentation({"size": [20, 20], "counts": [100, 300]}, 20, 20)
-
-
 def test_contours_of_many_points_pass():
     """20,000 points of a ragged outline, on a photo of 12 megapixels and on a small one."""
     angles = np.linspace(0, 2 * np.pi, 20_000)
@@ -212,56 +207,28 @@ def test_resize_is_torch_nearest(masks, height, width):
 @pytest.mark.parametrize(
     ("segmentation", "message"),
     [
-        (None, "has no mask"),
-        ([], "has no mask"),
         ([[]], "one of 0 numbers"),
-        # The polygon is too short, and pycocotools takes 4 numbers for a box.
-        (
-            [[1, 1, 2, 2]],
-            "one of 4 numbers: a box or a line",
-        ),
-        ([[1, 1, 2, 2], []], "one of 4 numbers: a box or a line"),
         ([SQUARE, [1, 1, 2]], "one of 3 numbers"),
-        ([SQUARE, 5], "something that is no number"),
-        ([SQUARE, [[1, 1]]], "the segmentation is outlines in lists of points"),
         # The polygon has an odd number of coordinates.
         ([[1, 1, 5, 1, 5, 4, 1]], "one of 7 numbers"),
-        ([[[1, 1], [5, 1], [5, 4]]], "the segmentation is outlines in lists of points"),
-        ([[[1, 1]] * 6], "the segmentation is outlines in lists of points"),
-        ([[[1, 1, 1]] * 6], "at least 3 points"),
-        ([["a"] * 6], "something that is no number"),
         ([[None] * 6], "reaches to pixel nan"),
         ([[float("nan"), *SQUARE[1:]]], "reaches to pixel nan"),
-        ([[float("inf"), *SQUARE[1:]]], "reaches to pixel inf"),
         # For this polygon, pycocotools would take gigabytes.
         ([[1e9, *SQUARE[1:]]], "reaches to pixel 1e+09"),
-        ([[-1e300, *SQUARE[1:]]], "reaches to pixel 1e+300"),
-        ([[0, 0, 9e6, 9e6, 0, 1]], "reaches to pixel 9e+06"),
-        ("text", "the text 'text'"),
         ({"size": [6, 8]}, "has no counts"),
         ({"counts": [48]}, "the image's size [6, 8], found None"),
-        ({"size": 5, "counts": [48]}, "found 5"),
         # The size has the width first.
         ({"size": [8, 6], "counts": [48]}, "found [8, 6]"),
         ({"size": [6, 8], "counts": [40]}, "add up to 6 x 8"),
         ({"size": [6, 8], "counts": [50, -2]}, "add up to 6 x 8"),
-        ({"size": [6, 8], "counts": ["a"]}, "add up to 6 x 8"),
         ({"size": [6, 8], "counts": [47, True]}, "add up to 6 x 8"),
-        ({"size": [6, []], "counts": [48]}, "found [6, []]"),
         ([[True, *SQUARE[1:]]], "something that is no number"),
-        ([True, *SQUARE[1:]], "something that is no number"),
         ({"size": [6, 8], "counts": [47.5, 0.5]}, "add up to 6 x 8"),
-        ({"size": [6, 8], "counts": [float("inf")]}, "add up to 6 x 8"),
         ({"size": [6, 8], "counts": [float("nan")]}, "add up to 6 x 8"),
-        ({"size": [6, 8], "counts": []}, "add up to 6 x 8"),
         ({"size": [6, 8], "counts": [[0, 24], [2, 22]]}, "add up to 6 x 8"),
-        ({"size": [6, 8], "counts": [[[48]]]}, "add up to 6 x 8"),
-        ({"size": [6, 8], "counts": [[48], [0, 1]]}, "add up to 6 x 8"),
-        ({"size": [6, 8], "counts": ""}, "add up to 6 x 8"),
         # The counts end in the middle of a run.
         ({"size": [6, 8], "counts": "`1"[:1]}, "add up to 6 x 8"),
         ({"size": [6, 8], "counts": [48] + [0] * 99 + [1]}, "add up to 6 x 8"),
-        ({"size": [6, 8], "counts": "日本"}, "add up to 6 x 8"),
         # The count is 48, in more bits than C shifts.
         ({"size": [6, 8], "counts": "`Q" + "P" * 9 + "0"}, "add up to 6 x 8"),
     ],

@@ -4,20 +4,18 @@ the user says.
 
 import json
 import os
-import warnings
 from functools import partial
 
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from colab_utils import CocoFolder, check_dataset, make_loader, write_shards
+from colab_utils import CocoFolder, check_dataset, write_shards
 from colab_utils.__main__ import main
 from colab_utils.data.orientation import compare_turn, decode_upright
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards import plan
-from colab_utils.shards.parts import finish_shards
 from colab_utils.show import pictures
 from colab_utils.show.report import write_check
 
@@ -160,21 +158,6 @@ def test_photos_that_can_tell_decide_for_those_that_cannot(photos, tmp_path, kin
     assert find_kinds(checked)[expected] == len(KINDS[kind])
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_every_worker_of_a_loader_decides_alike(photos, workers):
-    for tag in (6, 3, 8, 3, 3, 3, 2, 4):
-        photos.add(tag)
-    photos.add(3, square=True)
-    loader = make_loader(photos.open(), batch_size=3, workers=workers, shuffle=True)
-    with warnings.catch_warnings():
-        # A worker warns in its own process.
-        warnings.simplefilter("ignore", ColabUtilsWarning)
-        samples = [pair for images, targets in loader for pair in zip(images, targets, strict=True)]
-    loader.close()
-    assert len(samples) == 9
-    assert all(fits((image * 255, target)) for image, target in samples)
-
-
 DISAGREE = [(6, True), (8, False), (3, True), (3, False)]
 NONE_TELLS = [(1, True), (3, True), (3, False), (2, True)]
 
@@ -240,19 +223,6 @@ def test_an_argument_decides_for_photos_whose_size_does_not_tell_alone(photos, t
         photos.write(shards, exif="keep" if exif == "turn" else "turn")
 
 
-def test_parts_of_several_machines_and_one_writer_write_the_same_bytes(photos, tmp_path):
-    for tag in (6, 3, 8, 3):
-        photos.add(tag)
-    with pytest.warns(ColabUtilsWarning, match="They are turned"):
-        photos.write(tmp_path / "one")
-    with pytest.warns(ColabUtilsWarning, match="They are turned"):
-        photos.write(tmp_path / "parts", part=(1, 2))
-    photos.write(tmp_path / "parts", part=(2, 2))
-    finish_shards(photos.images, photos.annotations, shards=tmp_path / "parts")
-    for path in (tmp_path / "one").glob("shard-*"):
-        assert path.read_bytes() == (tmp_path / "parts" / path.name).read_bytes()
-
-
 def test_an_older_folder_goes_on_by_its_own_recipe(photos, tmp_path, monkeypatch):
     for tag in (6, 3, 8, 3, 3, 3):
         photos.add(tag)
@@ -295,14 +265,6 @@ def test_the_commands_take_the_argument(photos, tmp_path, capsys):
     for tag in (3, 2, 1):
         photos.add(tag)
     data = ["--images", str(photos.images), "--annotations", str(photos.annotations)]
-    page = tmp_path / "check.html"
-    assert main(["check", *data, "--report", str(page), "--json", str(tmp_path / "a.json")]) == 0
-    report = json.loads((tmp_path / "a.json").read_text())
-    assert report["ok"]
-    assert (report["exif"], len(report["unclear"])) == ("keep", 2)
-    assert "--exif turn: 1.jpg" in page.read_text()
-    assert main(["check", *data, "--exif", "turn", "--report", str(page)]) == 0
-    assert "--exif turn: 1.jpg" not in page.read_text()
     repaired = ["check", *data, "--exif", "turn", "--repair", str(tmp_path / "new.json")]
     assert main(repaired) == 0
     assert "EXIF rotation, turned" in capsys.readouterr().out

@@ -37,30 +37,17 @@ COUNTS = RLE["counts"]
 @pytest.mark.parametrize(
     ("segmentation", "polygons"),
     [
-        (PAIRS, [FLAT]),
         ([PAIRS], [FLAT]),
-        ([[PAIRS]], [FLAT]),
         ([to_contour(PAIRS)], [FLAT]),
-        (to_contour(PAIRS), [FLAT]),
         ([PAIRS, OTHER_PAIRS], [FLAT, OTHER]),
-        (
-            [PAIRS, [[50, 10], [70, 10], [70, 34], [50, 34]]],
-            [FLAT, [*OTHER, 50, 34]],
-        ),
-        ([to_contour(PAIRS), to_contour(OTHER_PAIRS)], [FLAT, OTHER]),
         ([[PAIRS, OTHER_PAIRS]], [FLAT, OTHER]),
         # A contour of one point beside a whole one.
         ([to_contour(PAIRS), [[[90, 60]]]], [FLAT]),
         (to_objects(PAIRS), [FLAT]),
-        ([to_objects(PAIRS)], [FLAT]),
-        ([to_objects(PAIRS), to_objects(OTHER_PAIRS)], [FLAT, OTHER]),
         ({"x": FLAT[::2], "y": FLAT[1::2]}, [FLAT]),
-        ([{"x": FLAT[::2], "y": FLAT[1::2]}], [FLAT]),
         ([[[str(x), str(y)] for x, y in PAIRS]], [FLAT]),
-        ([[[FLAT]]], [FLAT]),
         ([[FLAT, OTHER]], [FLAT, OTHER]),
         (json.dumps([FLAT]), [FLAT]),
-        (json.dumps(PAIRS), [FLAT]),
         ({"size": [HEIGHT, WIDTH], "counts": str(COUNTS)}, [FLAT]),
         ({"size": [HEIGHT, WIDTH], "counts": f'b"{COUNTS.decode()}"'}, [FLAT]),
         ([{"size": [HEIGHT, WIDTH], "counts": COUNTS.decode()}], [FLAT]),
@@ -97,11 +84,8 @@ def test_backslashes_in_the_counts_of_a_literal_are_single_again():
     ("segmentation", "words"),
     [
         ([[8, 10, 20, 24]], "one of 4 numbers: a box or a line, not an outline"),
-        ([8, 10, 20, 24], "one of 4 numbers: a box or a line, not an outline"),
-        ([[8, 10, 20, 24], [50, 10, 20, 24]], "a box or a line, not an outline"),
         # The corners of a box, or a line.
         ([[8, 10], [28, 34]], "one of 2 numbers"),
-        ([[[8, 10], [28, 34]]], "at least 3 points"),
         # The second one may be a hole, as in GeoJSON, or a part.
         ([PAIRS, [[10, 12], [20, 12], [20, 20]]], "at least 3 points"),
         (
@@ -110,16 +94,10 @@ def test_backslashes_in_the_counts_of_a_literal_are_single_again():
         ),
         # Three numbers a point.
         ([[x, y, 2] for x, y in PAIRS], "one of 3 numbers"),
-        ({"x": FLAT[::2], "y": FLAT[1:-2:2]}, "has no counts"),
-        ({"type": "Polygon", "coordinates": [PAIRS]}, "has no counts"),
         ([["8", "ten", "28", "10", "28", "34"]], "something that is no number"),
-        ([[[8, None], [28, 10], [28, 34]]], "at least 3 points"),
         ("a.png", "the text 'a.png'"),
-        ('"a"', "the text"),
-        ("", "has no mask"),
         # Start and length of each run, as on Kaggle.
         ("523 24 587 24", "polygons or RLE. For Kaggle's run lengths, docs/FORMATS.md"),
-        ([["a"]], "something that is no number"),
         ({"size": [WIDTH, HEIGHT], "counts": [WIDTH * HEIGHT]}, "the image's size [64, 96]"),
         ({"size": [HEIGHT, WIDTH], "counts": "b'zz"}, "damaged"),
         ({"size": [HEIGHT, WIDTH], "counts": [6144.5, -0.5]}, "damaged"),
@@ -164,20 +142,12 @@ def test_whole_numbers_are_runs_of_any_type(kind):
     ("segmentation", "count"),
     [
         (None, 0),
-        ([], 0),
-        ([[]], 0),
         ([[], [[]]], 0),
-        ("", 0),
-        ("[]", 0),
-        ({}, 0),
         ({"size": [64, 96], "counts": ""}, 0),
-        ({"size": [64, 96], "counts": []}, 0),
-        ([None], 0),
         ([[5, 5]], 2),
         ([{"x": 5, "y": 5.5}], 2),
         ([[1e-05, 0.0, 2e17]], 3),
         ([FLAT], 8),
-        ([to_contour(PAIRS)], 8),
         ({"size": [64, 96], "counts": "zz"}, 6),
     ],
 )
