@@ -145,7 +145,7 @@ def write_demo_index(
     if comparison:
         parts = _show_comparison(comparison, good_day, parts)
         parts += [
-            "<h2>All figures; hours are for a dataset as large as COCO</h2>",
+            "<h2>All figures</h2>",
             tabulate_comparison(comparison).to_html(),
         ]
         parts.append(show_notes(comparison))

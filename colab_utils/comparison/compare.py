@@ -388,6 +388,10 @@ class _Row:
             return timing
         batch_ms = [np.percentile(1000 * run.batch_s, (50, 95)) for run in self.times]
         median_ms, p95_ms = np.median(batch_ms, axis=0).tolist()
+        # The first batch of each worker holds the start of the worker, which takes no longer for a
+        # larger dataset.
+        first = max(1, self.setting.workers)
+        later_s = cold.batch_s[first:] if len(cold.batch_s) > first else cold.batch_s
         files = self.prepare()
         count = len(self.setting.prepared)
         ends_s = (self.opened_s + np.cumsum(cold.batch_s)).round(4)
@@ -403,23 +407,9 @@ class _Row:
             first_batch_s=cold.wait_s[0] + self.opened_s,
             once_ms_per_image=1000 * files.once_s / count,
             session_ms_per_image=1000 * files.session_s / count,
-            cold_ms_per_image=1000 * self._find_cold_s(cold, count),
+            cold_ms_per_image=1000 * float(later_s.mean()) / self.setting.batch_size,
             timeline=tuple(zip(begins_s.tolist(), ends_s.tolist(), strict=True)),
         )
-
-    def _find_cold_s(self, cold: BatchTimes, count: int) -> float:
-        """Return the seconds that an image takes in the first epoch of a session."""
-        # The first batch of each worker is left out. It holds the start of the worker, which takes
-        # no longer for a larger dataset.
-        epoch = round(count * len(cold.wait_s) / cold.images + 0.49)
-        batch_s = cold.batch_s[:epoch][max(1, self.setting.workers) :]
-        if len(batch_s):
-            cold_s = float(batch_s.mean()) / self.setting.batch_size
-        else:
-            cold_s = 1 / median(run.images_per_second for run in self.times)
-        # A strategy that keeps its samples may read all of them while its loader opens. The time to
-        # open then grows with the dataset, so each image gets its part of it.
-        return cold_s + self.opened_s / count if self.strategy.keeps else cold_s
 
 
 def _describe_step(before: StrategyTiming, after: StrategyTiming) -> str:

@@ -117,9 +117,6 @@ def test_every_strategy_and_every_figure_is_in_the_table(course, make_comparison
         "waits, %": "4",
         "first batch, s": "1.5",
         "CPU, ms": "20",
-        "once, h": "4.9",
-        "session, h": "0.1",
-        "epoch, h": "0.9",
         "same samples": "yes",
     }
 
