@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import colab_utils
-from tests.density import count_nodes, find_packed_lines, measure_density
+from tests.density import count_nodes, measure_density
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "colab_utils"
@@ -164,71 +164,6 @@ def test_each_name_is_imported_from_the_module_that_defines_it():
     assert find_borrowed_names(PACKAGE) == []
 
 
-@pytest.mark.parametrize(
-    ("text", "borrowed"),
-    [
-        # The name is a function.
-        ("from colab_utils.data.coco import read", 0),
-        # The names are a constant and a type with its hint.
-        ("from colab_utils.data.coco import LIMIT, Row", 0),
-        # The name is a module that coco imports.
-        ("from colab_utils.data.coco import json", 1),
-        # The import stands inside a function.
-        ("def f():\n    from colab_utils.data.coco import dumps", 1),
-        # A package passes names on.
-        ("from colab_utils.data import anything", 0),
-    ],
-)
-def test_a_name_from_where_it_is_not_defined_is_found(tmp_path, text, borrowed):
-    package = tmp_path / "colab_utils"
-    (package / "data").mkdir(parents=True)
-    (package / "data" / "__init__.py").touch()
-    (package / "data" / "coco.py").write_text(
-        "import json\nfrom json import dumps\nLIMIT = 1\nRow: type = dict\ndef read(): pass\n"
-    )
-    (package / "files.py").write_text(text)
-    assert len(find_borrowed_names(package)) == borrowed
-
-
-@pytest.mark.parametrize(
-    ("module", "text", "fault"),
-    [
-        # This is the plain case.
-        ("data/coco", "from colab_utils.shards.copy import copy_shards", "lies above it"),
-        # The import stands inside a function.
-        ("data/coco", "def f():\n    import colab_utils.shards.copy", "lies above it"),
-        # The module is taken from its package.
-        ("data/coco", "from colab_utils.shards import copy", "lies above it"),
-        # The import goes through a name at the top.
-        ("data/coco", "from colab_utils import copy_shards", "lies above it"),
-        # A lower floor imports show.
-        ("loading/loader", "from colab_utils.show.charts import draw", "lies above it"),
-        # Both floors lie at one height.
-        ("diagnosis/timing", "from colab_utils.training.step import s", "beside it"),
-        # On one floor, the imports run in a circle.
-        ("shards/copy", "from colab_utils.shards.write import w", "circle"),
-    ],
-)
-def test_the_floors_test_finds_faults(tmp_path, module, text, fault):
-    package = tmp_path / "colab_utils"
-    names = (
-        "data/coco",
-        "shards/copy",
-        "shards/write",
-        "loading/loader",
-        "training/step",
-        "diagnosis/timing",
-        "show/charts",
-    )
-    for name in names:
-        (package / name).parent.mkdir(parents=True, exist_ok=True)
-        (package / f"{name}.py").touch()
-    (package / "shards" / "write.py").write_text("import colab_utils.shards.copy")
-    assert find_faults(package) == []
-    (package / f"{module}.py").write_text(text)
-    assert any(fault in line for line in find_faults(package))
-
-
 # What a reader meets in each tree of files. A change may lower these figures. Only an issue may
 # raise them.
 LIMITS = {
@@ -269,49 +204,6 @@ def test_names_say_what_they_hold(tree):
         if names:
             faults[str(path.relative_to(ROOT))] = names
     assert faults == {}
-
-
-def test_names_that_say_nothing_are_found():
-    assert find_empty_names("found = look()") == {"found"}
-    assert find_empty_names("def add(one, other): return one + other") == {"one"}
-    assert find_empty_names("annotation = read()") == set()
-
-
-@pytest.mark.parametrize(
-    ("code", "packed"),
-    [
-        # The line packs two assignments in one.
-        ("a, b = x, y", 1),
-        # A swap needs both at once.
-        ("a, b = b, a", 0),
-        # A chain is a packed assignment.
-        ("a = b = x", 1),
-        # The line takes a generator apart.
-        ("a, b = (f(i) for i in x)", 1),
-        # A function may return two values.
-        ("a, b = f()", 0),
-        # The expression stands in place of an if statement.
-        ("f() if x else g()", 1),
-        # The `and` stands in place of an if statement.
-        ("x and f()", 1),
-        # The line may call something that does nothing.
-        ("getattr(x, 'close', int)()", 1),
-        # The product stands in place of an if.
-        ("text = 'and more' * (n > 1)", 1),
-        # The line repeats a text.
-        ("line = '-' * n", 0),
-    ],
-)
-def test_statements_that_hide_another_one_are_counted(code, packed):
-    assert len(list(find_packed_lines(ast.parse(code)))) == packed
-
-
-def test_nodes_do_not_count_docstrings_and_formatting():
-    short = ast.parse("def f(a): return [a, 1]")
-    long = ast.parse(
-        'def f(\n    a,\n):\n    """Return a list."""\n    return [\n        a,\n        1,\n    ]'
-    )
-    assert count_nodes(short) == count_nodes(long)
 
 
 def test_light_modules_load_nothing_heavy_and_touch_nothing(tmp_path):

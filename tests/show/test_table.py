@@ -44,22 +44,6 @@ def test_a_notebook_gets_html_and_a_terminal_text():
     assert str(table).splitlines() == ["way    images/s", "Drive        16", "SSD           –"]
 
 
-def test_numbers_stand_on_the_right():
-    table = make_table(
-        [
-            {
-                "a": "x",
-                "b": 1,
-                "c": None,
-                "d": True,
-                "e": 7.97e-05,
-                "f": "+7%",
-            }
-        ]
-    )
-    assert table.is_number == (False, True, True, False, True, True)
-
-
 @pytest.mark.parametrize(
     ("texts", "right"),
     [
