@@ -31,8 +31,8 @@ COPY_STREAMS = 4
 
 # Size of the buffer of each stream. After each buffer, the stream checks whether to stop.
 _PIECE_BYTES = AHEAD_BYTES // MOST_STREAMS
-# Bytes of one request to a server, if few streams share `AHEAD_BYTES`.
-_BLOCK_BYTES = 8_000_000
+# Bytes of one request to a server.
+_BLOCK_BYTES = 2_000_000
 # Bytes of all files that are under way, except that `COPY_STREAMS` files may always be. Drive's
 # cache keeps a second copy of them.
 _UNDER_WAY_BYTES = 2_000_000_000
@@ -134,8 +134,6 @@ class Copying:
         self.target = open_store(target, self.stop)
         self.overwrite = overwrite
         self._bytes_done = Counter[str]()
-        # Bytes that one request to a server asks for.
-        self._block_bytes = _BLOCK_BYTES
 
     def run(self, files: list[tuple[str, int, str]], streams: int | str = "auto") -> set[str]:
         """Copy the files that are not in the target yet; return their names.
@@ -165,7 +163,6 @@ class Copying:
             pending = {reading.content for reading in reader.ask(files)}
             try:
                 while pending:
-                    self._block_bytes = min(_BLOCK_BYTES, AHEAD_BYTES // reader.streams)
                     names = {content.result() for content in pop_done(pending)}
                     copied |= names - {""}
                     bar.set_postfix_str(str(self.source.retries), refresh=False)
@@ -182,7 +179,11 @@ class Copying:
             if not find_fault(self.target, [(name, size, checksum)]):
                 self._bytes_done[name] = size
                 return ""
-            self._refuse_other(name)
+            if not self.overwrite and self.target.find_kind(name):
+                raise ColabUtilsError(
+                    f"{self.target.place} holds another {name}. Name another folder, or delete "
+                    "that file if it is a damaged copy."
+                )
         # The target may be on Drive, too.
         transfer = partial(self.target.retries.run, partial(self._transfer, name, size, checksum))
         try:
@@ -191,13 +192,6 @@ class Copying:
             # Drive gives wrong bytes at times.
             transfer()
         return name
-
-    def _refuse_other(self, name: str) -> None:
-        if not self.overwrite and self.target.find_kind(name):
-            raise ColabUtilsError(
-                f"{self.target.place} holds another {name}. Name another folder, or delete that "
-                "file if it is a damaged copy."
-            )
 
     def _transfer(self, name: str, size: int, checksum: str) -> None:
         """Copy the bytes of a file, and compare their checksum before the file gets its name."""
@@ -231,7 +225,7 @@ class Copying:
     def _open_source(self, name: str) -> PieceFile:
         """Open a file to copy; its ``readinto`` reads a range into a buffer."""
         with self._explain_read(name):
-            return self.source.open(name, block_bytes=self._block_bytes)
+            return self.source.open(name, block_bytes=_BLOCK_BYTES)
 
     @contextmanager
     def _explain_read(self, name: str) -> Iterator[None]:

@@ -125,8 +125,7 @@ def lock_here(folder: Place) -> Iterator[bool]:
     import fcntl
 
     place = hash_bytes(os.fsencode(identify_place(folder)))
-    with explain_write(Path(os.environ.get("TMPDIR", "/tmp"))):
-        temporary = Path(gettempdir())
+    temporary = Path(gettempdir())
     with explain_write(temporary):
         file = open(temporary / f"colab_utils-{os.getuid()}-{place}.lock", "ab")  # noqa: SIM115
     with file:

@@ -1,6 +1,5 @@
 """Finish shards whose parts were written one by one, on one machine or on several."""
 
-from functools import partial
 from time import perf_counter
 
 from colab_utils.errors import ColabUtilsError
@@ -13,7 +12,7 @@ from colab_utils.shards.folder_state import confirm_finished, inspect_folder
 from colab_utils.shards.index import ShardIndex
 from colab_utils.shards.jobs import find_shard, name_shard
 from colab_utils.shards.lock import remove_leftovers
-from colab_utils.shards.plan import Annotations, open_annotations
+from colab_utils.shards.plan import open_annotations
 from colab_utils.shards.write import (
     ShardReport,
     ShardRun,
@@ -28,7 +27,7 @@ _NAMED = 100
 
 def finish_shards(
     images: str | Place,
-    annotations: Annotations,
+    annotations: str | Place,
     *,
     shards: str | Place,
     max_bad: float = 0.01,
@@ -39,7 +38,7 @@ def finish_shards(
 
     Args:
         images: the image folder.
-        annotations: COCO instance JSON, or the result of `open_annotations`.
+        annotations: COCO instance JSON.
         shards: the folder of the shards.
         max_bad: the share or the number of bad images, and of bad objects, that all parts together
             may have; see `write_shards`.
@@ -86,8 +85,16 @@ def _find_all(run: ShardRun) -> list[ShardIndex]:
         ColabUtilsError: if shards are missing, or have another recipe than the first one.
     """
     numbers = [number for number, _ in run.list_shards()]
+    store = open_store(run.folder)
     with ThreadPool(COPY_STREAMS) as pool:
-        indexes = list(pool.map(partial(_find, run), numbers))
+        indexes = list(
+            pool.map(
+                lambda number: find_shard(
+                    store, name_shard(run.folder, number).name, run.dataset.fingerprint, run.recipe
+                ),
+                numbers,
+            )
+        )
     done = [index for index in indexes if index is not None]
     missing = [str(number) for number, index in enumerate(indexes) if index is None]
     if missing:
@@ -97,8 +104,3 @@ def _find_all(run: ShardRun) -> list[ShardIndex]:
             "or all parts, again: finished shards are left as they are. Then finish again."
         )
     return done
-
-
-def _find(run: ShardRun, number: int) -> ShardIndex | None:
-    path = name_shard(run.folder, number)
-    return find_shard(open_store(run.folder), path.name, run.dataset.fingerprint, run.recipe)

@@ -30,9 +30,6 @@ _TRIED_IMAGES = 16
 _MOST_WORKERS = 2**16
 _RANGES = {"min_size": (1, 2**16), "max_size": (1, 2**16), "shard_mb": (1e-9, 1024)}
 
-Annotations = str | Place | CocoDataset
-"""A COCO JSON, or the result of `open_annotations`. With the result, the JSON is not read again."""
-
 
 def count_processes(workers: int | Literal["auto"]) -> int:
     """Return the number of processes that write. "auto" is one for each core."""
@@ -118,17 +115,15 @@ def order_shards(recipe: dict[str, Any], shards: int, seed: int) -> list[int]:
     return [*range(ramp), *others.tolist()]
 
 
-def open_annotations(images: str | Place, annotations: Annotations) -> CocoDataset:
+def open_annotations(images: str | Place, annotations: str | Place) -> CocoDataset:
     """Open the annotations, and refuse faults that cannot be cured by leaving images out.
 
-    Annotations that are open already are returned as they are. If Drive fails, they are read again.
+    If Drive fails, they are read again.
 
     Raises:
         ColabUtilsError: if there is no image folder, or the annotations are not COCO, list no
             image, or refer to an image or a category that they do not list.
     """
-    if isinstance(annotations, CocoDataset):
-        return annotations
     dataset = open_coco(images, annotations)
     if not len(dataset):
         raise ColabUtilsError(f"The list of images in {annotations} is empty. Name another file.")

@@ -31,7 +31,6 @@ from colab_utils.shards.index import INDEX_NAME, ShardIndex, SkippedImage, Stora
 from colab_utils.shards.jobs import ShardJob, name_shard, write_in_turn
 from colab_utils.shards.lock import hold_folder
 from colab_utils.shards.plan import (
-    Annotations,
     count_processes,
     make_recipe,
     open_annotations,
@@ -112,7 +111,7 @@ class ShardRun:
 
 def write_shards(
     images: str | Place,
-    annotations: Annotations,
+    annotations: str | Place,
     *,
     shards: str | Place,
     shard_mb: float = 128,
@@ -143,7 +142,7 @@ def write_shards(
 
     Args:
         images: the image folder.
-        annotations: COCO instance JSON, or the result of `open_annotations`.
+        annotations: COCO instance JSON.
         shards: the folder to write to. It is made if it does not exist. A finished folder of the
             same data is left as it is.
         shard_mb: target size of a shard, in MB. The first shards are smaller (4, 8, 16 MB and so

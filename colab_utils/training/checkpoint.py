@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from colab_utils.drive import DriveLostError, RefusedError, explain_write, find_mount
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableError
+from colab_utils.errors import DAMAGE, ColabUtilsError, ColabUtilsWarning, UnavailableError
 from colab_utils.files import Store, hash_bytes, open_store, parse_file
 from colab_utils.machine import COLAB_ROOT
 from colab_utils.places import Place, PlaceLike, open_place
@@ -401,14 +401,7 @@ def explain_state(state: State | None) -> Iterator[None]:
     """
     try:
         yield
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except (RuntimeError, *DAMAGE) as error:
         # If memory ran out, the checkpoint is not to blame.
         if state is None or "memory" in str(error) or "CUDA" in str(error):
             raise

@@ -74,13 +74,6 @@ def prepare_step(
             step.load_state(state)
     memory = _plan_memory(settings, data, step)
     batch_size = settings.batch_size or _choose_batch_size(memory, ranks)
-    if ranks.is_first and batch_size < ranks.count:
-        warnings.warn(
-            f"A batch of {batch_size} images has none for {ranks.count - batch_size} of "
-            f"{ranks.count} processes, which wait. Use a batch_size of at least {ranks.count}.",
-            ColabUtilsWarning,
-            stacklevel=3,
-        )
     learning_rate = settings.learning_rate or choose_rate(settings.model, batch_size)
     settings = replace(settings, batch_size=batch_size, learning_rate=learning_rate)
     return PreparedStep(step, settings, memory)

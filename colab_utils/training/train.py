@@ -25,11 +25,10 @@ from colab_utils.shards.lock import hold_folder
 from colab_utils.training.checkpoint import CheckpointFolder, State, explain_state
 from colab_utils.training.data import DataSource, OpenData, find_images
 from colab_utils.training.model import GPU_MODEL
-from colab_utils.training.plan import TrainingPlan, make_plan
 from colab_utils.training.precision import use_training_defaults
 from colab_utils.training.prepare import PreparedStep, prepare_step
 from colab_utils.training.ranks import join_ranks, require_same, share_errors
-from colab_utils.training.report import Log, TrainReport
+from colab_utils.training.report import Log, TrainingPlan, TrainReport, make_plan
 from colab_utils.training.settings import (
     KEPT,
     OWN_TRANSFORMS,

@@ -29,8 +29,14 @@ from colab_utils.training.checkpoint import (
 )
 from colab_utils.training.data import OpenData
 from colab_utils.training.evaluate import AveragePrecision, evaluate
-from colab_utils.training.plan import TrainingPlan
-from colab_utils.training.report import Log, LogLine, LossPoint, TrainReport, average_losses
+from colab_utils.training.report import (
+    Log,
+    LogLine,
+    LossPoint,
+    TrainingPlan,
+    TrainReport,
+    average_losses,
+)
 from colab_utils.training.schedule import compute_rate
 from colab_utils.training.step import TrainingStep
 

@@ -309,16 +309,9 @@ def test_mistakes_are_named(source, tmp_path):
     (tmp_path / "link").symlink_to(source)
     with pytest.raises(ColabUtilsError, match=r"source and target at once"):
         copy_shards(source, tmp_path / "link")
-    for name in ("a" * 300, "a\0b", "\ud800"):
-        with pytest.raises(ColabUtilsError, match=r"Writing into .* failed: "):
-            copy_shards(source, tmp_path / name)
     (tmp_path / "file").touch()
     with pytest.raises(ColabUtilsError, match=r"File exists"):
         copy_shards(source, tmp_path / "file")
-    raw = json.loads((source / INDEX_NAME).read_text())
-    (source / INDEX_NAME).write_text(json.dumps({**raw, "format_version": 99}))
-    with pytest.raises(ColabUtilsError, match=r"the format version 99"):
-        copy_shards(source, tmp_path / "ssd")
     assert not (tmp_path / "ssd").exists()
 
 

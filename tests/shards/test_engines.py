@@ -195,23 +195,6 @@ def test_ray_writes_the_same_bytes(photos, expected, ray_of_slow_photos, tmp_pat
     assert snapshot(tmp_path / "shards") == expected
 
 
-def test_a_killed_worker_of_ray_is_tried_again(photos, expected, ray_of_slow_photos, tmp_path):
-    folder = tmp_path / "shards"
-
-    def kill():
-        workers = [
-            process
-            for process in psutil.Process().children(recursive=True)
-            if "ray::write" in "".join(process.cmdline())
-        ]
-        assert workers
-        workers[0].kill()
-
-    with after_two_shards(folder, kill):
-        run_example("import ray", photos, folder)
-    assert snapshot(folder) == expected
-
-
 # Runs the wrapped command for each task of the array, as Slurm does on as many machines.
 SBATCH = """#!/bin/bash
 tasks=${1#--array=1-}

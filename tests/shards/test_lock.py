@@ -185,7 +185,7 @@ def test_a_writer_gives_signs_of_life(tmp_path, monkeypatch):
             time.sleep(0.01)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 2000, b"\x1b[31m\n" * 9])
+@pytest.mark.parametrize("content", [b"", b"\xff", b"\x1b[31m\n" * 9])
 def test_a_lock_without_content_is_somebodys(tmp_path, content):
     (tmp_path / "writer.txt").write_bytes(content)
     with (
@@ -198,21 +198,6 @@ def test_a_lock_without_content_is_somebodys(tmp_path, content):
     os.utime(tmp_path / "writer.txt", (0, 0))
     with hold_folder(tmp_path):
         pass
-
-
-def test_a_lock_that_is_no_file_is_never_written_through(tmp_path):
-    os.mkfifo(tmp_path / "writer.txt")
-    with pytest.raises(ColabUtilsError, match="is a device or a pipe"), hold_folder(tmp_path):
-        pass
-    (tmp_path / "writer.txt").unlink()
-    (tmp_path / "mine").write_text("mine")
-    # Nothing is written where a link leads.
-    for target in ("nowhere", "mine"):
-        (tmp_path / "writer.txt").symlink_to(target)
-        os.utime(tmp_path / "mine", (0, 0))
-        with hold_folder(tmp_path):
-            assert not (tmp_path / "writer.txt").is_symlink()
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("mine", "mine")]
 
 
 def test_a_killed_writer_that_nobody_waited_for_is_gone(tmp_path):

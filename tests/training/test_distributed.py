@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from colab_utils.course.sample_data import make_dataset
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.errors import ColabUtilsError
 from colab_utils.loading import opening
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
@@ -129,21 +129,6 @@ def train_and_look(shards, run, options):
         "ap": ap and ap.segm,
         "images": ap and ap.images,
     }
-
-
-def train_and_catch(shards, run, batch_size):
-    """Return the warnings of this rank."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", ColabUtilsWarning)
-        train(shards, run, steps=1, batch_size=batch_size, model=TINY_MODEL, log=print, **TINY)
-    return [str(warning.message) for warning in caught]
-
-
-def test_a_batch_with_fewer_images_than_processes_is_told_once(shards, tmp_path):
-    first, *others = run_ranks(train_and_catch, 3, tmp_path / "ranks", shards, tmp_path / "run", 2)
-    assert [text for text in first if "has none for 1 of 3 processes" in text] == first
-    assert first
-    assert others == [[], []]
 
 
 def sort_images(reports, steps):
@@ -376,15 +361,6 @@ def test_one_process_of_a_host_writes_shards_from_loose_files(many_shards, tmp_p
     for folder in ("drive", *(f"ssd-{host}" for host in range(hosts))):
         assert verify_shards(tmp_path / folder).bad == ()
         assert len(ShardDataset(tmp_path / folder)) == 9
-
-
-def test_a_host_whose_folder_holds_other_shards_ends_all(shards, many_shards, tmp_path):
-    copy_shards(shards, tmp_path / "ssd")
-    own = [{"steps": 1, "ssd": tmp_path / "ssd"}] * 2
-    folders = [many_shards / "full"] * 2
-    messages = run_ranks(refuse_to_train, 2, tmp_path / "ranks", folders, tmp_path / "run", own)
-    assert len(set(messages)) == 1
-    assert "holds other shards" in messages[0]
 
 
 def load_two_epochs(made, folder, options):

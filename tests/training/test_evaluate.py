@@ -19,10 +19,8 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.write import write_shards
-from colab_utils.training import detection
 from colab_utils.training import evaluate as evaluate_module
-from colab_utils.training.detection import detect
-from colab_utils.training.evaluate import evaluate
+from colab_utils.training.evaluate import detect, evaluate
 from colab_utils.training.model import build_mask_rcnn, load_trained_model
 from colab_utils.training.train import train
 from tests.tiny_model import TINY_MODEL
@@ -246,7 +244,7 @@ def test_an_error_of_an_evaluation_is_not_lost_and_the_model_stays_as_it_was(dat
     def fail(*masks):
         raise ZeroDivisionError("while masks are drawn")
 
-    monkeypatch.setattr(detection, "paste_masks_in_image", fail)
+    monkeypatch.setattr(evaluate_module, "paste_masks_in_image", fail)
     model = build(dataset)
     with pytest.raises(ZeroDivisionError, match="while masks are drawn"):
         evaluate(model, dataset)
@@ -258,7 +256,7 @@ def test_boxes_stay_exact_in_half_precision(dataset, monkeypatch):
     """torchvision's own boxes would be rounded to bfloat16: 800 pixels have places at every fourth
     pixel.
     """
-    monkeypatch.setattr(detection, "choose_precision", lambda device: torch.bfloat16)
+    monkeypatch.setattr(evaluate_module, "choose_precision", lambda device: torch.bfloat16)
     model = build(dataset)
     ids = {label: label for label in range(dataset.num_classes)}
     with evaluate_module._set_up(model):

@@ -18,7 +18,7 @@ from colab_utils.shards.write import write_shards
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.memory import _find_heaviest, find_size, plan_memory
 from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL, build_mask_rcnn
-from colab_utils.training.plan import TrainingPlan
+from colab_utils.training.report import TrainingPlan
 from colab_utils.training.schedule import make_optimizer
 from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import train

@@ -28,7 +28,6 @@ from colab_utils.training.model import (
     LIGHT_MODEL,
     assemble_mask_rcnn,
     build_mask_rcnn,
-    load_trained_model,
 )
 from colab_utils.training.norms import fold_norms
 from colab_utils.training.precision import choose_precision, keep_boxes_exact
@@ -225,17 +224,6 @@ def run(monkeypatch):
         model_module, "CheckpointFolder", lambda run: SimpleNamespace(read=checkpoints.get)
     )
     return model
-
-
-def test_a_trained_model_has_its_weights_and_class_names(run):
-    with pytest.raises(ColabUtilsError, match=r"There is no checkpoint in .*\. Train first"):
-        load_trained_model("run")
-    model = load_trained_model("run", which="best")
-    assert (model.class_names, model.category_ids) == (NAMES, {1: 10, 2: 20, 3: 30})
-    assert not model.training
-    assert (model.transform.min_size, model.transform.max_size) == ((64,), 96)
-    for key, value in model.state_dict().items():
-        assert torch.equal(value, run.state_dict()[key]), key
 
 
 def test_training_starts_from_a_run_with_other_classes(run, tmp_path):

@@ -15,8 +15,7 @@ from colab_utils.loading.batch import collate_packed
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.shards.write import write_shards
-from colab_utils.training.detection import detect
-from colab_utils.training.evaluate import evaluate
+from colab_utils.training.evaluate import detect, evaluate
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.model import assemble_mask_rcnn, load_trained_model
 from colab_utils.training.norms import fold_norms

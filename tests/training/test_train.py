@@ -27,7 +27,7 @@ from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
-from colab_utils.machine import find_host
+from colab_utils.shards.lock import hold_folder
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import DriveProfile, slow_down
 from colab_utils.training import checkpoint, trainer
@@ -38,8 +38,7 @@ from colab_utils.training.checkpoint import CheckpointFolder, CheckpointWriter
 from colab_utils.training.data import DataSource
 from colab_utils.training.evaluate import AveragePrecision, evaluate
 from colab_utils.training.model import load_trained_model
-from colab_utils.training.plan import TrainingPlan
-from colab_utils.training.report import LogLine, TrainReport
+from colab_utils.training.report import LogLine, TrainingPlan, TrainReport
 from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import train
 from tests.tiny_model import TINY_MODEL
@@ -202,43 +201,14 @@ def test_killed_and_resumed_gives_the_same_losses(
     torch.testing.assert_close(dict(load_weights(resumed)), expected, rtol=0, atol=0)
 
 
-@pytest.mark.usefixtures("every_step")
-def test_a_second_train_is_refused_and_harms_nothing(undisturbed, tiny_shards, tmp_path):
-    part = tmp_path / f".checkpoint-00000009.pt.{find_host()}-{os.getpid()}-1.part"
-    refused = []
-
-    def look(line):
-        if getattr(line, "step", 0) != 3:
-            return
-        while not (tmp_path / "checkpoint-00000002.pt").exists():
-            time.sleep(0.01)
-        part.write_bytes(b"being written")
-        names = list_names(tmp_path)
-        with pytest.raises(ColabUtilsError, match="Another writer is at work in") as error:
-            train(
-                tiny_shards,
-                tmp_path,
-                steps=1,
-                log=pytest.fail,
-                resume="never",
-                **TINY,
-            )
-        refused.append(str(error.value))
-        load_trained_model(tmp_path)
-        assert list_names(tmp_path) == names
-
-    report = train(
-        tiny_shards,
-        tmp_path,
-        steps=5,
-        checkpoint_steps=2,
-        log=look,
-        **TINY,
-    )
-    assert f"'process {os.getpid()} on " in refused[0]
-    assert report.losses == undisturbed.losses
-    part.unlink()
-    assert list_names(tmp_path) == ["checkpoint-00000004.pt", "checkpoint-00000005.pt"]
+def test_a_second_train_is_refused_and_harms_nothing(tiny_shards, run):
+    before = list_names(run)
+    with (
+        hold_folder(run),
+        pytest.raises(ColabUtilsError, match=f"Another writer .*'process {os.getpid()} on "),
+    ):
+        train(tiny_shards, run, steps=1, log=pytest.fail, resume="never", **TINY)
+    assert list_names(run) == before
 
 
 def test_a_refused_run_leaves_no_folder(other_shards, tmp_path):

@@ -9,7 +9,6 @@ import pytest
 from colab_utils import open_dataset, train
 from colab_utils.__main__ import main
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.index import read_index
 from colab_utils.shards.lock import hold_folder
 from colab_utils.shards.verify import verify_shards
@@ -48,17 +47,6 @@ def train_tiny(source, tmp_path, **options):
         device="cpu",
         **{"workers": 0, **options},
     )
-
-
-def test_training_begins_with_loose_files_and_goes_on_with_shards(source, tmp_path):
-    first = train_tiny(source, tmp_path, epochs=1, workers="auto")
-    assert first.plan.images == 11
-    assert first.steps == 4
-    open_source(source).wait()
-    second = train_tiny(source, tmp_path, epochs=2)
-    assert second.plan.first_step == 4
-    assert second.steps == 8
-    assert len(ShardDataset(source["ssd"])) == 12
 
 
 def test_a_run_that_stops_on_loose_files_goes_on_with_shards_as_without_a_stop(source, tmp_path):
