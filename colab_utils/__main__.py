@@ -282,7 +282,8 @@ annotations FILE: COCO instance JSON
 batch_size N: images in a batch (4)
 step_ms X: milliseconds of your training step for a batch; the step is emulated (100)
 strategies NAME: names, separated by commas; without it, all
-drive_profile NAME: how slow Drive is; without it, as the slowed folder of --images, else typical
+drive_profile NAME: how slow Drive is made; without it, it stays as it is where --images lie on Drive
+  or in a slowed folder, and is typical elsewhere
 repeats N: how often each strategy is timed (3)
 seconds X: how long each strategy runs cold, in seconds (30)
 against FILE: draw these receipts of many machines, time nothing
@@ -402,18 +403,20 @@ def compare(
     from colab_utils.course.receipts import write_class
     from colab_utils.loading.emulated_step import EmulatedStep
     from colab_utils.show.report import check_receipt_folder, write_receipt
+    from colab_utils.streams import is_remote
 
     if against:
         return write_class(against, report)
     if not (images and annotations):
         raise ColabUtilsError("compare needs --images and --annotations, or --against. See --help.")
     check_receipt_folder(report)
+    default = "none" if is_remote(images) else "typical"
     comparison = colab_utils.compare(
         images,
         annotations,
         folder=Path(report, "work"),
         strategies=strategies.split(",") if strategies else None,
-        drive_profile=drive_profile or find_profile(images) or "typical",
+        drive_profile=drive_profile or find_profile(images) or default,
         step=EmulatedStep(step_ms),
         timeline_s=seconds,
         **settings,
