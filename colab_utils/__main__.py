@@ -282,8 +282,8 @@ annotations FILE: COCO instance JSON
 batch_size N: images in a batch (4)
 step_ms X: milliseconds of your training step for a batch; the step is emulated (100)
 strategies NAME: names, separated by commas; without it, all
-drive_profile NAME: how slow Drive is made; without it, it stays as it is where --images lie on Drive
-  or in a slowed folder, and is typical elsewhere
+drive_profile NAME: how slow Drive is made; without it, it stays as it is where --images lie on
+  Drive or in a slowed folder, and is typical elsewhere
 repeats N: how often each strategy is timed (3)
 seconds X: how long each strategy runs cold, in seconds (30)
 against FILE: draw these receipts of many machines, time nothing
