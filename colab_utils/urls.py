@@ -38,23 +38,6 @@ _STORES = (
     "hf",
     "memory",
 )
-_PACKAGES = {
-    "s3": "s3fs",
-    "s3a": "s3fs",
-    "gs": "gcsfs",
-    "gcs": "gcsfs",
-    "az": "adlfs",
-    "abfs": "adlfs",
-    "abfss": "adlfs",
-    "adl": "adlfs",
-    "hf": "huggingface_hub",
-    "http": "aiohttp",
-    "https": "aiohttp",
-    "sftp": "paramiko",
-    "ssh": "paramiko",
-    "smb": "smbprotocol",
-    "webdav": "webdav4",
-}
 # HTTP statuses below 500 after which the same request may succeed later.
 _PASSING_STATUS = (408, 409, 425, 429)
 _MISSING_STATUS = (404, 410)
@@ -125,14 +108,8 @@ class UrlMethods:
     @try_again
     def find_size(self, name: Any) -> int:
         """Return the size in bytes of a file of which parts are to be read."""
-        if not name.is_web:
-            return _find_info(name).get("size") or 0
-        headers = {"Range": "bytes=0-0"}
-        system, key = locate(name)
-        # Without a size, fsspec would ask for it by a request that some servers refuse.
-        with system.open(key, "rb", block_size=0, size=1, headers=headers) as stream:
-            size = stream.r.headers.get("Content-Range", "").rpartition("/")[2]
-        if not size.isdigit():
+        size = _find_info(name).get("size")
+        if size is None:
             raise _refuse_parts(name)
         return int(size)
 
@@ -294,9 +271,8 @@ def require_protocol(url: str, protocol: str) -> None:
     try:
         get_filesystem_class(protocol)
     except ImportError as error:
-        package = _PACKAGES.get(protocol)
-        cure = f"Run: pip install {package}" if package else error
-        raise ColabUtilsError(f"{url} needs a package that is not installed. {cure}") from None
+        # fsspec names the package.
+        raise ColabUtilsError(f"{url} needs a package that is not installed. {error}.") from None
     except ValueError:
         raise ColabUtilsError(
             f"{url} has a protocol that fsspec does not know. Look at its name, or copy the data "

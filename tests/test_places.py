@@ -124,10 +124,8 @@ def test_what_is_no_path_is_told(path):
 @pytest.mark.parametrize(
     ("url", "cure"),
     [
-        ("s3://bucket/x", "pip install s3fs"),
-        ("gs://bucket/x", "pip install gcsfs"),
-        ("abfs://bucket/x", "pip install adlfs"),
-        # Where we know no package, the message has fsspec's own words.
+        ("s3://bucket/x", "Install s3fs"),
+        ("abfs://bucket/x", "Install adlfs"),
         ("oci://bucket/x", "Install ocifs"),
         ("nonsense://bucket/x", "has a protocol that fsspec does not know"),
         ("simplecache::s3://bucket/x", "neither a URL nor a path. Write one URL"),
