@@ -203,29 +203,6 @@ class TestRetries:
             outer.run(lambda: inner.run(fail))
         assert (inner.count, outer.count) == (len(drive.RETRY_WAITS_S), 0)
 
-    def test_what_does_not_pass_is_not_waited_for(self):
-        class FullError(DriveLostError):
-            may_pass = False
-
-        def fail():
-            raise FullError("full")
-
-        retries = Retries()
-        with pytest.raises(FullError):
-            retries.run(fail)
-        assert retries.count == 0
-
-    def test_stopped_they_wait_for_nothing(self, photo):
-        retries = Retries()
-        retries.stop.set()
-
-        def fail():
-            raise DriveLostError("gone")
-
-        with pytest.raises(DriveLostError):
-            retries.run(fail)
-        assert retries.count == 0
-
     def test_a_file_whose_read_failed_is_opened_anew(self, photo, monkeypatch):
         real = os.preadv
         calls = []
@@ -246,3 +223,17 @@ class TestRetries:
         # A descriptor of a mount that was lost stays lost.
         assert calls[2][0] != calls[0][0]
         assert retries.count == 1
+
+    @pytest.mark.parametrize(("may_pass", "is_stopped"), [(False, False), (True, True)])
+    def test_what_does_not_pass_and_what_is_stopped_waits_for_nothing(self, may_pass, is_stopped):
+        def fail():
+            error = DriveLostError("gone")
+            error.may_pass = may_pass
+            raise error
+
+        retries = Retries()
+        if is_stopped:
+            retries.stop.set()
+        with pytest.raises(DriveLostError):
+            retries.run(fail)
+        assert retries.count == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 from time import perf_counter
@@ -175,17 +174,6 @@ def test_get_profile_knows_names_profiles_and_none():
     assert get_profile("none") is None
     with pytest.raises(ColabUtilsError, match=r"fast, typical, bad, none.*'slowish'"):
         get_profile("slowish")
-
-
-def test_profiles_say_where_they_come_from_and_travel_to_workers():
-    assert list(DRIVE_PROFILES) == ["fast", "typical", "bad"]
-    opens = [profile.open_s for profile in DRIVE_PROFILES.values()]
-    assert opens == sorted(opens)
-    for name, profile in DRIVE_PROFILES.items():
-        assert profile.name == name
-        assert profile.source
-        assert pickle.loads(pickle.dumps(profile)) == profile
-    assert 1 / DRIVE_PROFILES["bad"].open_s == pytest.approx(1.65, rel=0.01)
 
 
 def test_reads_above_the_streams_wait_in_line(photo, tmp_path):

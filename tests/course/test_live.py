@@ -292,13 +292,6 @@ def test_without_a_gpu_there_is_no_such_panel_and_an_evaluation_is_said():
     )
 
 
-def test_text_has_the_pages_colour_and_curves_stand_on_a_zero():
-    page = draw_run([make_line(n) for n in (1, 2, 3)], plan="a plan")
-    assert set(re.findall(r"[^-]color:([^;\"]*)", page)) == {"inherit"}
-    assert set(re.findall('fill="([^"]*)"', page)) == {"currentColor", "none"}
-    assert re.findall("<text[^>]*>(.*?)</text>", page) == ["0", "0", "0"]
-
-
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
 def test_a_loss_that_is_no_number_draws(loss):
     assert "<polyline" in draw_run([make_line(1), make_line(2, loss=loss)])

@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 import pytest
 
+from colab_utils.__main__ import main
 from colab_utils.course.receipts import plot_receipts, read_receipts, summarise_receipt
 from colab_utils.errors import ColabUtilsError
 
@@ -36,6 +37,13 @@ def test_many_receipts_in_one_chart(receipts):
     assert figure.get_suptitle().replace("\n", " ") == (
         "2 receipts: the step waits 96% → 48% of the time, and trains 13 times as fast (medians)"
     )
+
+
+def test_the_command_draws_a_class(receipts, tmp_path, capsys):
+    words = ["compare", "--against", *map(str, receipts), "--report", str(tmp_path / "class")]
+    assert main([*words, "--json", "-"]) == 0
+    assert [row[0] for row in json.loads(capsys.readouterr().out)["rows"]] == ["anna", "ben"]
+    assert (tmp_path / "class" / "receipts.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_line_for_the_class_sheet(course, make_comparison):
