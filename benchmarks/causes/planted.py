@@ -34,7 +34,7 @@ CAUSES = {
     ),
     "transform": PlantedCause(
         working.make_transform,
-        "transform",
+        "work",
         r"(?is)transform.*(cheaper|faster|GPU|device)|(cheaper|faster|GPU|device).*transform",
     ),
     "masks": PlantedCause(

@@ -8,7 +8,8 @@ CURES = {
     "__getitems__ of docs/SCRIPT.md. Then store the data on the local disk, in few large files: "
     "preprocess, and copy.",
     "bandwidth": "Shrink images once, offline (preprocess). Store them on the local disk.",
-    "work": "Make a sample cheaper, or do its work once, offline.",
+    "work": "Make a sample cheaper, or do its work once, offline. Run transforms on the device, or "
+    "do those that are not random offline.",
     "other_programs": "End the other programs, or measure again when they are done.",
     "alone": "Use worker processes (num_workers): they load while this process trains.",
     "lock": "More workers would not help: hold the lock for a shorter time, or give each worker a "
@@ -24,8 +25,6 @@ CURES = {
     "watch that one.",
     "decode": "Shrink images once, offline (preprocess), to the size that training needs.",
     "masks": "Load shards with make_loader: masks stay packed until the device has them.",
-    "transform": "Make transforms cheaper, or run them on the device. Do transforms that are not "
-    "random offline.",
     "collate": "Make collate_fn cheaper, and batches smaller: stack tensors, and do all else in "
     "the dataset.",
     "hand-off": "Make batches smaller: uint8 images, packed masks; or use make_loader's own "

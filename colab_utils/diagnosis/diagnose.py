@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from colab_utils.diagnosis.cures import Cause, make_cause
 from colab_utils.diagnosis.fixes import TIMEOUT_S, Fix, Situation, find_fixes
 from colab_utils.diagnosis.memory_growth import MemoryLog
-from colab_utils.diagnosis.stages import LoadingStages, Stage, time_stages
+from colab_utils.diagnosis.stages import Stage, time_stages
 from colab_utils.diagnosis.timing import BatchTimes, find_tensors, time_batches
 from colab_utils.diagnosis.watch import WatchedLoader, take_watched
 from colab_utils.errors import ColabUtilsError
@@ -94,14 +94,14 @@ def diagnose(
     First, it times your loader with your step. If your loop would be less than 1.1 times as fast
     without any wait, your loader is fine. Next, it times your step on copies of a few batches in
     memory. It also times each stage of loading alone, in a worker process. The stages are *read*,
-    *decode* and *masks* for a `CocoFolder` or a `ShardDataset`, or *sample* and *transform* for any
-    other map-style dataset, then *collate*, and the hand-over of a batch by a worker. Files are
-    read one at a time, then eight and 64 at once. If faster loading can win something, the model of
-    `simulate` forecasts every fix from these times, and says what each forecast may be off by. The
-    best fix is tried for 20 batches, with an emulated step that is as long as your step on the
-    copies, and keeps a core as busy. If the trial differs from the forecast by more than a quarter,
-    the confidence is lower, and the next two fixes are tried, too. Shards are tried with a few of
-    the images. The method is headspace analysis (facebookresearch/spdl, optimization guide).
+    *decode* and *masks* for a `CocoFolder` or a `ShardDataset`, or *sample* for any other map-style
+    dataset, then *collate*. Files are read eight at once, then 64. If faster loading can win
+    something, the model of `simulate` forecasts every fix from these times, and says what each
+    forecast may be off by. The best fix is tried for 20 batches, with an emulated step that is as
+    long as your step on the copies, and keeps a core as busy. If the trial differs from the
+    forecast by more than a quarter, the confidence is lower, and the next two fixes are tried, too.
+    Shards are tried with a few of the images. The method is headspace analysis
+    (facebookresearch/spdl, optimization guide).
 
     **Your step really trains.** It runs on the loader's batches, then many times on the few copies.
     Pass ``restore=(model, optimizer)`` to put both back to their earlier state. All random
@@ -218,9 +218,7 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
         )
         slower = _find_slowdown(now, cached, summary.lost_share)
         ceiling = slower * now.images / sum(now.step_s)
-    timed = time_stages(
-        loader, kept[max(kept)], images=now.batch_size, seconds=_STAGES_SHARE * seconds
-    )
+    timed = time_stages(loader, images=now.batch_size, seconds=_STAGES_SHARE * seconds)
     kept.clear()
 
     loading = [*timed.stages.values()]
@@ -237,14 +235,10 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
                 seconds=seconds,
                 verify=verify,
                 ceiling=ceiling if step is not None else inf,
-                has_restarts=watched._record.restarts and summary.passes > 1,
+                restart_s=_find_restart(watched._record),
             )
         )
-    causes = refine_causes(
-        summary.causes,
-        _list_comparable(timed, now),
-        waits=waits,
-    )
+    causes = refine_causes(summary.causes, loading, waits=waits)
     verdict = [describe_verdict(now, ceiling, slower, loading, fixes, _name_step(step))]
     for cause in causes:
         if cause.id in ("memory", "other_programs"):
@@ -267,58 +261,27 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
 
 
 def refine_causes(causes: Sequence[Cause], stages: Sequence[Stage], *, waits: bool) -> list[Cause]:
-    """Replace the causes "work" and "collate" by the stage of loading that works longest.
+    """Keep the causes that count, and replace the cause "work" by the stage of one of our datasets
+    with the most CPU time.
 
     Args:
         causes: Causes that `find_causes` returned.
-        stages: Stages of loading, timed alone. Empty if a sample could not be timed.
+        stages: Stages of loading, timed alone.
         waits: Whether faster loading can win something. If not, only stalls, growing memory,
             other programs and other loaders are kept.
     """
-    if not waits:
-        return [cause for cause in causes if cause.id in _OUTSIDE]
-    # A diagnosis itself copies batches after steps, so what follows a step is no cause.
-    return [
-        _name_stage(cause, stages) for cause in causes if cause.id not in ("between", "periodic")
-    ]
-
-
-def _name_stage(cause: Cause, stages: Sequence[Stage]) -> Cause:
-    """Replace the cause "work" by the stage with the most CPU time, and "collate" by the longer one
-    of the stages "collate" and "hand-off".
-
-    Return any other cause as it is.
-    """
-    if cause.id == "work":
-        # Workers were seen at work, so a stage that only waits is not what they did.
-        unit = "ms of CPU time an image"
-        times_ms = {stage.name: stage.cpu_ms for stage in stages}
-    elif cause.id == "collate":
-        unit = "ms an image"
-        times_ms = {
-            stage.name: stage.mean_ms for stage in stages if stage.name in ("collate", "hand-off")
-        }
-    else:
-        return cause
-    largest = max(times_ms, key=times_ms.__getitem__, default="sample")
-    # The stage "sample" is the whole loading, so its name would say less than the cause does.
-    if largest == "sample":
-        return cause
-    whole_ms = sum(times_ms.values())
-    part = f"{largest} takes {times_ms[largest]:.3g} of {whole_ms:.3g} {unit}."
-    return make_cause(largest, cause.share, f"{cause.why} {part}")
-
-
-def _list_comparable(timed: LoadingStages, now: BatchTimes) -> list[Stage]:
-    """Return the stages of which one may be named as a cause.
-
-    If no sample was timed, there is nothing to compare the hand-off with. The hand-off is then left
-    out unless it takes at least half of the wait.
-    """
-    least_ms = 0.0
-    if not timed.indices:
-        least_ms = 500 * float(np.mean(now.wait_s)) / now.batch_size
-    return [stage for stage in timed.stages.values() if stage.mean_ms >= least_ms]
+    kept = []
+    for cause in causes:
+        # A diagnosis itself copies batches after steps, so what follows a step is no cause.
+        if cause.id not in _OUTSIDE and (not waits or cause.id in ("between", "periodic")):
+            continue
+        largest = max(stages, key=lambda stage: stage.cpu_ms, default=None)
+        # The stage "sample" is the whole loading, so its name would say less than the cause does.
+        if cause.id == "work" and largest and largest.name != "sample":
+            part = f"{largest.name} takes {largest.cpu_ms:.3g} ms of CPU time an image."
+            cause = make_cause(largest.name, cause.share, f"{cause.why} {part}")
+        kept.append(cause)
+    return kept
 
 
 def _find_slowdown(now: BatchTimes, cached: BatchTimes, lost_share: float) -> float:
@@ -338,6 +301,14 @@ def _find_slowdown(now: BatchTimes, cached: BatchTimes, lost_share: float) -> fl
     alone_s = np.mean(cached.step_s) * len(now.step_s)
     lost_s = min(lost_share * now.batch_s.sum(), max(0.0, step_s - alone_s))
     return float(step_s / (step_s - lost_s))
+
+
+def _find_restart(record: Any) -> float:
+    """Return the mean wait for the first batch of a pass, if each pass starts workers again; else
+    0. The first pass does not count.
+    """
+    waits_s = record.clock.parts_s[record.clock.firsts[1:], 0]
+    return float(waits_s.mean()) if record.restarts and len(waits_s) else 0.0
 
 
 def _name_step(step: Any) -> str:
@@ -379,8 +350,7 @@ def describe_verdict(
     headspace = ceiling / rate
     sure = f"(confidence {_describe_confidence(now, fixes)})"
     part = ""
-    # If a sample could not be timed, the only stage is the hand-off.
-    if len(stages) > 1:
+    if stages:
         largest = max(stages, key=lambda stage: stage.mean_ms)
         part = (
             f" In loading, the largest stage is {largest.name}: {largest.mean_ms:.1f} ms an image."

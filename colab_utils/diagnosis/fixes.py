@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from math import inf
 from pathlib import Path
 from statistics import fmean
@@ -39,12 +38,12 @@ from colab_utils.diagnosis.timing import (
 )
 from colab_utils.diagnosis.watch import WatchedLoader
 from colab_utils.errors import ColabUtilsError, describe_error
+from colab_utils.file_cache import FileCache
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.emulated_step import EmulatedStep
 from colab_utils.loading.loader import Loader, make_loader
 from colab_utils.machine import count_cores
-from colab_utils.processes import quiet_fork
 from colab_utils.reader import AHEAD_BYTES, AHEAD_IMAGES
 from colab_utils.shards.copy import Copying
 from colab_utils.shards.index import write_index
@@ -88,16 +87,12 @@ _LEAST_BUSY = 0.01
 # they are in each form.
 _SAMPLED = 32
 _SAMPLED_BYTES = 24e6
-# Bytes of the shards that are copied for this, if yours are not on a local disk.
-_SAMPLE_BYTES = 2e8
 # The work of a form is measured for this share of the ``seconds`` of a diagnosis.
 _COST_SHARE = 0.05
 # `make_loader` finds about so many streams for each worker by itself.
 _STREAMS = 32
 # Stands for the number of batches in an endless epoch.
 _MANY = 10_000
-# Stages that need no CPU, or that the model counts apart.
-_NO_WORK = ("read", "hand-off")
 # The model needs a step. Without one, it has a very short one.
 _NO_STEP_MS = 0.1
 # The error of an input of which little is known.
@@ -122,7 +117,7 @@ class Fix:
     name: str
     sentence: str
     """What to do, and what that brings."""
-    forecast_images_per_second: float | None = None
+    forecast_images_per_second: float
     """Rate by the model."""
     measured_images_per_second: float | None = None
     """Rate of a trial; None if the fix was not tried."""
@@ -142,34 +137,20 @@ class Fix:
 
     @property
     def images_per_second(self) -> float:
-        """Return the measured rate; without one, the forecast; without either, 0."""
-        return self.measured_images_per_second or self.forecast_images_per_second or 0.0
+        """Return the measured rate; without one, the forecast."""
+        return self.measured_images_per_second or self.forecast_images_per_second
 
     @property
     def is_confirmed(self) -> bool:
         """Return whether a trial came near the forecast."""
-        ratio = self.images_per_second / max(self.forecast_images_per_second or inf, 1e-9)
-        is_measured = self.measured_images_per_second is not None
-        return is_measured and abs(ratio - 1) <= _CONFIRMED
+        measured = self.measured_images_per_second or 0.0
+        return abs(measured / self.forecast_images_per_second - 1) <= _CONFIRMED
 
     def __str__(self) -> str:
         text = f"{self.name}: {self.sentence}"
         if self.measured_images_per_second is not None:
             text += f" Measured: {self.measured_images_per_second:.1f} images/s."
         return text
-
-
-def describe_rate(rate: float, error: float) -> str:
-    """Return a rate as text, with its standard error if this is 5 % or more.
-
-    Example:
-        >>> describe_rate(7.21, 0.3), describe_rate(7.21, 0.04)
-        ('7.2 images/s (give or take 30%)', '7.2 images/s')
-    """
-    text = f"{rate:.1f} images/s"
-    if error >= LEAST_NOISE:
-        text += f" (give or take {error:.0%})"
-    return text
 
 
 @dataclass(frozen=True)
@@ -190,8 +171,8 @@ class Situation:
     """Whether to try each fix, with your own step."""
     ceiling: float = inf
     """Images per second if loading took no time. No fix can give more."""
-    has_restarts: bool = False
-    """Whether workers were started again while the loop was timed."""
+    restart_s: float = 0.0
+    """Seconds that the loop waits when workers start again; 0 if they stay."""
 
     @property
     def epoch_batches(self) -> float:
@@ -214,75 +195,58 @@ class Situation:
 
 @contextmanager
 def open_like(
-    now: Situation,
-    dataset: Any = None,
-    *,
-    workers: int | None = None,
-    prefetch: int | None = None,
-    persistent: bool = False,
-    in_order: bool | None = None,
-    packs: bool = False,
+    now: Situation, dataset: Any = None, *, packs: bool = False, **changes: Any
 ) -> Iterator[Any]:
     """Open a loader like yours for a trial, with one change.
 
     Args:
         now: What is known of your loader.
         dataset: Other data, repeated until an epoch has as many images as yours; None keeps yours.
-        workers: Number of workers; None keeps yours.
-        prefetch: Batches that each worker loads ahead; None keeps yours.
-        persistent: Whether workers stay after an epoch. With False, they still stay if those of
-            your loader do, or if it has no workers.
-        in_order: Whether batches come in order; None keeps your rule.
         packs: Whether to use `make_loader` even if your loader is a ``DataLoader``.
+        changes: Attributes of your ``DataLoader`` that change. For `make_loader`, only
+            ``num_workers`` and ``prefetch_factor`` count.
 
     Raises:
         ColabUtilsError: your dataset is iterable, and no other is given. It shares out its samples
             to the workers itself.
     """
     loader = now.loader
-    same = dataset is None
     data = loader.dataset
-    if not same:
-        # Each image comes once before any comes again.
-        images = int(min(now.epoch_batches, _MANY)) * now.loop.batch_size
-        data = Subset(dataset, np.resize(range(len(dataset)), images).tolist())
-    if same and isinstance(data, IterableDataset):
-        raise ColabUtilsError("an iterable dataset divides its samples among the workers itself")
-    workers = count_workers(loader) if workers is None else workers
-    prefetch = prefetch or count_prefetch(loader)
     batch_size = now.loop.batch_size
+    if dataset is not None:
+        # Each image comes once before any comes again.
+        images = int(min(now.epoch_batches, _MANY)) * batch_size
+        data = Subset(dataset, np.resize(range(len(dataset)), images).tolist())
+    elif isinstance(data, IterableDataset):
+        raise ColabUtilsError("an iterable dataset divides its samples among the workers itself")
+    workers = count_workers(loader)
+    changes = {"num_workers": workers, "prefetch_factor": count_prefetch(loader), **changes}
     if packs or isinstance(loader, Loader):
         # The GPU expands packed masks, but only if the program uses it already.
         device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
-        rebuilt: Any = make_loader(
+        rebuilt = make_loader(
             data,
             batch_size=batch_size,
-            workers=workers,
-            prefetch=prefetch,
+            workers=changes["num_workers"],
+            prefetch=changes["prefetch_factor"],
             device=getattr(loader, "device", device),
             deliver=getattr(loader, "deliver", "dense"),
         )
-    else:
-        # A copy keeps all attributes of your loader. A new DataLoader would have only those that
-        # are passed to it.
-        rebuilt = copy(loader)
-        changes: dict[str, Any] = {"num_workers": workers, "dataset": data, "_iterator": None}
-        if workers:
-            keeps = persistent or loader.persistent_workers or not loader.num_workers
-            changes |= {"prefetch_factor": prefetch, "persistent_workers": keeps}
-        if in_order is not None:
-            changes["in_order"] = in_order
-        if not same:
-            changes["sampler"] = SequentialSampler(data)
-        if not same and loader.batch_sampler is not None:
-            changes["batch_size"] = batch_size
-            changes["batch_sampler"] = BatchSampler(changes["sampler"], batch_size, False)
-        vars(rebuilt).update(changes)
-    try:
-        yield rebuilt
-    finally:
-        if isinstance(rebuilt, Loader):
-            rebuilt.close()
+        with closing(rebuilt):
+            yield rebuilt
+        return
+    # A copy keeps all attributes of your loader. A new DataLoader would have only those that are
+    # passed to it.
+    like = copy(loader)
+    keeps = loader.persistent_workers or not workers
+    vars(like).update({"persistent_workers": keeps, "_iterator": None, "dataset": data, **changes})
+    if dataset is not None:
+        sampler = SequentialSampler(data)
+        vars(like).update(sampler=sampler)
+        if loader.batch_sampler is not None:
+            batches = BatchSampler(sampler, batch_size, False)
+            vars(like).update(batch_size=batch_size, batch_sampler=batches)
+    yield like
 
 
 @dataclass(frozen=True)
@@ -324,17 +288,12 @@ def find_fixes(now: Situation) -> list[Fix]:
 
 
 def _describe_fix(model: "_Model", plan: _Plan, own_rate: float) -> Fix:
-    """Forecast a fix, and say what it wins. That it wins nothing is said only if it is known: if a
-    gain that counts is more than two errors away.
-    """
+    """Forecast a fix, and say what it wins."""
     name, sentence = FIXES[plan.id]
     rate, error = model.forecast(plan.loop)
     fix = Fix(plan.id, name, "", rate, None, error, rate / own_rate)
-    gain = "not known yet, because what was measured differs too much. Raise seconds"
-    if fix.is_gain:
-        gain = f"about {describe_rate(rate, error)}"
-    elif fix.gain < 1 + LEAST_NOISE - 2 * error:
-        gain = "wins nothing"
+    gain = "" if fix.is_gain else "wins nothing that is sure, "
+    gain += f"about {rate:.1f} images/s (give or take {error:.0%})"
     return replace(fix, sentence=f"{sentence}{plan.more}: {gain}.")
 
 
@@ -382,9 +341,9 @@ def _plan_fixes(model: "_Model") -> Iterator[_Plan]:
     loader = now.loader
     dataset = loader.dataset
     workers = count_workers(loader)
-    if now.has_restarts:
+    if now.restart_s:
         loop = replace(model.loop, start_s=0.0)
-        yield _Plan("persistent_workers", "", loop, {"persistent": True})
+        yield _Plan("persistent_workers", "", loop, {"persistent_workers": True})
     if workers > 1 and getattr(loader, "in_order", False):
         loop = replace(model.loop, in_order=False)
         yield _Plan("any_order", "", loop, {"in_order": False})
@@ -397,12 +356,12 @@ def _plan_fixes(model: "_Model") -> Iterator[_Plan]:
     more = f"={count}, not {workers}"
     if workers == 0 and isinstance(loader, DataLoader):
         more += ", and persistent_workers=True"
-    yield _Plan("workers", more, model.make_loop(count), {"workers": count})
+    yield _Plan("workers", more, model.make_loop(count), {"num_workers": count})
     if workers:
         prefetch = 2 * count_prefetch(loader)
         loop = replace(model.loop, prefetch=prefetch)
         more = f": {prefetch}, not {prefetch // 2}"
-        yield _Plan("prefetch", more, loop, {"prefetch": prefetch})
+        yield _Plan("prefetch", more, loop, {"prefetch_factor": prefetch})
     if model.own_form:
         yield from _plan_forms(model, workers)
 
@@ -460,7 +419,6 @@ class _Model:
         except Exception as error:
             self._problem = describe_error(error).removesuffix(".")
         self._costs: dict[Any, _Cost] = {}
-        cores = [measure_cores()]
         # What an emulated step takes on a busy machine is no length of its own.
         step = now.make_placeholder() or EmulatedStep(_NO_STEP_MS)
         self._base = Loop(
@@ -468,66 +426,53 @@ class _Model:
             step.step_ms / 1000,
             prefetch=count_prefetch(loader),
             batch_size=now.loop.batch_size,
+            cores=measure_cores(),
             in_order=getattr(loader, "in_order", True),
             busy=step.busy,
             read_ahead=0,
             epoch_batches=now.epoch_batches,
-            start_s=_time_start(loader) if now.has_restarts else 0.0,
         )
-        self.loop = self.make_loop(count_workers(loader))
-        cores.append(measure_cores())
-        self._base = replace(self._base, cores=fmean(cores))
-        self.loop = replace(self.loop, cores=fmean(cores))
+        loop = self.make_loop(count_workers(loader))
+        # The wait for workers that start again ends with the loading of a batch.
+        load_s = loop.batch_size * (fmean(loop.read_s) / loop.streams + loop.work_s)
+        self._base = replace(self._base, start_s=max(0.0, now.restart_s - load_s))
+        self.loop = replace(loop, start_s=self._base.start_s)
         self._errors = np.array(
             [
                 max((cost.error for cost in self._costs.values()), default=0.0),
                 min(find_error(np.array(now.cached.step_s)), _UNKNOWN),
-                abs(cores[0] - cores[1]) / sum(cores),
             ]
         )
 
     def _copy_sample(self, folder: Path) -> None:
         """Copy a few images to the local disk, as loose files and as shards. Of shards, the first
-        ones are copied: up to 0.2 GB, but at least one.
+        one is copied.
         """
         dataset = self.now.loader.dataset
         if isinstance(dataset, ShardDataset):
             self.forms["shards"] = dataset
             if self.is_remote:
-                ends = accumulate(
-                    shard.bytes + shard.arrays_bytes for shard in dataset.index.shards
-                )
-                count = max(1, sum(end <= _SAMPLE_BYTES for end in ends))
-                part = replace(dataset.index, shards=dataset.index.shards[:count], partial=True)
-                shards = folder / "shards"
-                Copying(dataset.folder, shards, overwrite=False).run([*part.files()])
-                write_index(shards, part)
-                self.forms["shards"] = ShardDataset(shards)
+                part = replace(dataset.index, shards=dataset.index.shards[:1], partial=True)
+                Copying(dataset.folder, folder, overwrite=False).run([*part.files()])
+                write_index(folder, part)
+                self.forms["shards"] = ShardDataset(folder)
         if not isinstance(dataset, CocoFolder):
             return
-        images = folder / "images"
-        chosen: list[int] = []
-        copied_bytes = 0
-        for index in self.now.timed.indices[:_SAMPLED]:
-            path = images / dataset.coco.file_name(index)
-            if copied_bytes < _SAMPLED_BYTES and path.resolve().is_relative_to(images.resolve()):
-                data = dataset.read(index)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(data)
-                copied_bytes += len(data)
-                chosen.append(index)
+        count = max(1, min(_SAMPLED, int(_SAMPLED_BYTES / max(self.now.timed.file_bytes, 1))))
+        chosen = self.now.timed.indices[:count]
         loose = copy(dataset)
-        vars(loose).update(folder=images, cache=None, _reader=None)
+        loose.cache = FileCache(folder / "images")
+        for index in chosen:
+            loose.read(index)
         self.forms["loose"] = Subset(loose, chosen)
         annotations = write_subset(dataset.coco, chosen, folder / "sample.json")
-        recipes: dict[str, dict[str, Any]] = {"shards": {"storage": "keep"}}
-        if self.pixels <= _SMALLER:
-            recipes["resized"] = _SIDES
+        recipes: dict[str, dict[str, Any]] = {"shards": {"storage": "keep"}, "resized": _SIDES}
         for form, recipe in recipes.items():
+            shards = folder / form
             write_shards(
-                images, annotations, shards=folder / form, workers=1, max_bad=1.0, **recipe
+                dataset.folder, annotations, shards=shards, workers=1, max_bad=1.0, **recipe
             )
-            self.forms[form] = ShardDataset(folder / form)
+            self.forms[form] = ShardDataset(shards)
 
     def find_options(self, form: str, *, packs: bool = False) -> dict[str, Any] | str:
         """Return the options of `open_like` for a local form, or why there is none."""
@@ -541,13 +486,12 @@ class _Model:
         """
         timed = self.now.timed
         packs = packs or isinstance(self.now.loader, Loader)
-        cost = self._find_cost(form or self.own_form, workers, packs)
+        cost = self._find_cost(form or self.own_form, packs)
         loop = replace(
             self._base,
             workers=workers,
             work_s=cost.work_s,
-            handoff_s=cost.handoff_s,
-            take_s=cost.take_s,
+            take_s=cost.take_s if workers else 0.0,
         )
         if not form:
             loop = replace(loop, read_s=timed.read_s, files_per_s=timed.files_per_s)
@@ -565,27 +509,21 @@ class _Model:
             loop = replace(loop, work_s=0.0, take_s=take_s)
         return loop
 
-    def _find_cost(self, form: str, workers: int, packs: bool) -> "_Cost":
-        """Return what an image in this form costs. Loaders with one worker, or none, are timed.
-        Without a form, the stages of loading say it.
+    def _find_cost(self, form: str, packs: bool) -> "_Cost":
+        """Return what an image in this form costs. A loader with one worker is timed. For a dataset
+        that is not of this package, it is what your own loader took.
         """
         now = self.now
-        size = now.loop.batch_size
-        key = (form, min(workers, 1), packs)
+        key = (form, packs)
         if form in self.forms and key not in self._costs:
             with (
                 suppress(Exception),
                 open_like(
-                    now, self.forms[form], workers=key[1], persistent=True, packs=packs
-                ) as it,
+                    now, self.forms[form], packs=packs, num_workers=1, persistent_workers=True
+                ) as like,
             ):
-                self._costs[key] = _measure_cost(it, size, _COST_SHARE * now.seconds)
-        if key in self._costs:
-            return self._costs[key]
-        stages = now.timed.stages
-        cpu_ms = sum(stage.cpu_ms for name, stage in stages.items() if name not in _NO_WORK)
-        handoff_ms = stages["hand-off"].cpu_ms * size if "hand-off" in stages and workers else 0.0
-        return _Cost((cpu_ms or now.loop.cpu_ms_per_image) / 1000, handoff_ms / 1000)
+                self._costs[key] = _measure_cost(like, now.loop.batch_size, now.seconds)
+        return self._costs.get(key, _Cost(now.loop.cpu_ms_per_image / 1000))
 
     def choose_workers(self) -> int:
         """Choose how many workers to use: the fewest of 1, 2, 4 and 8 that are more than yours and
@@ -604,14 +542,13 @@ class _Model:
         rates = []
         for seed in range(_DRAWS):
             chance = np.random.default_rng(seed)
-            work, step, cores = np.maximum(1 + self._errors * chance.standard_normal(3), 0.1)
+            work, step = np.maximum(1 + self._errors * chance.standard_normal(2), 0.1)
             varied = replace(
                 loop,
                 read_s=tuple(chance.choice(loop.read_s, len(loop.read_s)).tolist()),
                 work_s=loop.work_s * work,
                 take_s=loop.take_s * work,
                 step_s=loop.step_s * step,
-                cores=loop.cores * cores,
             )
             rates.append(min(forecast_rate(varied, seed=seed), self.now.ceiling))
         return fmean(rates), float(np.std(rates, ddof=1)) / fmean(rates)
@@ -622,9 +559,7 @@ class _Cost:
     """CPU seconds of a form of images."""
 
     work_s: float
-    """Of an image, with its share of the hand-over of its batch if workers were timed."""
-    handoff_s: float = 0.0
-    """Of the hand-over of a batch, if it stands apart."""
+    """Of an image, with its share of the hand-over of its batch."""
     take_s: float = 0.0
     """Of a batch in the process that trains."""
     error: float = 0.0
@@ -632,7 +567,7 @@ class _Cost:
 
 
 def _measure_cost(loader: Any, batch_size: int, seconds: float) -> _Cost:
-    """Measure the CPU time of a loader that has one worker or none."""
+    """Measure the CPU time of a loader that has one worker."""
     with closing(fetch_batches(loader)) as batches:
         # The first batches load libraries.
         for _ in range(3):
@@ -640,17 +575,16 @@ def _measure_cost(loader: Any, batch_size: int, seconds: float) -> _Cost:
         cpu_began_s = measure_tree_cpu()
         own_began_s = process_time()
         ends_s = [perf_counter()]
-        while ends_s[-1] < ends_s[0] + seconds or len(ends_s) < 4:
+        while ends_s[-1] < ends_s[0] + _COST_SHARE * seconds or len(ends_s) < 4:
             next(batches)
             ends_s.append(perf_counter())
         own_s = process_time() - own_began_s
         cpu_s = measure_tree_cpu() - cpu_began_s
     count = len(ends_s) - 1
+    # A worker takes no more than the time. What is beyond it are threads beside the work.
+    worker_s = min(max(0.0, cpu_s - own_s), ends_s[-1] - ends_s[0])
     error = min(find_error(np.diff(ends_s)), _UNKNOWN)
-    if not count_workers(loader):
-        return _Cost(own_s / count / batch_size, error=error)
-    worker_s = max(0.0, cpu_s - own_s)
-    return _Cost(worker_s / count / batch_size, take_s=own_s / count, error=error)
+    return _Cost(worker_s / count / batch_size, own_s / count, error)
 
 
 def measure_cores(seconds: float = 0.2) -> float:
@@ -673,17 +607,6 @@ def measure_cores(seconds: float = 0.2) -> float:
     cores = range(count_cores())
     with ThreadPoolExecutor(len(cores)) as pool:
         return max(0.1, sum(pool.map(burn, cores)) / seconds)
-
-
-def _time_start(loader: Any) -> float:
-    """Return the seconds in which as many workers as yours start and end."""
-    workers = count_workers(loader)
-    context = getattr(loader, "multiprocessing_context", None)
-    numbers: Any = range(workers)
-    began_s = perf_counter()
-    with quiet_fork():
-        list(DataLoader(numbers, num_workers=workers, multiprocessing_context=context))
-    return perf_counter() - began_s
 
 
 def _count_pixels(dataset: Any, indices: Sequence[int]) -> float:
