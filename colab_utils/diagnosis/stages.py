@@ -134,7 +134,7 @@ def time_reads(read: Callable[[int], bytes], indices: Sequence[int], *, seconds:
     cpu_s: list[float] = []
 
     def read_on(end_s: float) -> list[float]:
-        read_s = []
+        read_s: list[float] = []
         while left and (perf_counter() < end_s or not read_s):
             # Another thread may take the last one.
             with suppress(IndexError):
