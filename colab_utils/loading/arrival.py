@@ -131,11 +131,6 @@ class Arrival:
             raise self._error
 
     @property
-    def is_at_work(self) -> bool:
-        """Return whether this process copies the shards, or waits for those of another process."""
-        return self._thread.is_alive()
-
-    @property
     def is_complete(self) -> bool:
         """Return whether all shards have arrived."""
         return len(self.arrived) == len(self._order)

@@ -1,13 +1,11 @@
 """The contract of a sample: its target, its packed form, and whose fault an error is."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from colab_utils.errors import MACHINE_FAULTS, ColabUtilsError, UnavailableError
 
@@ -55,44 +53,6 @@ class PackedSamples:
     def read_into(self, index: int, pixels: NDArray[np.uint8], bits: NDArray[np.uint8]) -> None:
         """Write an image, uint8 [h, w, 3], and the bits of all its masks into these arrays."""
         pixels[:], bits[:], _ = self.samples[index]
-
-
-def check_objects(
-    boxes: Tensor, labels: Tensor, image_ids: Any, *, classes: float = math.inf
-) -> None:
-    """Raise an error if a box has no area or is not finite, or a label is not a class.
-
-    On a GPU, the call waits for the GPU once.
-
-    Args:
-        boxes: float32 [T, 4]: x0, y0, x1, y1.
-        labels: int64 [T]: label of each object.
-        image_ids: int [T], or one number: image id of each object.
-        classes: Classes of the model, including the background. Default: no limit.
-
-    Raises:
-        ColabUtilsError: An object has a bad box or label.
-    """
-    sides = boxes[:, 2:] - boxes[:, :2]
-    has_area = ((sides > 0) & (sides < math.inf)).all(1)
-    is_sound = (has_area & (labels > 0) & (labels < classes)).cpu()
-    if is_sound.all():
-        return
-    row = int(is_sound.long().argmin())
-    label = int(labels[row])
-    if 0 < label < classes:
-        problem = (
-            f"box {boxes[row].tolist()}, which has no area or is not finite. Give x0, y0, x1, y1 "
-            "in your dataset's target, or end your transforms with v2.SanitizeBoundingBoxes()."
-        )
-    else:
-        last = "" if classes == math.inf else f" to {classes - 1} in a model of {classes} classes"
-        problem = (
-            f"label {label}, and labels go from 1{last}: 0 is the background. Number your classes "
-            "from 1, and build the model with num_classes = last label + 1."
-        )
-    image_id = np.broadcast_to(image_ids, len(labels))[row]
-    raise ColabUtilsError(f"Image {image_id} has the {problem}")
 
 
 class BadSampleError(Exception):

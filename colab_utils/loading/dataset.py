@@ -294,19 +294,15 @@ class ShardDataset(CocoSamples):
         """
         index = self._check(index)
         self._read_bits(index, bits)
-        self._read_pixels(index, pixels)
+        data = self._take(index, _IMAGE)
+        try:
+            np.copyto(pixels, decode_pixels(data))
+        except ColabUtilsError as error:
+            raise self._explain_damage(index, str(error)) from None
 
     def _read_bits(self, index: int, bits: NDArray[np.uint8]) -> None:
         if bits.size:
             np.copyto(bits, np.frombuffer(self._take(index, _MASKS), np.uint8))
-
-    def _read_pixels(self, index: int, pixels: NDArray[np.uint8]) -> None:
-        data = self._take(index, _IMAGE)
-        try:
-            decoded = decode_pixels(data)
-        except ColabUtilsError as error:
-            raise self._explain_damage(index, str(error)) from None
-        np.copyto(pixels, decoded)
 
     def load_image(self, index: int) -> Tensor:
         """Return the image, uint8 [3, H, W]."""
@@ -345,23 +341,20 @@ class ShardDataset(CocoSamples):
         index, part = key
         shard = int(self.shard_of[index])
         info = self.index.shards[shard]
-        start, length = self._find_span(index, part)
-        if part == _MASKS and not isinstance(self._bits[shard], int):
-            return self._bits[shard][start : start + length]
-        data = bytearray(length)
-        name = info.arrays_name if part == _MASKS else info.name
-        self._files.read_into(shard, name, start, data)
-        return data
-
-    def _find_span(self, index: int, part: int) -> tuple[int, int]:
-        """Return where a part of an image begins in its file, and its length in bytes."""
-        if part != _MASKS:
+        name = info.name
+        if part == _MASKS:
+            first = self._tables["first"][index]
+            start = int(self._tables["bit_starts"][index])
+            length = int(self._tables["mask_bytes"][first : first + self.counts[index]].sum())
+            if not isinstance(self._bits[shard], int):
+                return self._bits[shard][start : start + length]
+            name = info.arrays_name
+        else:
             spans = self._tables["image_spans" if part == _IMAGE else "record_spans"]
             start, length = spans[index].tolist()
-            return start, length
-        first = int(self._tables["first"][index])
-        lengths = self._tables["mask_bytes"][first : first + self.counts[index]]
-        return int(self._tables["bit_starts"][index]), int(lengths.sum())
+        data = bytearray(length)
+        self._files.read_into(shard, name, start, data)
+        return data
 
     def find_path(self, index: int) -> Place:
         """Return the path of the shard that holds the image."""

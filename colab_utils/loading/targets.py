@@ -24,11 +24,10 @@ from colab_utils.loading.contract import (
     PackedSamples,
     Target,
     blame_sample,
-    check_objects,
 )
 from colab_utils.loading.sampler import seed_random
 from colab_utils.loading.samples import is_own
-from colab_utils.loading.transforms import describe_part, is_plain, to_corners
+from colab_utils.loading.transforms import check_objects, describe_part, is_plain, to_corners
 
 # The numpy dtypes that each part of a target may have, by their ``kind``: i and u are integers, f
 # is floating point, b is bool.

@@ -1,14 +1,16 @@
-"""Transforms of users, applied to a sample and checked."""
+"""The objects of a sample checked, and transforms of users applied to it."""
 
+import math
 from collections.abc import Iterable, Sequence
 from inspect import signature
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.contract import Target, Transforms, check_objects
+from colab_utils.loading.contract import Target, Transforms
 
 # An image with values from 0 to 1 has no value above this, even after it was normalised.
 _LARGEST_SCALED = 16
@@ -45,6 +47,44 @@ def describe_part(value: Any) -> str:
         return "a nested tensor"
     how = "" if is_plain(value) else f" ({value.layout}, {value.device})"
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{how}"
+
+
+def check_objects(
+    boxes: Tensor, labels: Tensor, image_ids: Any, *, classes: float = math.inf
+) -> None:
+    """Raise an error if a box has no area or is not finite, or a label is not a class.
+
+    On a GPU, the call waits for the GPU once.
+
+    Args:
+        boxes: float32 [T, 4]: x0, y0, x1, y1.
+        labels: int64 [T]: label of each object.
+        image_ids: int [T], or one number: image id of each object.
+        classes: Classes of the model, including the background. Default: no limit.
+
+    Raises:
+        ColabUtilsError: An object has a bad box or label.
+    """
+    sides = boxes[:, 2:] - boxes[:, :2]
+    has_area = ((sides > 0) & (sides < math.inf)).all(1)
+    is_sound = (has_area & (labels > 0) & (labels < classes)).cpu()
+    if is_sound.all():
+        return
+    row = int(is_sound.long().argmin())
+    label = int(labels[row])
+    if 0 < label < classes:
+        problem = (
+            f"box {boxes[row].tolist()}, which has no area or is not finite. Give x0, y0, x1, y1 "
+            "in your dataset's target, or end your transforms with v2.SanitizeBoundingBoxes()."
+        )
+    else:
+        last = "" if classes == math.inf else f" to {classes - 1} in a model of {classes} classes"
+        problem = (
+            f"label {label}, and labels go from 1{last}: 0 is the background. Number your classes "
+            "from 1, and build the model with num_classes = last label + 1."
+        )
+    image_id = np.broadcast_to(image_ids, len(labels))[row]
+    raise ColabUtilsError(f"Image {image_id} has the {problem}")
 
 
 def apply_transforms(

@@ -212,11 +212,6 @@ class Writing:
             self._error = explain_lost_process()
         return refusal
 
-    @property
-    def is_at_work(self) -> bool:
-        """Return whether shards are still written or sent."""
-        return self._process.is_alive()
-
     def stop(self) -> None:
         """End at the next image. Finished shards stay, and a new writing continues after them."""
         if self._process.is_alive():

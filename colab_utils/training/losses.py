@@ -20,9 +20,9 @@ from torchvision.ops import box_iou
 from colab_utils.data.sizes import Size
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import PackedBatch
-from colab_utils.loading.contract import check_objects
 from colab_utils.loading.devices import send
 from colab_utils.loading.masks import CHUNK_BYTES, MaskBits, expand_masks
+from colab_utils.loading.transforms import check_objects
 from colab_utils.training.precision import use_cpu
 
 _COMPARED_OBJECTS = 16

@@ -2,9 +2,7 @@
 be repeated.
 """
 
-import errno
 import json
-import os
 import threading
 import time
 
@@ -172,26 +170,6 @@ def test_an_epoch_begun_on_a_finished_copy_goes_on_while_shards_arrive(drive, tm
     again = make_loader(ArrivingShards(drive, tmp_path / "ssd"), batch_size=2, workers=0, seed=3)
     again.load_state_dict(state)
     assert list_ids(again) == list_ids(batches)
-
-
-def test_a_drive_that_fails_for_a_while_is_tried_again(drive, tmp_path, monkeypatch):
-    monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.01, 0.01, 0.01))
-    real = os.preadv
-    fails = iter([True, False, True, True])
-
-    def preadv(*call):
-        if next(fails, False):
-            raise OSError(errno.EIO, "Input/output error")
-        return real(*call)
-
-    monkeypatch.setattr(os, "preadv", preadv)
-    monkeypatch.setattr("colab_utils.drive.is_on_drive", lambda path: True)
-    dataset = ArrivingShards(drive, tmp_path / "ssd", workers=1)
-    assert sorted(flatten(list_ids(make_loader(dataset, batch_size=2, workers=0)))) == sorted(
-        dataset.image_ids.tolist()
-    )
-    assert dataset.arrival.retries.count == 3
-    assert not list(fails)
 
 
 def test_a_drive_that_is_gone_ends_in_a_line_that_says_what_is_safe(drive, tmp_path, monkeypatch):
@@ -373,15 +351,6 @@ def test_every_image_arrives_from_a_mount(mount, tmp_path, monkeypatch, fault):
     assert bool(dataset.arrival.retries.count) == ("errors" in fault)
     dataset.stop()
     assert verify_shards(tmp_path / "ssd").bad == ()
-
-
-def test_a_mount_that_is_lost_after_the_copy_is_not_missed(mount, tmp_path):
-    dataset = ArrivingShards(mount.folder, tmp_path / "ssd", workers=2)
-    loader = make_loader(dataset, batch_size=2, workers=1)
-    first = sorted(flatten(list_ids(loader)))
-    mount.fail(lost=True)
-    assert sorted(flatten(list_ids(loader))) == first
-    loader.close()
 
 
 @pytest.mark.parametrize(

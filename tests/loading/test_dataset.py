@@ -39,7 +39,6 @@ from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableError
 from colab_utils.files import open_store
 from colab_utils.loading import dataset as dataset_module
-from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
@@ -517,45 +516,21 @@ TWO = ["shard-000001.tar", "shard-000001.arrays"]
 )
 def test_files_that_do_not_belong_together_are_refused_by_all_alike(twins, tmp_path, mix):
     folder, other = twins
-    truth = [ShardDataset(folder)[i] for i in range(6)]
-    records = [ShardDataset(folder).record(i) for i in range(6)]
-    sizes = {
-        path.name: path.stat().st_size for path in folder.iterdir() if path.name != "index.json"
-    }
-    assert sizes == {
-        path.name: path.stat().st_size for path in other.iterdir() if path.name != "index.json"
-    }
+    whole = ShardDataset(folder)
+    truth = [(whole[i], whole.record(i)) for i in range(6)]
     mix(folder, other)
     assert verify_shards(folder).bad
     with pytest.raises(ColabUtilsError, match="its checksum was wrong twice"):
         copy_shards(folder, tmp_path / "ssd")
-    for number, open_them in enumerate(
-        (ShardDataset, lambda source: ArrivingShards(source, tmp_path / "arriving"))
-    ):
-        read = 0
-        refused = read
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ColabUtilsWarning)
-            try:
-                dataset = open_them(folder)
-                assert len(dataset) == 6
-            except ColabUtilsError:
-                # Nothing is trained on where opening is refused.
-                continue
-            for i in range(6):
-                try:
-                    assert_equal_samples(dataset[i], truth[i])
-                    read += 1
-                except ColabUtilsError:
-                    refused += 1
-                try:
-                    assert dataset.record(i) == records[i]
-                    read += 1
-                except ColabUtilsError:
-                    refused += 1
-            if number:
-                dataset.stop()
-        assert read + refused == 12
+    with warnings.catch_warnings(), suppress(ColabUtilsError):
+        warnings.simplefilter("ignore", ColabUtilsWarning)
+        # Nothing is trained on where opening is refused.
+        dataset = ShardDataset(folder)
+        for i, (sample, record) in enumerate(truth):
+            with suppress(ColabUtilsError):
+                assert_equal_samples(dataset[i], sample)
+            with suppress(ColabUtilsError):
+                assert dataset.record(i) == record
 
 
 def test_a_changed_digit_of_a_record_is_refused(shards):

@@ -4,10 +4,8 @@ fails.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
-import pickle
 import resource
 import signal
 import subprocess
@@ -526,16 +524,6 @@ def test_workers_persist_and_end_with_close(tiny_shards):
     loader.close()
 
 
-def test_what_is_kept_needs_few_open_files():
-    before = len(os.listdir("/proc/self/fd"))
-    loader = make_loader(Numbers(90), batch_size=1, workers=1)
-    kept = list(loader)
-    loader.close()
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) - before < 20
-    assert len(kept) == 90
-
-
 # A pass finds the dataset as it is when the pass begins, as with torch's DataLoader.
 
 
@@ -663,17 +651,6 @@ def test_a_dataset_that_grows_or_shrinks_is_read_whole(make, workers):
     list(loader)
     subset.indices.append(7)
     assert sorted(flatten(list_ids(loader))) == [1, 2, 7]
-
-
-def test_a_closed_loader_is_pickled_and_goes_on(make):
-    loader = make(Numbers(9), batch_size=2, workers=2, deliver="packed")
-    epochs = [list_ids(loader)]
-    loader.close()
-    copied = pickle.loads(pickle.dumps(loader))
-    epochs.append(list_ids(loader))
-    assert list_ids(copied) == epochs[1]
-    copied.close()
-    assert list_ids(loader) != epochs[1]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

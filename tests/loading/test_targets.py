@@ -238,9 +238,3 @@ def test_transforms_of_torchvision_go_in_without_a_word(transforms):
             assert target["masks"].shape == (len(target["boxes"]), *image.shape[1:])
             assert len(target["area"]) == len(target["iscrowd"]) == len(target["labels"])
     assert images == 4
-
-
-def test_a_sanitizer_without_labels_is_refused():
-    keeps_labels = v2.SanitizeBoundingBoxes(min_size=9, labels_getter=None)
-    with pytest.raises(ColabUtilsError, match="do not belong together after your transforms"):
-        list(make_loader(Changed(), batch_size=2, workers=0, transforms=keeps_labels))
