@@ -6,9 +6,7 @@ import json
 import threading
 import time
 
-import numpy as np
 import pytest
-import torch
 from torch.utils.data import DataLoader
 
 from colab_utils import make_loader
@@ -24,6 +22,8 @@ from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import DriveProfile, slow_down
 from tests.drive_mount import mount_or_skip
+
+from .test_dataset import assert_equal_samples
 
 SLOW = DriveProfile("test", open_s=0.2, bytes_per_s=1e6, source="made up for the test")
 
@@ -74,11 +74,9 @@ def test_samples_are_those_of_the_shards(drive, tmp_path):
     samples = {index: whole[index] for index in (len(whole) - 1, 0)}
     slow_down(drive, SLOW)
     dataset = ArrivingShards(drive, tmp_path / "ssd")
-    for index, (expected, objects) in samples.items():
+    for index, sample in samples.items():
         # Reading a sample waits for its shard.
-        image, target = dataset[index]
-        assert torch.equal(image, expected)
-        assert all(np.array_equal(target[name], objects[name]) for name in objects)
+        assert_equal_samples(dataset[index], sample)
     dataset.arrival.stop()
 
 

@@ -12,7 +12,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
@@ -44,6 +44,8 @@ from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import DriveProfile, slow_down
 
 from ..drive_mount import mount_or_skip
+from .test_bounded_wait import stop_mounts
+from .test_dataset import assert_equal_samples
 
 SHARD_MB = 0.02
 
@@ -107,15 +109,12 @@ def list_ids(loader):
     return [int(target["image_id"]) for _, targets in loader for target in targets]
 
 
+def count_samples(dataset):
+    return len(list_ids(make_loader(dataset, batch_size=3, workers=0)))
+
+
 def read_files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-
-
-def assert_same_sample(left, right):
-    assert torch.equal(left[0], right[0])
-    assert left[1].keys() == right[1].keys()
-    for name, value in left[1].items():
-        assert np.array_equal(value, right[1][name])
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -146,7 +145,7 @@ def test_the_next_calls_take_the_shards_of_the_ssd_and_those_of_drive(
     shutil.rmtree(places["ssd"])
     arriving = open_tiny(tiny_dataset, places)
     assert type(arriving) is ArrivingShards
-    assert len(list_ids(make_loader(arriving, batch_size=5, workers=0))) == tiny_dataset.n
+    assert count_samples(arriving) == tiny_dataset.n
     arriving.stop()
     assert read_files(places["ssd"]) == read_files(reference)
     assert type(open_tiny(tiny_dataset, places)) is ShardDataset
@@ -157,7 +156,7 @@ def test_shards_of_the_ssd_that_are_not_on_drive_are_sent(tiny_dataset, referenc
     assert not places["drive"].exists()
     assert type(open_tiny(tiny_dataset, {**places, "drive": None})) is ShardDataset
     dataset = open_tiny(tiny_dataset, places)
-    assert len(list_ids(make_loader(dataset, batch_size=5, workers=0))) == tiny_dataset.n
+    assert count_samples(dataset) == tiny_dataset.n
     dataset.wait()
     count = len(read_index(reference).shards)
     assert type(dataset) is ShardDataset
@@ -313,7 +312,7 @@ def test_on_a_full_disk_files_are_not_kept_and_one_warning_says_so(
     monkeypatch.setattr(file_cache, "_RESERVE_BYTES", 1e30)
     with pytest.warns(ColabUtilsWarning, match="too full to keep more files") as caught:
         dataset = open_tiny(tiny_dataset, places)
-    assert len(list_ids(make_loader(dataset, batch_size=2, workers=0))) == tiny_dataset.n
+    assert count_samples(dataset) == tiny_dataset.n
     dataset.wait()
     assert len(caught) == 1
     assert read_files(places["drive"]) == read_files(reference)
@@ -349,7 +348,7 @@ def test_samples_are_those_of_the_shards(tiny_dataset, reference, places):
     whole = ShardDataset(reference, contiguous_labels=True)
     dataset = open_tiny(tiny_dataset, places, contiguous_labels=True)
     for index in (0, 5, -1):
-        assert_same_sample(dataset[index], whole[index])
+        assert_equal_samples(dataset[index], whole[index])
     for name in ("sizes", "counts", "shard_of", "image_ids"):
         assert np.array_equal(getattr(dataset, name), getattr(whole, name))
     assert dataset.class_names == whole.class_names
@@ -472,7 +471,7 @@ def test_a_session_that_was_killed_goes_on_after_its_last_shard(
         shutil.rmtree(places["ssd"])
     on_drive = {path: path.stat().st_mtime_ns for path in places["drive"].glob("shard-*")}
     dataset = open_tiny(tiny_dataset, places)
-    assert len(list_ids(make_loader(dataset, batch_size=3, workers=0))) == tiny_dataset.n
+    assert count_samples(dataset) == tiny_dataset.n
     if isinstance(dataset, LooseFiles):
         dataset.wait()
     else:
@@ -584,7 +583,7 @@ def test_beside_another_writer_loose_files_are_trained_on(tiny_dataset, places):
         with pytest.warns(ColabUtilsWarning, match="Another writer is at work .* writes no shards"):
             dataset = open_tiny(tiny_dataset, places)
         assert type(dataset) is LooseFiles
-        assert len(list_ids(make_loader(dataset, batch_size=3, workers=0))) == tiny_dataset.n
+        assert count_samples(dataset) == tiny_dataset.n
     dataset = open_tiny(tiny_dataset, places)
     dataset.wait()
     assert type(open_tiny(tiny_dataset, places)) is ShardDataset
@@ -611,7 +610,7 @@ def test_a_drive_that_takes_no_files_leaves_the_shards_on_the_ssd(
 ):
     with pytest.warns(ColabUtilsWarning, match="The shards are not sent to Drive"):
         dataset = open_tiny(tiny_dataset, {**places, "drive": closed_drive})
-    assert len(list_ids(make_loader(dataset, batch_size=3, workers=0))) == tiny_dataset.n
+    assert count_samples(dataset) == tiny_dataset.n
     dataset.wait()
     assert read_files(places["ssd"]) == read_files(reference)
     assert not list(closed_drive.glob("shard-*"))
@@ -628,7 +627,7 @@ def test_a_drive_that_is_gone_is_not_missed_where_the_ssd_has_all_shards(
     mount.fail(lost=True)
     with pytest.warns(ColabUtilsWarning, match="Drive got disconnected.*were not compared"):
         dataset = open_dataset(*files, **places, shard_mb=SHARD_MB)
-    assert len(list_ids(make_loader(dataset, batch_size=3, workers=0))) == tiny_dataset.n
+    assert count_samples(dataset) == tiny_dataset.n
     (places["ssd"] / "shard-000001.tar").unlink()
     with pytest.raises(ColabUtilsError, match="Drive got disconnected"):
         open_dataset(*files, **places, shard_mb=SHARD_MB)
@@ -638,7 +637,7 @@ def test_on_a_disk_that_is_too_small_loose_files_are_trained_on(tiny_dataset, pl
     monkeypatch.setattr("colab_utils.machine.find_free_space", lambda folder: 1000)
     with pytest.warns(ColabUtilsWarning, match="of free disk, .* writes no shards"):
         dataset = open_tiny(tiny_dataset, places)
-    assert len(list_ids(make_loader(dataset, batch_size=3, workers=0))) == tiny_dataset.n
+    assert count_samples(dataset) == tiny_dataset.n
     assert read_files(places["ssd"]) == {}
 
 
@@ -694,28 +693,14 @@ def test_without_any_answer_of_drive_the_shards_stay_on_the_ssd(
     assert read_files(places["ssd"]) == read_files(reference)
 
 
-@contextmanager
-def suspend(mount):
-    """Make a mount answer nothing."""
-    children = psutil.Process().children()
-    # Workers that earlier tests could not kill at once have no command line any more.
-    alive = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
-    server = next(child for child in alive if str(mount.folder) in child.cmdline())
-    server.suspend()
-    try:
-        yield
-    finally:
-        server.resume()
-
-
 def test_training_ends_though_drive_answers_nothing(
     tiny_dataset, reference, places, mount, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(writing, "_STOP_S", 0.2)
     places["drive"] = mount.folder / "shards"
     dataset = open_tiny(tiny_dataset, places)
-    with suspend(mount):
-        assert len(list_ids(make_loader(dataset, batch_size=3, workers=0))) == tiny_dataset.n
+    with stop_mounts():
+        assert count_samples(dataset) == tiny_dataset.n
         dataset.stop()
     wait_until(lambda: not dataset.arrival._process.is_alive())
     open_tiny(tiny_dataset, places).wait()
@@ -732,7 +717,7 @@ def test_a_writer_that_waits_for_a_file_for_ever_is_ended(
         dataset = open_dataset(
             mount.folder, tiny_dataset.annotations, **places, shard_mb=SHARD_MB, streams=1
         )
-        with suspend(mount), pytest.raises(ColabUtilsError, match="did not come within 1 seconds"):
+        with stop_mounts(), pytest.raises(ColabUtilsError, match="did not come within 1 seconds"):
             dataset.wait()
         open_tiny(tiny_dataset, places).wait()
     assert len(ShardDataset(places["drive"])) == tiny_dataset.n
@@ -802,7 +787,7 @@ def test_a_folder_begun_with_other_settings_goes_on_by_these(tiny_dataset, place
     (places["drive"] / "index.json").unlink()
     (places["drive"] / "shard-000001.tar").unlink()
     dataset = open_tiny(tiny_dataset, places)
-    assert len(list_ids(make_loader(dataset, batch_size=3, workers=0))) == tiny_dataset.n
+    assert count_samples(dataset) == tiny_dataset.n
     dataset.wait()
     assert read_files(places["drive"]) == read_files(older)
 
@@ -831,7 +816,7 @@ def test_a_damaged_shard_of_an_earlier_session_is_written_anew(tiny_dataset, ref
     damaged[600] ^= 1
     path.write_bytes(damaged)
     dataset = open_tiny(tiny_dataset, places)
-    assert len(list_ids(make_loader(dataset, batch_size=3, workers=0))) == tiny_dataset.n
+    assert count_samples(dataset) == tiny_dataset.n
     dataset.wait()
     assert read_files(places["ssd"]) == read_files(reference)
 

@@ -5,7 +5,6 @@ import warnings
 from pathlib import Path
 
 import pytest
-import torch
 
 from colab_utils.data.checks import check_dataset
 from colab_utils.drive import DriveLostError
@@ -16,6 +15,8 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.loading.opening import LooseFiles, open_dataset
 from tests.faulty_server import FaultyFileSystem, fail_from, fail_times
+
+from .test_dataset import assert_equal_samples
 
 URL = "faulty://bucket/shards"
 IMAGES = "faulty://bucket/images"
@@ -36,14 +37,8 @@ def bucket(tmp_path, tiny_dataset, tiny_shards):
 
 def assert_same_samples(dataset, expected):
     assert len(dataset) == len(expected)
-    for index in range(len(expected)):
-        image, target = dataset[index]
-        other, wanted = expected[index]
-        assert torch.equal(image, other)
-        assert all(
-            torch.equal(torch.as_tensor(target[key]), torch.as_tensor(wanted[key]))
-            for key in wanted
-        )
+    for index, sample in enumerate(expected):
+        assert_equal_samples(dataset[index], sample)
 
 
 def snapshot(folder):

@@ -21,6 +21,9 @@ from colab_utils.loading.loader import make_loader
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import DriveProfile, slow_down
 
+from .test_dataset import assert_equal_samples
+from .test_open_dataset import wait_until
+
 
 @pytest.fixture
 def dataset(tiny_dataset):
@@ -62,20 +65,10 @@ def in_flight(monkeypatch):
     return counts
 
 
-def assert_same(sample, expected):
-    assert torch.equal(sample[0], expected[0])
-    assert sample[1].keys() == expected[1].keys()
-    for key, value in expected[1].items():
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(sample[1][key], value)
-        else:
-            assert sample[1][key] == value
-
-
 def test_a_batch_is_the_samples_that_it_names(dataset):
     batch = dataset.__getitems__([3, 0, 3, -1])
     for sample, index in zip(batch, [3, 0, 3, -1], strict=True):
-        assert_same(sample, dataset[index])
+        assert_equal_samples(sample, dataset[index])
 
 
 def test_the_files_of_a_batch_are_read_at_the_same_time(dataset, in_flight):
@@ -90,7 +83,7 @@ def test_a_stock_loader_gives_every_sample(dataset, workers):
     loader = DataLoader(subset, 2, num_workers=workers, collate_fn=list)
     samples = [sample for batch in loader for sample in batch]
     for sample, index in zip(samples, [5, 1, 4, 2, 0], strict=True):
-        assert_same(sample, dataset[index])
+        assert_equal_samples(sample, dataset[index])
 
 
 def test_what_was_read_ahead_is_what_the_file_holds(dataset):
@@ -108,7 +101,7 @@ def test_a_batch_with_a_missing_file_names_it_and_leaves_nothing_behind(dataset,
     with pytest.raises(ColabUtilsError, match=copy.coco.file_name(2)):
         copy.__getitems__([0, 1, 2, 3])
     copy.find_path(2).write_bytes(dataset.read(2))
-    assert_same(copy.__getitems__([2])[0], dataset[2])
+    assert_equal_samples(copy.__getitems__([2])[0], dataset[2])
 
 
 def test_an_overridden_sample_is_what_a_batch_has(tiny_dataset):
@@ -135,13 +128,6 @@ def _write_annotations(dataset, folder):
     return write_subset(dataset.coco, range(4), folder / "coco.json")
 
 
-def _wait_until(is_true):
-    until_s = time.monotonic() + 60
-    while not is_true():
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
-
-
 def read_orders(loader, passes=2):
     return [
         [int(target["image_id"]) for _, targets in loader for target in targets]
@@ -159,7 +145,7 @@ def test_the_loader_gives_the_same_batches_with_and_without_reading_ahead(datase
             for sample, wanted in zip(
                 zip(*batch, strict=True), zip(*expected, strict=True), strict=True
             ):
-                assert_same(sample, wanted)
+                assert_equal_samples(sample, wanted)
     wide.close()
 
 
@@ -250,7 +236,7 @@ def test_a_loader_of_slow_shards_gives_the_batches_of_fast_ones(near_and_far, wo
         far_samples = zip(*far_batch, strict=True)
         near_samples = zip(*near_batch, strict=True)
         for far, near in zip(far_samples, near_samples, strict=True):
-            assert_same(far, near)
+            assert_equal_samples(far, near)
     for loader in loaders:
         loader.close()
 
@@ -266,7 +252,7 @@ def test_a_damaged_piece_that_was_read_ahead_is_named(near_and_far):
         far.__getitems__([0, 1])
     # Nothing is left of the batch that failed.
     far.read_ahead([1])
-    assert_same(far[1], near_and_far[0][1])
+    assert_equal_samples(far[1], near_and_far[0][1])
 
 
 @pytest.fixture
@@ -295,7 +281,7 @@ def test_with_a_cache_each_file_is_read_once(tiny_dataset, tmp_path, list_reads,
         assert sum(len(images) for images, _ in loader) == len(dataset)
     loader.close()
     again = CocoFolder(*source, cache=tmp_path / "cache")
-    assert_same(again[3], dataset[3])
+    assert_equal_samples(again[3], dataset[3])
     assert list_reads() == sorted(path.name for path in tiny_dataset.images.iterdir())
 
 
@@ -307,7 +293,7 @@ def test_a_file_that_was_repaired_is_read_anew(dataset, tmp_path):
     with pytest.raises(ColabUtilsError, match=copy.coco.file_name(2)):
         copy[2]
     copy.find_path(2).write_bytes(content)
-    assert_same(copy[2], dataset[2])
+    assert_equal_samples(copy[2], dataset[2])
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -319,12 +305,12 @@ def test_the_files_of_the_next_pass_are_read_while_one_ends(
     loader = make_loader(dataset, batch_size=2, workers=workers, streams=4)
     loader.expects_pass = expects_pass
     orders = read_orders(loader, passes=1)
-    _wait_until(lambda: len(list_reads()) == (2 * count if expects_pass else count))
+    wait_until(lambda: len(list_reads()) == (2 * count if expects_pass else count))
     orders += read_orders(loader, passes=1)
     # All files of the third pass are read already.
-    _wait_until(lambda: len(list_reads()) == 3 * count)
+    wait_until(lambda: len(list_reads()) == 3 * count)
     orders += read_orders(loader, passes=1)
-    _wait_until(lambda: len(list_reads()) == 4 * count)
+    wait_until(lambda: len(list_reads()) == 4 * count)
     loader.close()
     again = make_loader(dataset, batch_size=2, workers=0, streams=1)
     assert read_orders(again, passes=3) == orders
@@ -334,7 +320,7 @@ def test_files_that_were_read_for_another_pass_are_given_up(dataset, list_reads)
     loader = make_loader(dataset, batch_size=2, workers=1, streams=4)
     loader.expects_pass = True
     read_orders(loader, passes=1)
-    _wait_until(lambda: len(list_reads()) == 2 * len(dataset))
+    wait_until(lambda: len(list_reads()) == 2 * len(dataset))
     other = make_loader(dataset, batch_size=2, workers=0)
     next(iter(other))
     # The next pass goes on in the first epoch, after its first batch.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from torchvision import transforms as transforms_v1
 from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.loader import make_loader
@@ -83,6 +86,56 @@ def test_areas_and_crowds_that_may_be_right_are_taken(parts):
 
 
 @pytest.mark.parametrize(
+    "change",
+    [
+        # Boxes are given in shares of the image.
+        lambda target: {"boxes": target["boxes"] / torch.tensor([32, 24, 32, 24])},
+        # Boxes name y before x.
+        lambda target: {"boxes": target["boxes"][:, [1, 0, 3, 2]]},
+        # Boxes belong to the image in another size.
+        lambda target: {"boxes": target["boxes"] / 2},
+        lambda target: {"boxes": target["boxes"] * 2},
+        # Boxes lie beyond the image.
+        lambda target: {"boxes": target["boxes"] + 100},
+        # Masks belong to other objects.
+        lambda target: {"masks": target["masks"].flip(0)},
+        # Masks are mirrored without the boxes.
+        lambda target: {"masks": target["masks"].flip(2)},
+        # Masks were compared with the wrong value, and are empty.
+        lambda target: {"masks": target["masks"] == 255},
+        # The background is 1, and the objects are 0.
+        lambda target: {"masks": 1 - target["masks"]},
+    ],
+)
+def test_a_mask_beside_its_box_is_said(change):
+    image, target = make_sample(3)
+    misfit = describe_misfit(pack_target(image, target | change(target)))
+    assert re.search(r"Image 3 is .* the box .* mask of this object (lies in|has no)", misfit)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda target: {},
+        # Boxes may enclose the whole of an object that is partly hidden.
+        lambda target: {"boxes": target["boxes"] + torch.tensor([-6, -6, 6, 6])},
+        # This is what masks_to_boxes of torchvision gives for masks two pixels wide and high.
+        lambda target: {
+            "boxes": torch.tensor([[4.0, 5, 5, 6]] * 2),
+            "masks": functional.pad(torch.ones(2, 2, 2, dtype=torch.uint8), [4, 5, 26, 17]),
+        },
+        # An image may have no objects.
+        lambda target: dict.fromkeys(("boxes", "labels", "masks", "area", "iscrowd"), ()),
+        # Boxes may leave the image by a part.
+        lambda target: {"boxes": target["boxes"] + torch.tensor([[-4, -4, 4, 4], [-1, -6, 8, 0]])},
+    ],
+)
+def test_boxes_may_be_larger_than_masks_or_end_a_pixel_before_them(change):
+    image, target = make_sample()
+    assert describe_misfit(pack_target(image, target | change(target))) == ""
+
+
+@pytest.mark.parametrize(
     "box",
     [
         # The box meets the image in a few pixels.
@@ -102,12 +155,6 @@ def test_a_box_that_lies_mostly_outside_its_image_is_told(box):
     message = describe_misfit(pack_target(image, target))
     size = "Image 3 is 32 pixels wide and 24 high"
     assert message.startswith(f"{size}. It has the box {target['boxes'][1].tolist()}, and the mask")
-
-
-def test_a_box_that_leaves_its_image_by_a_part_is_taken():
-    image, target = make_sample()
-    target["boxes"] += torch.tensor([[-4, -4, 4, 4], [-1, -6, 8, 0]])
-    assert describe_misfit(pack_target(image, target)) == ""
 
 
 @pytest.mark.filterwarnings("ignore:.*(beta|prototype)")
