@@ -49,8 +49,7 @@ class Fetcher:
         arrival: The running copy, or None if the dataset does not read arriving shards.
         writes_itself: As in `CocoSamples`.
         shard_of, sizes: The dataset's tables with these names, with one row for each sample that
-            the fetcher can load; None if the dataset has no such table. Only the ``sizes`` of a
-            user's dataset are read: integers [I, 2].
+            the fetcher can load; None if the dataset has no such table.
         reads_batches: Whether the dataset reads all samples of a batch in one call.
         reads_ahead: Whether files of later batches can be read while a batch is loaded.
     """
@@ -103,7 +102,7 @@ class Fetcher:
         self.arrival = source.arrival if source.is_arriving else None
         self._base = base
         self._rows = rows
-        self.sizes = _take_sizes(base, rows)
+        self.sizes = source.sizes[rows] if base is source else None
         self.shard_of = None if source.shard_of is None else source.shard_of[rows]
         # A user's subclass or transforms may do anything.
         self.is_own = base is source and is_own(base) and getattr(base, "transforms", None) is None
@@ -224,11 +223,3 @@ class Fetcher:
             rows = range(len(indices))
         layout, _ = write_batch(source, rows, reserve, dense=self.dense, flips=flips, begin=begin)
         return layout
-
-
-def _take_sizes(dataset: Any, rows: NDArray[np.int64]) -> Any:
-    """Return rows of the dataset's ``sizes``, or None if these are no heights and widths."""
-    sizes: Any = getattr(dataset, "sizes", None)
-    if isinstance(sizes, np.ndarray) and sizes.dtype.kind in "iu":
-        return sizes[rows] if sizes.shape == (length_hint(dataset), 2) else None
-    return None

@@ -110,7 +110,7 @@ def make_loader(
 ) -> "Loader":
     """Make a loader whose batches arrive ready on the device.
 
-    If the dataset has ``sizes``, a shuffled batch holds only wide or only tall images as far as
+    A shuffled batch of shards or of a ``CocoFolder`` holds only wide or only tall images as far as
     possible. This saves padding, as in torchvision's references. If ``torch.distributed`` is
     initialised and there is no ``sampler``, each process gets its share of each batch. A process
     whose share has no image gets None.

@@ -16,9 +16,6 @@ from torch.utils.data import Sampler
 
 from colab_utils.errors import ColabUtilsError
 
-# To save memory, only this many images of an epoch are put into batches at a time.
-_PIECE_IMAGES = 1 << 14
-
 
 @dataclass(frozen=True)
 class LoaderState:
@@ -73,12 +70,8 @@ class LoaderState:
 
     def describe_order(self) -> dict[str, int]:
         """Return the settings that decide the order."""
-        return {
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "images": self.images,
-            "batch_size": self.batch_size,
-        }
+        names = ("seed", "shuffle", "images", "batch_size")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(eq=False, repr=False)
@@ -139,8 +132,6 @@ class BatchSampler(Sampler[list[int]]):
             self._wide = self.sizes[:, 1] >= self.sizes[:, 0]
         self.epoch = epoch
         self.windows: list[list[int]] = []
-        # The length of a sampler may be a guess. The indices that it gives are counted here.
-        self._drawn: int | None = None
 
     def resume(self, state: LoaderState) -> None:
         """Make the next pass run the epoch of a state.
@@ -163,9 +154,7 @@ class BatchSampler(Sampler[list[int]]):
         self.earlier = [*self.earlier, [batch_size, batches]]
 
     def __len__(self) -> int:
-        images = self._drawn
-        if images is None:
-            images = len(self.left if self.sampler is None else self.sampler)
+        images = len(self.left if self.sampler is None else self.sampler)
         if self.drop_last:
             return images // self.batch_size
         return math.ceil(images / self.batch_size)
@@ -200,7 +189,6 @@ class BatchSampler(Sampler[list[int]]):
                 f"The sampler gives no index for epoch {self.epoch}. Give a sampler that begins "
                 "anew in each epoch, such as torch's samplers or a list of indices."
             )
-        self._drawn = len(indices)
         return read_indices(indices, self.size, "The sampler")
 
     def _shuffle(self, indices: Any, *key: int) -> NDArray[np.int64]:
@@ -212,15 +200,12 @@ class BatchSampler(Sampler[list[int]]):
     def _group(self, indices: NDArray[np.int64]) -> Generator[list[int], None, list[int]]:
         """Yield full batches of only wide or only tall images, and return the images left over."""
         filling: list[list[int]] = [[], []]
-        for start in range(0, len(indices), _PIECE_IMAGES):
-            # Python's integers take four times the memory of an array.
-            piece = indices[start : start + _PIECE_IMAGES]
-            for index, is_wide in zip(piece.tolist(), self._wide[piece].tolist(), strict=True):
-                batch = filling[is_wide]
-                batch.append(index)
-                if len(batch) == self.batch_size:
-                    filling[is_wide] = []
-                    yield batch
+        for index, is_wide in zip(indices.tolist(), self._wide[indices].tolist(), strict=True):
+            batch = filling[is_wide]
+            batch.append(index)
+            if len(batch) == self.batch_size:
+                filling[is_wide] = []
+                yield batch
         return filling[0] + filling[1]
 
 

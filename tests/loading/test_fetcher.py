@@ -156,38 +156,6 @@ def test_a_sampler_that_is_used_up_is_told():
         list(loader)
 
 
-class Guess(Sampler):
-    """A sampler of six indices that does not know how many it gives."""
-
-    def __init__(self, length):
-        self.length = length
-        self.epochs = []
-
-    def __len__(self):
-        return self.length
-
-    def __iter__(self):
-        return iter(range(6))
-
-    def set_epoch(self, epoch):
-        self.epochs.append(epoch)
-
-
-@pytest.mark.parametrize("length", [1, 60])
-def test_epochs_are_counted_by_the_indices_that_a_sampler_gives(length):
-    sampler = Guess(length)
-    loader = load(Numbers(), sampler=sampler, batch_size=2)
-    for epoch in range(3):
-        assert loader.epoch == epoch
-        left = []
-        for _ in loader:
-            left.append(loader.left if loader.epoch == epoch else 0)
-        assert left == [2, 1, 0]
-        state = loader.state_dict()
-        assert (state["epoch"], state["batch"]) == (epoch + 1, 0)
-    assert sampler.epochs == [0, 1, 2]
-
-
 def test_torchs_samplers_and_datasets_go_in():
     weighted = WeightedRandomSampler([0, 1, 0, 1, 0, 0], 12)
     ids = list_ids(load(Numbers(), sampler=weighted))
@@ -206,6 +174,8 @@ class Foreign(Numbers):
 
     arrival = "2024"
     shard_of = np.arange(3)
+    # These are sizes of files.
+    sizes = np.arange(6)
     groups = 4
     index = 1
     streams = "all"
@@ -221,32 +191,11 @@ class Foreign(Numbers):
     dataset = None
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        # These are sizes of files.
-        np.arange(6),
-        # These are sizes that the images are resized to.
-        np.array([[480, 640], [800, 1333]]),
-        np.full((6, 2), np.nan),
-        [(8, 8)] * 6,
-        "large",
-    ],
-    ids=str,
-)
-def test_attributes_with_our_names_do_not_mislead_the_loader(sizes):
+def test_attributes_with_our_names_do_not_mislead_the_loader():
     dataset = Foreign()
-    dataset.sizes = sizes
     expected = list_ids(load(Numbers()))
     assert list_ids(load(dataset, workers=1)) == expected
     assert len(list_ids(load(Subset(dataset, range(6))))) == 6
-
-
-def test_the_sizes_of_somebodys_dataset_group_its_images():
-    dataset = Numbers()
-    dataset.sizes = np.array([[8, 4], [4, 8]] * 3)
-    batches = [sorted(batch.image_ids.tolist()) for batch in load(dataset)]
-    assert sorted(batches) == [[0, 2, 4], [1, 3, 5]]
 
 
 class Table(Numbers):
