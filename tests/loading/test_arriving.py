@@ -279,12 +279,6 @@ def test_workers_of_a_stock_dataloader_wait_for_shards(drive, tmp_path, monkeypa
     dataset.stop()
 
 
-def test_other_shards_in_the_target_are_refused(drive, tmp_path, tiny_shards):
-    copy_shards(tiny_shards, tmp_path / "ssd")
-    with pytest.raises(ColabUtilsError, match="holds other shards"):
-        ArrivingShards(drive, tmp_path / "ssd")
-
-
 @pytest.fixture
 def mount(request, drive, tmp_path):
     profile = DriveProfile("mount", open_s=0.1, bytes_per_s=1e6, source="made up for the test")
@@ -406,11 +400,6 @@ def test_a_sampler_waits_until_all_shards_are_here(drive, tmp_path):
     with pytest.raises(ColabUtilsError, match="A sampler cannot be used while shards arrive"):
         make_loader(dataset, batch_size=2, workers=0, sampler=[0, 1])
     dataset.stop()
-
-
-def test_the_folder_that_shards_come_from_is_no_target(drive):
-    with pytest.raises(ColabUtilsError, match="source and target at once"):
-        ArrivingShards(drive, drive)
 
 
 def test_another_process_of_the_machine_waits_for_the_files(drive, tmp_path, monkeypatch):
