@@ -71,14 +71,14 @@ def _open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
-def read_file(path: PlaceLike, *, most_bytes: float = MOST_BYTES) -> bytes:
+def read_file(path: PlaceLike) -> bytes:
     """Read a whole file by a store of its own; see `Store.read`.
 
     Example:
         >>> len(read_file(__file__)) > 1000
         True
     """
-    return open_store(path).read(_to_place(path), most_bytes=most_bytes)
+    return open_store(path).read(_to_place(path))
 
 
 def read_whole(path: str | Path, *, most_bytes: float = MOST_BYTES) -> bytes:
@@ -379,9 +379,8 @@ def hash_bytes(*parts: Any) -> str:
 
 
 class FileStamp(NamedTuple):
-    """Name, size and time of a file. While they stay the same, the file counts as unchanged."""
+    """Size and time of a file. While they stay the same, the file counts as unchanged."""
 
-    name: str
     bytes: int
     """The size of the file; -1 if there is no file."""
     modified_ns: int
@@ -479,8 +478,8 @@ class Store:
         """Return the stamp of a file; its size is -1 if it is not there."""
         with suppress(FileNotFoundError, NotADirectoryError):
             count, changed_s = self._find_status(name)
-            return FileStamp(self.locate(name).name, count, round(changed_s * 1e9))
-        return FileStamp(self.locate(name).name, -1, 0)
+            return FileStamp(count, round(changed_s * 1e9))
+        return FileStamp(-1, 0)
 
     @try_again
     def _find_status(self, name: Any) -> tuple[int, float]:

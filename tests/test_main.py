@@ -295,13 +295,6 @@ def test_nothing_stays_beside_the_json_after_sigterm(world, tmp_path, name):
     assert os.listdir(tmp_path / "results") == []
 
 
-def test_a_json_that_cannot_be_written_is_told_before_the_work(run, world):
-    words = ["preprocess", *COCO, "--shards", "{}/unwritten", "--json", "{}/" + 250 * "n"]
-    status, _, err = run(*(word.replace("{}", str(world)) for word in words))
-    assert_one_error(status, err, contains="File name too long. Choose a shorter name.")
-    assert not (world / "unwritten").exists()
-
-
 @pytest.mark.parametrize("options", ["size=4k,nr_inodes=1", "ro"])
 def test_a_full_or_locked_dev_shm_is_named(world, options):
     """Locks of processes lie there: the folder of shards is not what is full."""

@@ -294,16 +294,6 @@ def test_half_of_a_dataset_is_refused(workspace, names):
         ensure_dataset(workspace, **names)
 
 
-def test_folders_bear_the_name_of_their_dataset(workspace, own):
-    builtin = ensure_dataset(workspace, n=2)
-    mine = ensure_dataset(workspace, **own)
-    assert builtin.name == "built-in"
-    assert re.fullmatch("images-annotations-[0-9a-f]{8}", mine.name)
-    for data in (builtin, mine):
-        assert data.shards_on_drive == workspace.drive / "shards" / data.name
-        assert data.shards_on_ssd == workspace.ssd / "shards" / data.name
-
-
 @pytest.mark.parametrize(
     ("images", "annotations", "name"),
     [

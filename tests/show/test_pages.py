@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from colab_utils.loading.emulated_step import describe_busy
 from tools.pages import NotebookRun, write_demo_index
 
 RUNS = [NotebookRun(Path("01_detect_bottleneck.html"), "1. Detect the bottleneck", 61.0)]
@@ -59,23 +58,6 @@ def test_the_first_screen_is_the_finding_the_bars_the_first_seconds_and_the_good
         places.append(page.index(part, places[-1] + 1 if places else 0))
     assert len(re.findall("<h1", page)) == 1
     assert all(source.startswith("data:") for source in re.findall('src="([^"]*)"', page))
-
-
-def test_long_notes_leave_room_for_the_bars(write, make_timing, make_comparison):
-    """Where they do not, matplotlib warns, and draws one over the other."""
-    rates = {
-        "sequential": (1.3, 0.84, (1.1, 1.5)),
-        "shards_on_ssd": (15.0, 0.13, (12.0, 17.4)),
-        "packed": (14.0, 0.03, (12.2, 16.5)),
-    }
-    rows = [
-        make_timing(
-            name, images_per_second=rate, wait_share=waits, repeats_images_per_second=repeats
-        )
-        for name, (rate, waits, repeats) in rates.items()
-    ]
-    page = write(comparison=make_comparison(*rows, busy=describe_busy(100, 215)))
-    assert "<h1>This machine is busy with other work" in page
 
 
 def test_on_a_phone_bars_of_text_say_what_the_charts_say(write, course, make_comparison):
