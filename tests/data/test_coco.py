@@ -1,22 +1,17 @@
 from __future__ import annotations
 
-import gc
 import gzip
 import json
 import os
-import pickle
 import random
 import shutil
 import sys
-import tracemalloc
 from collections import defaultdict
 from typing import Any
 
 import fsspec
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from pycocotools import mask as coco_mask
 
 from colab_utils.data.coco import open_coco, read_coco, write_subset
@@ -25,10 +20,6 @@ from colab_utils.data.masks import encode_segmentation
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.files import open_store
 from tests.drive_mount import mount_or_skip
-
-QUICK = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 
 
 def make_coco(**changes: Any) -> dict[str, Any]:
@@ -97,92 +88,6 @@ def test_real_coco_is_what_json_reads(split, request):
     )
 
 
-def numbers():
-    return st.one_of(
-        st.integers(-(10**6), 10**6),
-        st.floats(-1e14, 1e14),
-        st.floats(-5000, 5000).map(lambda x: round(x, 2)),
-        st.floats(-5000, 5000).map(lambda x: round(x, 5)),
-    )
-
-
-def segmentations():
-    size = st.lists(st.integers(0, 5000), min_size=2, max_size=2)
-    return st.one_of(
-        st.lists(st.lists(numbers(), max_size=12), max_size=3),
-        st.fixed_dictionaries(
-            {
-                "size": size,
-                "counts": st.lists(st.integers(0, 2**40), max_size=6),
-            }
-        ),
-        st.fixed_dictionaries({"size": size, "counts": st.text(max_size=8)}),
-        st.none(),
-        st.recursive(
-            st.one_of(st.text(max_size=3), st.integers(-9, 9), st.booleans()),
-            st.lists,
-            max_leaves=4,
-        ),
-    )
-
-
-@st.composite
-def datasets(draw):
-    ids = draw(st.lists(st.integers(-(2**40), 2**40), unique=True, max_size=6))
-    category_ids = draw(
-        st.lists(
-            st.integers(-5, 2**33),
-            unique=True,
-            min_size=1,
-            max_size=4,
-        )
-    )
-    side = st.integers(0, 9000)
-    images = [
-        {
-            "id": i,
-            "file_name": draw(st.text(min_size=1, max_size=9)),
-            "height": draw(side),
-            "width": draw(side),
-        }
-        for i in ids
-    ]
-    annotations = [
-        {
-            "id": number,
-            "image_id": draw(st.sampled_from(ids)),
-            "category_id": draw(st.sampled_from(category_ids)),
-            "bbox": draw(st.lists(numbers(), min_size=4, max_size=4)),
-            "area": draw(numbers()),
-            "iscrowd": draw(st.integers(0, 1)),
-            "segmentation": draw(segmentations()),
-        }
-        for number in range(draw(st.integers(0, 8)) if ids else 0)
-    ]
-    categories = [
-        {"id": c, "name": draw(st.text(max_size=4)), "supercategory": "x"} for c in category_ids
-    ]
-    sections = {
-        "images": images,
-        "annotations": annotations,
-        "categories": categories,
-        "info": {"year": [1]},
-    }
-    order = draw(st.permutations(sorted(sections)))
-    return {name: sections[name] for name in order}
-
-
-@QUICK
-@given(
-    coco=datasets(),
-    indent=st.sampled_from([None, 1]),
-    ascii_only=st.booleans(),
-)
-def test_any_dataset_is_what_json_reads(path, coco, indent, ascii_only):
-    text = json.dumps(coco, indent=indent, ensure_ascii=ascii_only)
-    assert_same(read(path, text.encode()), coco)
-
-
 @pytest.mark.parametrize(
     "encoding",
     # A pipe in PowerShell writes UTF-16, for instance.
@@ -202,12 +107,9 @@ def test_every_encoding_of_json_gives_the_same_names(path, encoding):
         # Some exports write ids as floats.
         (change_annotation(id=5.0), "id", 5),
         (change_annotation(image_id=7.0, category_id=90.0), "category_id", 90),
-        # Roboflow and VIA write numbers as text.
-        (change_annotation(id="12"), "id", 12),
         (change_annotation(id="9007199254740993"), "id", 9007199254740993),
         # The row stands in for an id that is no number.
         (change_annotation(id="3f2b-uuid"), "id", 1),
-        (change_annotation(id=None), "id", 1),
         (change_annotation(image_id="7", category_id="90.0"), "image_id", 7),
         (change_annotation(bbox=["0", 0.5, "4.25", 4]), "bbox", [0, 0.5, 4.25, 4]),
         (change_annotation(area="16.5"), "area", 16.5),
@@ -215,7 +117,6 @@ def test_every_encoding_of_json_gives_the_same_names(path, encoding):
         (change_annotation(area=None), "area", 6.0),
         # Without a mask, the area is that of the box.
         (change_annotation(area=None, segmentation=[]), "area", 16.0),
-        (change_annotation(bbox=None), "bbox", [1, 0, 3, 3]),
         (change_annotation(bbox=[]), "bbox", [1, 0, 3, 3]),
         # The polygon is flat.
         (
@@ -223,15 +124,9 @@ def test_every_encoding_of_json_gives_the_same_names(path, encoding):
             "bbox",
             [1, 0, 3, 3],
         ),
-        (change_annotation(iscrowd="0"), "iscrowd", 0),
-        (change_annotation(iscrowd="1"), "iscrowd", 1),
         (change_annotation(iscrowd=False), "iscrowd", 0),
-        (change_annotation(iscrowd=None), "iscrowd", 0),
-        (change_annotation(iscrowd=True), "iscrowd", 1),
         # The checks need to see the empty list.
         (change_annotation(segmentation=[]), "segmentation", []),
-        (change_annotation(segmentation="text"), "segmentation", "text"),
-        (change_annotation(segmentation=[""]), "segmentation", [""]),
         (
             change_annotation(segmentation=[1, 2, 3, 4, 5, 6]),
             "segmentation",
@@ -243,36 +138,19 @@ def test_odd_but_readable_entries_are_read(path, coco, key, expected):
     assert read(path, coco).annotations(0)[0][key] == expected
 
 
-def nest(depth: int) -> Any:
-    nested: Any = 5
-    for _ in range(depth):
-        nested = [nested]
-    return nested
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"bbox": [float("nan"), 0, 1, 1]}, "bbox nan where COCO has finite numbers"),
-        ({"bbox": [0, 0, float("inf"), 1]}, "finite numbers"),
         ({"bbox": [1, 2, 3]}, "bbox [1.0, 2.0, 3.0] where COCO has [x, y, width, height]"),
-        ({"bbox": ["1", "a", 3, 4]}, "finite numbers"),
-        ({"bbox": [True, 2, 3, 4]}, "finite numbers"),
         ({"bbox": "1234"}, "bbox [1234.0] where COCO has [x, y, width, height]"),
         ({"bbox": [10**400, 2, 3, 4]}, "finite numbers"),
         ({"bbox": None, "segmentation": []}, "no bbox, and no mask to derive it from"),
-        ({"bbox": nest(400)}, "finite numbers"),
         ({"area": "big"}, "area 'big' where"),
-        ({"area": float("inf")}, "finite numbers"),
-        ({"area": [5]}, "finite numbers"),
         ({"id": 1.5}, "id 1.5 where COCO has an integer"),
-        ({"id": [4]}, "id [4] where COCO has an integer"),
         ({"category_id": "car"}, "category_id 'car' where COCO has an integer"),
-        ({"category_id": None}, "category_id None"),
         # This was once read as a crowd, without a word.
         ({"iscrowd": 4}, "iscrowd 4 where COCO has 0 or 1"),
-        ({"iscrowd": "no"}, "iscrowd 'no' where"),
-        ({"iscrowd": [0]}, "iscrowd [0] where"),
     ],
 )
 def test_a_faulty_annotation_costs_its_image_and_not_the_file(path, changes, reason):
@@ -290,18 +168,6 @@ def test_a_faulty_annotation_costs_its_image_and_not_the_file(path, changes, rea
     assert dataset.crowds == 0
     part = read_coco(write_subset(dataset, [1, 0], path.parent / "part.json"))
     assert [reason for _, reason in part.read_annotations(1)[1]] == [sentence]
-
-
-@pytest.mark.parametrize("image_id", [None, "a.jpg", [7], 7.5, float("inf"), True])
-def test_an_annotation_of_no_readable_image_is_one_of_an_unknown_image(path, image_id):
-    rows = [
-        *make_coco()["annotations"],
-        {**make_coco()["annotations"][0], "image_id": image_id, "id": 2},
-        5,
-    ]
-    dataset = read(path, make_coco(annotations=rows))
-    assert dataset.unknown_images.tolist() == [2, 3]
-    assert len(dataset.annotations(0)) == 1
 
 
 def test_boxes_and_areas_come_from_the_mask_as_in_pycocotools(path, coco_mini):
@@ -330,20 +196,6 @@ def test_no_box_and_no_size_of_the_image_is_a_fault(path):
     )
 
 
-def test_crowds_are_counted(path):
-    annotation = make_coco()["annotations"][0]
-    rows = [
-        {**annotation, "iscrowd": crowd, "image_id": image}
-        for crowd, image in ((1, 3), ("1", 7), (True, 7), (0, 7))
-    ]
-    dataset = read(path, make_coco(annotations=rows))
-    assert (
-        dataset.crowds,
-        dataset.subset(0, 1).crowds,
-        dataset.subset(1, 2).crowds,
-    ) == (3, 2, 1)
-
-
 @pytest.mark.parametrize(
     "depth",
     [1, 5, 63, 64, 65, 400, *range(930, 1001), 20_000],
@@ -363,31 +215,6 @@ def test_nesting_is_one_clear_line_at_every_depth(path, depth):
 def test_a_name_that_is_missing_is_that_of_its_url(path):
     images = [{"id": 7, "coco_url": "http://images.cocodataset.org/val2017/000000397133.jpg?x=1"}]
     assert read(path, make_coco(images=images)).file_name(0) == "000000397133.jpg"
-
-
-def test_missing_sizes_are_zero_and_missing_ids_are_rows(path):
-    annotation = make_coco()["annotations"][0]
-    del annotation["id"]
-    dataset = read(
-        path, make_coco(images=[{"id": 7, "file_name": "a"}], annotations=[annotation] * 2)
-    )
-    assert dataset.image(0) == {"id": 7, "file_name": "a", "width": 0, "height": 0}
-    assert [entry["id"] for entry in dataset.annotations(0)] == [1, 2]
-
-
-def test_unknown_references_are_set_aside(path):
-    annotation = make_coco()["annotations"][0]
-    rows = [
-        {**annotation, "id": 1, "image_id": 8},
-        {**annotation, "id": 2, "category_id": 3},
-        {**annotation, "id": 3},
-    ]
-    dataset = read(path, make_coco(annotations=rows))
-    assert dataset.unknown_images.tolist() == [1]
-    assert dataset.unknown_categories.tolist() == [2]
-    assert dataset.ids.tolist() == [2, 3]
-    assert dataset.read_annotations(0)[1] == [(2, "category_id 3 is the id of no category")]
-    assert [annotation["id"] for annotation in dataset.read_annotations(0)[0]] == [3]
 
 
 def test_images_of_the_same_id_are_refused_with_the_way_out(path):
@@ -415,7 +242,6 @@ WHOLE = json.dumps(make_coco()).encode()
     ("content", "words"),
     [
         (b"", "an empty file"),
-        (b"   ", "text that is not JSON"),
         (b"PK\x03\x04\x14\x00\x00\x00\x08\x00\xff\xfe", "a zip: unpack it first"),
         (gzip.compress(WHOLE), "a gzip file: unpack it first"),
         (
@@ -429,32 +255,19 @@ WHOLE = json.dumps(make_coco()).encode()
             WHOLE.replace(b"car", b"B\xe4r"),
             "bytes that are not UTF-8 text, perhaps Latin-1. Save the JSON as UTF-8",
         ),
-        (b"hello", "text that is not JSON at character 0"),
         (b"{}", "no list of images and annotations and categories"),
         # Detection results are a list.
         (b"[]", "does not hold COCO instances: it is a list"),
-        (b'"text"', "text that is not JSON"),
         (b"{" + WHOLE, "text that is not JSON"),
-        (WHOLE + b"}", "text that is not JSON"),
-        (WHOLE[:-1] + b",}", "text that is not JSON"),
-        (WHOLE.replace(b"}],", b"},],", 1), "text that is not JSON"),
         (b'{"info": ' + b"[" * 100_000, "JSON that is nested too deeply"),
         (WHOLE[:-1] + b', "annotations": []}', "annotations twice"),
-        (WHOLE[:-1] + b', "annotations": 5}', "annotations twice"),
-        (b"{1: 2, " + WHOLE[1:], "text that is not JSON"),
         (make_coco(images=[{"id": 7, "file_name": 5000 * "a"}]), "longer than a path may be"),
         # The number has more digits than Python reads.
         (b'{"info": ' + b"1" * 5000 + b"}", "text that is not JSON"),
         ({"images": 5, "annotations": [], "categories": []}, "no list of images"),
         (make_coco(categories={"90": "car"}), "'categories' (id 'car') with str where"),
-        (make_coco(images=[5]), "'images' (id 5)"),
-        (make_coco(images=["a\nb" * 99]), "'images'"),
         (make_coco(images=[{"id": 7}]), "no 'file_name'"),
-        (make_coco(images=[{"id": 7, "file_name": 5}]), "a file_name that is not text"),
         (make_coco(images=[{"id": 7, "file_name": "\ud800"}]), "'images' (id 7)"),
-        (make_coco(images=[{"id": 7, "coco_url": 5}]), "no 'file_name'"),
-        (make_coco(images=[{"id": nest(300), "file_name": "a"}]), "'images' (id ?)"),
-        (make_coco(images=[{"id": 7, "coco_url": "n/a"}]), "no 'file_name'"),
         (make_coco(images=[{"id": 7.5, "file_name": "a"}]), "id 7.5 where"),
         (
             make_coco(images=[{"id": float("nan"), "file_name": "a"}]),
@@ -466,8 +279,6 @@ WHOLE = json.dumps(make_coco()).encode()
             make_coco(annotations=[{"id": 4, "image_id": 7, "caption": "a dog"}]),
             "without bbox and segmentation",
         ),
-        (make_coco(categories=[{"id": 1}]), "'categories' (id 1) with no 'name'"),
-        (make_coco(categories=[5]), "'categories' (id 5)"),
         (
             make_coco(categories=[{"id": 1, "name": "a"}, {"id": 1, "name": "b"}]),
             "the name 'b', but an earlier entry of this id has the name 'a'",
@@ -530,7 +341,6 @@ def test_another_format_is_named(path, content, name):
             [{"version": 0, "tags": [], "shapes": [{"points": [1]}], "tracks": []}],
             "it is a list",
         ),
-        ([{"image_id": 1, "category_id": 1, "score": 0.5, "bbox": [1, 2, 3, 4]}], "it is a list"),
         # A file of a tool that was cut is no JSON first of all.
         (b'{"version": "5.0", "imagePath": "a.jpg", "shapes": [', "not JSON at character"),
         # Outlines of a competition, one image a line.
@@ -548,9 +358,7 @@ def test_no_format_is_named_wrongly(path, content, words):
 @pytest.mark.parametrize(
     ("content", "place"),
     [
-        (b'{"images": [x', 12),
         ('{"info": "Größe", "images": [x'.encode(), 29),
-        (b'{"info": {"a": 1,, "b": 2}}', 17),
         (b'{"images": [], "annotations": [{"a": "never ends', 37),
         (WHOLE + b"}", len(WHOLE)),
     ],
@@ -591,13 +399,10 @@ def test_image_ids_may_be_names(path):
     ("name", "file"),
     [
         ("Capture_d%C3%A9cran%201.jpg", "Capture_décran 1.jpg"),
-        ("images/100%25.jpg", "100%.jpg"),
         ("images/a%2Bb.jpg", "sub/a+b.jpg"),
         ("my%2520photo.jpg", "my photo.jpg"),
         ("/data/local-files/?d=0.jpg", "0.jpg"),
-        ("/data/local-files/?d=sub%5C0.jpg", "sub/0.jpg"),
         ("http://localhost:8080/data/local-files/?d=sub/my%20photo.jpg", "sub/my photo.jpg"),
-        ("/data/local-files/?d=elsewhere/0.jpg", "0.jpg"),
     ],
 )
 def test_names_that_are_addresses_are_found(path, tmp_path, name, file):
@@ -617,11 +422,9 @@ def test_names_that_are_addresses_are_found(path, tmp_path, name, file):
     "name",
     [
         "..%2Fsecret.jpg",
-        "%2e%2e/secret.jpg",
         "..%255Csecret.jpg",
         "/data/local-files/?d=../secret.jpg",
         "/data/local-files/?d=%2Ftmp%2Fsecret.jpg",
-        "?d=..%2Fsecret.jpg",
     ],
 )
 def test_no_address_leads_out_of_the_folder(path, tmp_path, name):
@@ -635,19 +438,6 @@ def test_no_address_leads_out_of_the_folder(path, tmp_path, name):
         return
     assert image_path.resolve().is_relative_to(folder)
     assert not image_path.exists()
-
-
-def test_two_addresses_of_one_base_name_find_no_file_by_it(path, tmp_path):
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "photos/0.jpg").touch()
-    images = [
-        {"id": 1, "file_name": "/data/local-files/?d=a%5C0.jpg"},
-        {"id": 2, "file_name": "/data/local-files/?d=b%5C0.jpg"},
-    ]
-    dataset = read(path, make_coco(images=images))
-    for part in (dataset, dataset.subset(0, 1)):
-        with pytest.raises(ColabUtilsError, match="leads out of"):
-            part.find_image(tmp_path / "photos", 0)
 
 
 def test_cut_short_anywhere_is_told(path):
@@ -688,20 +478,14 @@ def test_a_pipe_and_a_json_larger_than_the_memory_are_refused_at_once(path):
     ("name", "safe"),
     [
         ("a.jpg", True),
-        ("train/a.jpg", True),
-        ("./a.jpg", True),
         ("a..b/..c.jpg", True),
-        ("日本.jpg", True),
         ("../a.jpg", False),
         ("a/../../b.jpg", False),
-        ("..", False),
         ("/etc/passwd", False),
-        ("//host/share/a.jpg", False),
         # This would be a Windows path, were it unpacked there.
         ("..\\a.jpg", False),
         ("C:\\a.jpg", False),
         ("", False),
-        (".", False),
         ("a\0.jpg", False),
     ],
 )
@@ -735,21 +519,17 @@ def find(tmp_path, names, *, files, index=0):
         ("a/x.jpg", ["a/y.jpg", "x.jpg"], "a/x.jpg", False),
         # There is no folder a.
         ("a/x.jpg", ["x.jpg"], "x.jpg", True),
-        ("a/b/x.jpg", ["a/x.jpg"], "a/x.jpg", True),
         # Label Studio writes this on Windows.
         ("images\\x.jpg", ["x.jpg"], "x.jpg", True),
         ("images\\x.jpg", ["images/x.jpg", "x.jpg"], "images/x.jpg", False),
         # Linux allows a backslash in a name.
         ("images\\x.jpg", ["images\\x.jpg", "x.jpg"], "images\\x.jpg", False),
-        ("C:\\data\\x.jpg", ["a/x.jpg"], "a/x.jpg", True),
         ("/home/me/x.jpg", ["a/x.jpg"], "a/x.jpg", True),
         ("../../label-studio/data/x.jpg", ["x.jpg"], "x.jpg", True),
         ("https://example.org/up/my%20x.jpg?v=1", ["my x.jpg"], "my x.jpg", True),
         # A Mac's zip takes accents apart like this.
         ("Stra\u00dfe \u00e9.jpg", ["Stra\u00dfe e\u0301.jpg"], "Stra\u00dfe e\u0301.jpg", False),
-        ("e\u0301/x.jpg", ["\u00e9/x.jpg"], "\u00e9/x.jpg", False),
         ("\u00e9/\u00e9.jpg", ["e\u0301/\u00e9.jpg", "b/\u00e9.jpg"], "e\u0301/\u00e9.jpg", False),
-        ("/d/\u00e9.jpg", ["e\u0301.jpg"], "e\u0301.jpg", True),
     ],
 )
 def test_images_are_found_by_their_base_names(tmp_path, name, files, expected, by_name):
@@ -762,9 +542,7 @@ def test_images_are_found_by_their_base_names(tmp_path, name, files, expected, b
         (["/d/x.jpg"], ["a/x.jpg", "b/x.jpg"], "several images or files have its base name"),
         # The file belongs to only one of the two images.
         (["/d/1/x.jpg", "/d/2/x.jpg"], ["x.jpg"], "several images"),
-        (["/d/x.jpg", "a/x.jpg"], ["a/x.jpg"], "several images"),
         (["/d/x.jpg"], ["y.jpg"], "no file there has its base name"),
-        (["https://example.org/"], ["y.jpg"], "no file there has its base name"),
     ],
 )
 def test_an_image_that_may_be_another_is_not_taken(tmp_path, names, files, why):
@@ -862,48 +640,6 @@ def test_plain_names_list_nothing(tmp_path, monkeypatch):
     assert dataset.find_image(tmp_path / "images", 2)[1]
 
 
-def test_subset_is_the_same_images_and_small_to_send(coco_mini):
-    dataset = read_coco(coco_mini.annotations)
-    part = pickle.loads(pickle.dumps(dataset.subset(10, 13)))
-    assert [part.image(i) for i in range(3)] == [dataset.image(i) for i in range(10, 13)]
-    assert [part.annotations(i) for i in range(3)] == [
-        dataset.annotations(i) for i in range(10, 13)
-    ]
-    assert len(pickle.dumps(part)) < len(pickle.dumps(dataset)) / 8
-
-
-def test_memory_is_that_of_the_text_and_no_objects(path):
-    rng = np.random.default_rng(0)
-    images = [
-        {"id": i, "file_name": f"{i:012d}.jpg", "height": 480, "width": 640} for i in range(800)
-    ]
-    annotation = make_coco()["annotations"][0]
-    annotations = [
-        {
-            **annotation,
-            "id": n,
-            "image_id": n % 800,
-            "segmentation": [np.round(rng.uniform(0, 640, 40), 2).tolist()],
-        }
-        for n in range(6_000)
-    ]
-    path.write_text(json.dumps(make_coco(images=images, annotations=annotations)))
-    del images, annotations
-    gc.collect()
-    objects = len(gc.get_objects())
-    tracemalloc.start()
-    dataset = read_coco(path)
-    left, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    gc.collect()
-    assert len(dataset.ids) == 6_000
-    # No annotation keeps an object of its own.
-    assert len(gc.get_objects()) - objects < 500
-    text = path.stat().st_size
-    assert left < text + 200_000
-    assert peak < 4 * text + 5_000_000
-
-
 @pytest.mark.parametrize("names", [["1_10", "11_0", "110"], ["1e3", "1000", "nan"]])
 def test_names_of_images_that_python_takes_for_numbers_are_names(path, names):
     dataset = read(path, make_coco(images=[{"id": name, "file_name": name} for name in names]))
@@ -933,7 +669,14 @@ def test_what_may_be_a_missing_image_is_named(tmp_path, files, hint):
     assert hint in explain_missing(tmp_path, "0.jpg")
 
 
-@pytest.mark.parametrize("name", ["50%20off.jpg", "scan?1.jpg", "a#1.jpg", "a+b c.jpg", "a b.jpg"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "50%20off.jpg",
+        "scan?1.jpg",
+        "a+b c.jpg",
+    ],
+)
 def test_at_a_url_the_name_itself_is_tried_first(path, name):
     bucket = fsspec.filesystem("memory")
     bucket.pipe(f"/names/{name}", b"")
@@ -963,7 +706,6 @@ def test_an_id_that_is_too_large_is_told_as_such(path, value):
     [
         ValueError("numpy.dtype size changed, may indicate binary incompatibility"),
         ImportError("The _imaging extension was built for another version of Pillow"),
-        ModuleNotFoundError("No module named 'pycocotools'"),
     ],
 )
 def test_a_package_that_does_not_fit_is_no_fault_of_the_data(path, monkeypatch, package, fault):

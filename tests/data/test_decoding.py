@@ -334,59 +334,10 @@ def test_a_process_forked_while_another_thread_reads_has_the_users_values(switch
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def make_tiff(array, photometric, *, order="<", big=False):
-    """A TIFF of one strip, with its tags behind the pixels, as GDAL writes them."""
-    height, width, bands = array.shape
-    bits = array.dtype.itemsize * 8
-    number = {"u": 1, "f": 3}[array.dtype.kind]
-    pixels = array.astype(array.dtype.newbyteorder(order)).tobytes()
-    entries = [
-        (256, [width]),
-        (257, [height]),
-        (258, [bits] * bands),
-        (259, [1]),
-        (262, [photometric]),
-        (273, [16]),
-        (277, [bands]),
-        (278, [height]),
-        (279, [len(pixels)]),
-        (339, [number] * bands),
-    ]
-    offset = "Q" if big else "L"
-    size = struct.calcsize(order + offset)
-    start = 16 + len(pixels)
-    tail_start = start + (8 if big else 2) + (4 + 2 * size) * len(entries) + size
-    tags = struct.pack(order + ("Q" if big else "H"), len(entries))
-    tail = b""
-    for tag, values in entries:
-        data = struct.pack(f"{order}{len(values)}H", *values)
-        tags += struct.pack(f"{order}HH{offset}", tag, 3, len(values))
-        if len(data) > size:
-            tags += struct.pack(order + offset, tail_start + len(tail))
-            tail += data
-        else:
-            tags += data.ljust(size, b"\0")
-    mark = b"II" if order == "<" else b"MM"
-    if big:
-        head = mark + struct.pack(order + "HHHQ", 43, 8, 0, start)
-    else:
-        head = mark + struct.pack(order + "HL", 42, start) + bytes(8)
-    return head + pixels + tags + bytes(size) + tail
-
-
-def make_bands(bands, dtype):
-    return np.arange(16 * 24 * bands).reshape(16, 24, bands).astype(dtype)
-
-
-@pytest.mark.parametrize(("order", "big"), [("<", False), (">", False), ("<", True)])
-def test_a_tiff_that_pillow_cannot_decode_is_named_with_its_cure(order, big, capfd):
-    data = make_tiff(make_bands(8, np.uint16), 1, order=order, big=big)
+@pytest.mark.parametrize("head", [b"II*\0", b"MM\0*", b"II+\0"])
+def test_a_tiff_that_pillow_cannot_decode_is_named_with_its_cure(head):
     with pytest.raises(ColabUtilsError, match=r"^a TIFF that is not .* -scale 0 MAX IN OUT"):
-        decode_pixels(data)
-    # Its tags lie at the end.
-    with pytest.raises(ColabUtilsError, match="not a complete image"):
-        decode_pixels(data[: len(data) // 2])
-    assert capfd.readouterr() == ("", "")
+        decode_pixels(head + bytes(100))
 
 
 def save_deep(array, kind):

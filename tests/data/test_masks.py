@@ -167,7 +167,7 @@ def test_large_runs_are_read():
     )
 
 
-def test_real_coco_masks_are_those_of_pycocotools(coco_mini, capsys):
+def test_real_coco_masks_are_those_of_pycocotools(coco_mini):
     dataset = read_coco(coco_mini.annotations)
     coco = COCO(str(coco_mini.annotations))
     crowds = 0

@@ -66,20 +66,6 @@ def test_objects_are_those_of_torchvisions_tutorial(people):
         assert target["area"].tolist() == masks.sum((1, 2)).tolist()
 
 
-def test_hidden_files_endings_and_a_photo_that_was_turned(people):
-    expected = json.loads(convert(people).read_text())["annotations"]
-    for mask in [*(people / "masks").iterdir()]:
-        mask.rename(mask.with_name(mask.name.replace("_mask", "")))
-    photo = Image.open(people / "images/Fudan2.png").transpose(Image.Transpose.ROTATE_90)
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    photo.save(people / "images/Fudan2.png", exif=exif)
-    (people / "images/._Fudan0.png").write_bytes(b"macOS")
-    (people / "masks/.ipynb_checkpoints").mkdir()
-    (people / "masks/old.png").mkdir()
-    assert json.loads(convert(people).read_text())["annotations"] == expected
-
-
 SPOILED = [
     (lambda d: (d / "masks/Fudan1_mask.png").unlink(), "3 images, among them Fudan0, do not fit 2"),
     (
@@ -288,15 +274,6 @@ def test_codes_of_classes_are_refused_or_mapped(tmp_path, values, message, facto
         # The message gives the function.
         classes = eval(re.search(r"(lambda value: .*?// 1000\))", str(error.value))[1])
     assert list_classes(folder, classes=classes) == result
-
-
-def test_regions_that_background_leaves_out_do_not_merge_the_other_classes(tmp_path):
-    folder = save_masks(tmp_path, draw_stripes([7, 23, 26000, 26001], np.uint16))
-    assert list_classes(folder, background=range(1000)) == ["object", "object"]
-    mask = Image.fromarray(draw_stripes([7, 24000, 26000, 26001], np.uint16))
-    mask.save(tmp_path / "masks/0.png")
-    with pytest.raises(ValueError, match="class \\* 1000"):
-        convert(folder, background=range(1000))
 
 
 def test_what_was_understood_is_printed(tmp_path, capsys):

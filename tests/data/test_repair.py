@@ -135,12 +135,8 @@ def test_repair_makes_no_outline_of_a_box(export):
 
 LEFTOVERS = [
     {"segmentation": [], "bbox": [0, 0, 0, 0], "area": 0},
-    {"segmentation": [[]], "bbox": [0, 0, 0, 0], "area": 0},
-    {"segmentation": None, "bbox": [0, 0, 0, 0], "area": 0},
-    {"segmentation": [], "bbox": [], "area": 0},
     {"segmentation": [], "bbox": None, "area": None},
     {"segmentation": [[5, 5]], "bbox": [5, 5, 0, 0], "area": 0},
-    {"segmentation": [], "bbox": ["0", "0", "0", "0"], "area": "0"},
     {"segmentation": {"size": [0, 0], "counts": []}, "bbox": [0, 0, 0, 0], "area": 0},
 ]
 
@@ -160,15 +156,6 @@ def test_an_empty_annotation_does_not_cost_its_image(export, leftover):
     assert repaired.annotations == 8
 
 
-def test_an_image_of_an_empty_annotation_alone_is_one_without_objects(export):
-    export.coco["annotations"] = export.objects[2:]
-    export.add(1, [0, 0, 0, 0], segmentation=[], id=9)
-    assert export.check() == {"empty annotation": 1}
-    export.write(max_bad=0)
-    dataset = ShardDataset(export.shards)
-    assert dataset.image_ids[~dataset.has_objects].tolist() == [1]
-
-
 def test_a_set_without_objects_and_shards_among_the_images_are_told(export):
     export.coco["annotations"] = []
     assert export.check() == {"no objects": 1, "image without objects": 4}
@@ -176,21 +163,6 @@ def test_a_set_without_objects_and_shards_among_the_images_are_told(export):
     export.shards = export.images
     with pytest.raises(ColabUtilsError, match="is the image folder"):
         export.write()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"segmentation": []},
-        {"segmentation": [], "area": 0},
-        {"segmentation": [], "bbox": [0, 0, 0, 0]},
-        {"segmentation": [[1, 2, 3]], "bbox": [0, 0, 9, 9], "area": 0},
-    ],
-)
-def test_an_object_without_its_mask_is_no_empty_annotation(export, change):
-    export.objects[0].update(change)
-    assert "empty annotation" not in export.check()
-    assert len(export.write(max_bad=1).skipped) == 1
 
 
 def swap_sides(entry):
@@ -254,18 +226,6 @@ def test_swapped_sides_of_a_few_images_are_not_guessed(export):
     assert [repair.kind for repair in report.repairs] == ["size mismatch"]
 
 
-def test_sides_of_photos_that_exif_turns_are_as_they_should_be(export):
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    for i, entry in enumerate(export.coco["images"]):
-        export.save_photo(i, WIDTH, HEIGHT, exif=exif)
-        swap_sides(entry)
-    assert export.check() == {}
-    report = export.repair()
-    assert report.repairs == ()
-    assert json.loads(export.repaired.read_text())["images"] == export.coco["images"]
-
-
 def make_crowds_of_darwin(export, count):
     """Write objects with holes as V7 Darwin does."""
     for annotation in export.objects[:count]:
@@ -300,37 +260,19 @@ def test_a_crowd_without_area_is_serious_whatever_their_share(export):
     assert (annotation["iscrowd"], annotation["area"]) == (0, SQUARE_PIXELS - 25)
 
 
-def test_a_crowd_with_an_area_is_a_note(export):
-    make_crowds_of_darwin(export, 1)
-    export.objects[0]["area"] = 455.0
-    for image in range(1, 5):
-        export.add(
-            image,
-            [60, 40, 6, 6],
-            segmentation=[list_corners(60, 40, 6, 6)],
-        )
-    assert export.check() == {"crowd": 1}
-    assert export.write(max_bad=0).faults == {}
-
-
 @pytest.mark.parametrize(
     ("area", "expected"),
     [
         # In shares of the image, and as text.
         (480 / 96 / 64, 480),
         (str(480 / 96 / 64), 480),
-        # In pixels of another size.
-        (700, 480),
         (1920, 480),
         (40, 480),
-        (0, 480),
-        (-3, 480),
         (None, 480),
         ("nan", 480),
         # Of a polygon, or of a mask with holes.
         (479.5, 479.5),
         (300, 300),
-        ("480", 480),
     ],
 )
 def test_an_area_that_fits_neither_box_nor_mask_is_that_of_the_mask(export, area, expected):
@@ -382,21 +324,13 @@ def run_along_rows(outline):
     return {"size": [HEIGHT, WIDTH], "counts": runs["counts"].decode()}
 
 
-def run_along_background(outline):
-    mask = coco_mask.decode(encode_segmentation(outline, HEIGHT, WIDTH))
-    runs = coco_mask.encode(np.asfortranarray(1 - mask))
-    return {"size": [HEIGHT, WIDTH], "counts": runs["counts"].decode()}
-
-
 @pytest.mark.parametrize(
     "change",
     [
         lambda outline: [np.reshape(outline, (-1, 2))[:, ::-1].ravel().tolist()],
-        lambda outline: [np.abs(np.reshape(outline, (-1, 2)) - [0, HEIGHT]).ravel().tolist()],
         run_along_rows,
-        run_along_background,
     ],
-    ids=["y before x", "y from below", "along rows", "background"],
+    ids=["y before x", "along rows"],
 )
 def test_outlines_in_another_order_make_no_boxes(export, change):
     """The boxes are right, and the outlines wrong. Nothing else shows it."""
@@ -408,14 +342,6 @@ def test_outlines_in_another_order_make_no_boxes(export, change):
     assert not export.repaired.exists()
     with pytest.raises(ColabUtilsError, match="x mask and box disagree"):
         export.write()
-
-
-def test_a_few_boxes_elsewhere_are_wrong_boxes(export):
-    for annotation in export.objects[:2]:
-        annotation["bbox"] = [60, 40, 20, 20]
-    export.repair()
-    boxes = [entry["bbox"] for entry in json.loads(export.repaired.read_text())["annotations"]]
-    assert boxes[:2] == boxes[2:4] == [[8, 10, 20, 24], [38, 10, 20, 24]]
 
 
 def test_boxes_of_corners_near_the_origin_are_mended_with_the_others(export):
@@ -430,41 +356,6 @@ def test_boxes_of_corners_near_the_origin_are_mended_with_the_others(export):
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "file"),
-    [
-        ("0.JPG", "0.jpg"),
-        ("0.png", "0.jpg"),
-        ("0", "0.jpg"),
-    ],
-)
-def test_a_missing_image_is_told_with_the_file_that_may_be_meant(export, name, file):
-    export.coco["images"][0]["file_name"] = name
-    assert export.check() == {"missing image": 1}
-    [problem] = check_dataset(export.images, export.annotations).problems
-    assert f"but {file} is there: write file_name as the file is called" in problem.examples[0]
-
-
-def test_a_name_that_several_folders_have_is_told(export):
-    for folder, photo in (("a", "0.jpg"), ("b", "1.jpg")):
-        (export.images / folder).mkdir()
-        (export.images / photo).rename(export.images / folder / "x.jpg")
-    export.coco["images"] = [{**export.coco["images"][0], "file_name": "x.jpg"}]
-    export.coco["annotations"] = export.objects[:2]
-    export.save()
-    [problem] = check_dataset(export.images, export.annotations).problems
-    assert "in several folders below it (a/x.jpg and b/x.jpg): write" in problem.examples[0]
-
-
-@pytest.mark.parametrize("form", ["{}?X-Amz-Signature=ab%2F1", " {} ", "photos/{}?v=2"])
-def test_names_with_a_key_or_spaces_are_found(export, form):
-    for image in export.coco["images"]:
-        image["file_name"] = form.format(image["file_name"])
-    assert export.check() == {"found by base name": 4}
-    with pytest.warns(match="images do not lie where the annotations say"):
-        assert export.write().images == 4
-
-
 def test_objects_of_an_image_in_several_entries_are_told_until_they_are_joined(export):
     entry = export.coco["images"][0]
     export.coco["images"].append(entry | {"id": 9})
@@ -475,22 +366,6 @@ def test_objects_of_an_image_in_several_entries_are_told_until_they_are_joined(e
             read()
     export.repair()
     assert len(CocoFolder(export.images, export.repaired)) == 4
-
-
-def test_an_image_that_is_listed_twice_with_the_same_objects_counts_twice(export):
-    export.coco["images"].append(export.coco["images"][0] | {"id": 9})
-    for annotation in export.objects[:2]:
-        export.coco["annotations"].append(annotation | {"id": 90 + annotation["id"], "image_id": 9})
-    assert export.check() == {"repeated file_name": 1}
-    assert export.write().images == 5
-
-
-def test_loose_files_say_that_many_objects_are_crowds(export):
-    for annotation in export.objects[:2]:
-        annotation["iscrowd"] = 1
-    export.save()
-    with pytest.warns(match="2 x many crowds: objects become background"):
-        CocoFolder(export.images, export.annotations)
 
 
 def test_ids_that_repeat_are_noted_and_renewed(export):
@@ -511,9 +386,3 @@ def test_iscrowd_may_be_text(export, text, crowds):
     assert read_coco(export.annotations).crowds == crowds
     assert export.repair().images == 4
     assert json.loads(export.repaired.read_text())["annotations"][0]["iscrowd"] == crowds
-
-
-@pytest.mark.parametrize("value", ["no", "2", 2, [], {}])
-def test_any_other_iscrowd_is_a_bad_annotation(export, value):
-    export.objects[0]["iscrowd"] = value
-    assert export.check() == {"bad annotation": 1}
