@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from colab_utils.data.decoding import MOST_PIXELS
 from colab_utils.data.segmentations import (
     Rle,
-    identify_segmentation,
     read_numbers,
     read_polygons,
 )
@@ -88,18 +87,6 @@ def encode_segmentation(segmentation: Any, height: int, width: int) -> Rle:
         raise ColabUtilsError(
             f"expected an image of 1 to {MOST_PIXELS:,} pixels, found {width} x {height}"
         )
-    try:
-        return _encode(segmentation, height, width)
-    except ColabUtilsError:
-        form = identify_segmentation(segmentation)
-        if form is None:
-            raise
-        raise ColabUtilsError(
-            f"the segmentation is {form[0]}, and not polygons or RLE. `check --repair` mends it"
-        ) from None
-
-
-def _encode(segmentation: Any, height: int, width: int) -> Rle:
     if isinstance(segmentation, dict):
         return _encode_rle(segmentation, height, width)
     if isinstance(segmentation, list) and segmentation:
@@ -132,6 +119,10 @@ def _encode_rle(rle: Rle, height: int, width: int) -> Rle:
     if not isinstance(size, list | tuple) or list(size) != [height, width]:
         raise ColabUtilsError(f"expected RLE of the image's size [{height}, {width}], found {size}")
     if isinstance(counts, str):
+        if counts.startswith(("b'", 'b"')):
+            raise ColabUtilsError(
+                "the counts of the RLE are Python's bytes as text (b'...'): write counts.decode()"
+            )
         counts = counts.encode("ascii", "xmlcharrefreplace")
     runs: list[Any] = []
     with suppress(*DAMAGE):

@@ -25,7 +25,6 @@ from colab_utils.data.segmentations import (
     OUTLINE_NUMBERS,
     Entry,
     count_numbers,
-    identify_segmentation,
     read_polygons,
 )
 from colab_utils.data.sizes import Size
@@ -63,8 +62,7 @@ def repair_annotations(
 
     - Numbers that are written as text, and "True" and "False" in ``iscrowd``.
     - Ids of annotations, if any of them repeats: then all are counted anew.
-    - Outlines and RLE that tools write in their own way. A segmentation that holds only the four
-      numbers of a box is not made into an outline.
+    - Polygons in shares of the image, or whose numbers are text, and flat ones.
     - Boxes and areas, from the mask.
     - Sizes and names of images, from the files.
     - Width and height, if nearly all images have them swapped.
@@ -339,9 +337,6 @@ def _mend_outline(outline: Any, size: Size) -> Any:
     Raises:
         ColabUtilsError: if the segmentation cannot be drawn.
     """
-    form = identify_segmentation(outline)
-    if form is not None:
-        outline = form[1]
     if not isinstance(outline, list) or not outline:
         return outline
     polygons = read_polygons(outline)

@@ -1,8 +1,6 @@
-"""Read polygons, and recognise other forms of segmentation that tools write."""
+"""Read polygons."""
 
-import json
 import re
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -19,80 +17,12 @@ OUTLINE_NUMBERS = 6
 # Polygons that reach beyond this pixel are refused. No image is so wide, and pycocotools would walk
 # along each edge pixel by pixel, also outside of the image.
 _FARTHEST_PIXEL = 1_000_000
-# What str() makes of bytes, such as "b'71'". It writes each backslash of RLE as two, and all other
-# characters as they are.
-_BYTES_LITERAL = re.compile(r"""b(["'])(.*)\1""")
+# What a polygon of so few numbers may be.
+_SHORT = {
+    2: ": a point. If the polygons are points, flatten them to x, y, x, y, ...",
+    4: ": a box or a line, not an outline",
+}
 _NUMBER = re.compile(r"[\d.]+(?:e[-+]\d+)?")
-
-
-def identify_segmentation(segmentation: Any) -> tuple[str, Any] | None:
-    """Name the form of a segmentation that is not as COCO has it, and convert it to COCO's form.
-
-    The result is None if the form is not known, or if there are several ways to read it. For
-    example, four numbers may be a box or a line, and an outline within another one may be a hole.
-
-    Returns:
-        The name of the form and the converted segmentation, or None.
-
-    Example:
-        >>> identify_segmentation([[[0, 0], [4, 0], [4, 4]]])
-        ('outlines in lists of points', [[0.0, 0.0, 4.0, 0.0, 4.0, 4.0]])
-        >>> identify_segmentation([[0, 0, 4, 4]]) is None
-        True
-    """
-    with suppress(ColabUtilsError, *DAMAGE):
-        text = segmentation if isinstance(segmentation, str) else json.dumps(segmentation)
-        plain = json.loads(text, object_hook=_read_point)
-        while isinstance(plain, list) and len(plain) == 1:
-            plain = plain[0]
-        if isinstance(plain, list):
-            return ("outlines in lists of points", _join_points(plain))
-        literal = _BYTES_LITERAL.fullmatch(str(plain["counts"]))
-        if literal:
-            plain["counts"] = literal[2].replace("\\\\", "\\")
-            return ("RLE whose counts are Python's bytes as text", plain)
-        if not isinstance(segmentation, dict):
-            return ("RLE in a list or in text", plain)
-    return None
-
-
-def _read_point(entry: Entry) -> Any:
-    """Convert an object with x and y to a point, or to a list of points if x and y are lists."""
-    if entry.keys() >= {"x", "y"}:
-        return np.stack([entry["x"], entry["y"]], -1).tolist()
-    return entry
-
-
-def _join_points(outlines: list[Any]) -> list[list[float]]:
-    """Return each outline as a flat list x, y, x, y, ...
-
-    Raises:
-        ValueError: if an outline is no list of numbers or points, or if it lies within another one
-            and may be a hole.
-        ColabUtilsError: if `read_polygons` refuses an outline.
-    """
-    try:
-        parts = [_join_outline(outlines)]
-    except ValueError:
-        parts = [_join_outline(outline) for outline in outlines]
-    boxes = []
-    for polygon in read_polygons(parts):
-        corners = polygon.reshape(-1, 2)
-        boxes.append([*-corners.min(0), *corners.max(0)])
-    is_within = (np.array(boxes)[:, None] <= boxes).all(2)
-    # Each outline lies within itself, so the sum is at least the number of outlines.
-    if is_within.sum() > len(boxes):
-        raise ValueError("an outline within another one")
-    return parts
-
-
-def _join_outline(outline: Any) -> list[float]:
-    numbers = read_numbers(outline).squeeze()
-    # Rows of two numbers are points.
-    if numbers.ndim > 1 and numbers.shape[1:] != (2,):
-        raise ValueError("several outlines")
-    joined: list[float] = numbers.ravel().tolist()
-    return joined
 
 
 def count_numbers(segmentation: Any) -> int:
@@ -147,8 +77,10 @@ def read_polygons(segmentation: list[Any]) -> list[NDArray[np.float64]]:
     try:
         parts = [read_numbers(polygon) for polygon in polygons]
     except DAMAGE:
-        text = "a polygon holds something that is no number"
-        raise ColabUtilsError(text) from None
+        raise ColabUtilsError(
+            "a polygon holds something that is no number. COCO has polygons as x, y, x, y, ..., or "
+            "one RLE"
+        ) from None
     drawn = [part for part in parts if not _is_short(part)] or parts
     for part in drawn:
         _check_polygon(part)
@@ -162,9 +94,9 @@ def _is_short(part: NDArray[np.float64]) -> bool:
 
 def _check_polygon(part: NDArray[np.float64]) -> None:
     if part.ndim != 1:
-        raise ColabUtilsError("a polygon is no list of at least 3 points (x, y)")
+        raise ColabUtilsError("a polygon is a list of lists: flatten it to x, y, x, y, ...")
     if part.size < OUTLINE_NUMBERS or part.size % 2:
-        kind = ": a box or a line, not an outline" if part.size == 4 else ""
+        kind = _SHORT.get(part.size, "")
         raise ColabUtilsError(
             f"expected polygons of at least 3 points (x, y), found one of {part.size} numbers{kind}"
         )

@@ -95,35 +95,6 @@ def export(tmp_path):
     return Export(tmp_path)
 
 
-def to_literal(corners):
-    rle = coco_mask.merge(coco_mask.frPyObjects([corners], HEIGHT, WIDTH))
-    return {"size": [HEIGHT, WIDTH], "counts": str(rle["counts"])}
-
-
-def to_contours(corners):
-    return [[[corners[i : i + 2]] for i in range(0, 8, 2)]]
-
-
-def to_objects(corners):
-    return [{"x": corners[i], "y": corners[i + 1]} for i in range(0, 8, 2)]
-
-
-@pytest.mark.parametrize("convert", [to_literal, to_contours, to_objects])
-def test_repair_writes_segmentations_as_coco_has_them(export, convert):
-    for annotation in export.objects:
-        annotation["segmentation"] = convert(annotation["segmentation"][0])
-    assert export.check() == {"bad mask": 8}
-    report = export.repair()
-    assert report.ok
-    assert [(repair.kind, repair.count) for repair in report.repairs] == [
-        ("segmentation written anew", 8)
-    ]
-    for annotation in json.loads(export.repaired.read_text())["annotations"]:
-        mask = encode_segmentation(annotation["segmentation"], HEIGHT, WIDTH)
-        assert coco_mask.toBbox(mask).tolist() == annotation["bbox"]
-        assert coco_mask.area(mask) == SQUARE_PIXELS
-
-
 def test_repair_makes_no_outline_of_a_box(export):
     export.objects[0]["segmentation"] = [export.objects[0]["bbox"]]
     report = export.repair()
