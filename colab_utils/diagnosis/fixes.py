@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from statistics import fmean
-from time import perf_counter, process_time, thread_time
+from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
@@ -371,20 +371,18 @@ def _plan_forms(model: "_Model", workers: int) -> Iterator[_Plan]:
     another one.
     """
     is_loose = model.own_form == "loose"
-    nearer = {}
-    if is_loose and model.is_remote:
-        nearer["local_files"] = "loose"
-    if is_loose or model.is_remote:
-        nearer["shards"] = "shards"
-    for id, form in nearer.items():
-        yield _Plan(id, "", model.make_loop(workers, form), model.find_options(form))
-    if not isinstance(model.now.loader, Loader):
-        loop = model.make_loop(workers, "shards", packs=True)
-        yield _Plan("packed_masks", "", loop, model.find_options("shards", packs=True))
-    if model.pixels <= _SMALLER:
-        loop = model.make_loop(workers, "resized")
-        more = f", which leaves {model.pixels:.0%} of the pixels"
-        yield _Plan("resize", more, loop, model.find_options("resized"))
+    is_packed = isinstance(model.now.loader, Loader)
+    for id, form, packs, applies in (
+        ("local_files", "loose", False, is_loose and model.is_remote),
+        ("shards", "shards", False, is_loose or model.is_remote),
+        ("packed_masks", "shards", True, not is_packed),
+        ("resize", "resized", False, model.pixels <= _SMALLER),
+    ):
+        if applies:
+            options: Any = model.problem
+            if form in model.forms:
+                options = {"dataset": model.forms[form], "packs": packs}
+            yield _Plan(id, "", model.make_loop(workers, form, packs=packs), options)
 
 
 class _Model:
@@ -394,6 +392,7 @@ class _Model:
         now: What is known of your loop.
         loop: Your loop.
         forms: A few of your images on the local disk, in each form that a fix has.
+        problem: Why a form is missing.
         own_form: The form of your images; empty for a dataset that is not of this package.
         is_remote: Whether your images come over a network.
         reads_ahead: Whether your workers read files of later batches.
@@ -411,13 +410,13 @@ class _Model:
         self.reads_ahead = isinstance(loader, Loader) and loader.reads_ahead
         self.pixels = _count_pixels(dataset, now.timed.indices)
         self.forms: dict[str, Any] = {}
-        self._problem = ""
+        self.problem = ""
         try:
             # A real Drive has cached the images by now, and would read them fast.
             with read_at_full_speed():
                 self._copy_sample(folder)
         except Exception as error:
-            self._problem = describe_error(error).removesuffix(".")
+            self.problem = describe_error(error).removesuffix(".")
         self._costs: dict[Any, _Cost] = {}
         # What an emulated step takes on a busy machine is no length of its own.
         step = now.make_placeholder() or EmulatedStep(_NO_STEP_MS)
@@ -473,12 +472,6 @@ class _Model:
                 dataset.folder, annotations, shards=shards, workers=1, max_bad=1.0, **recipe
             )
             self.forms[form] = ShardDataset(shards)
-
-    def find_options(self, form: str, *, packs: bool = False) -> dict[str, Any] | str:
-        """Return the options of `open_like` for a local form, or why there is none."""
-        if form not in self.forms:
-            return self._problem
-        return {"dataset": self.forms[form], "packs": packs}
 
     def make_loop(self, workers: int, form: str = "", *, packs: bool = False) -> Loop:
         """Return your loop with so many workers, and with a local form of your images if one is
@@ -597,16 +590,16 @@ def measure_cores(seconds: float = 0.2) -> float:
     block = bytes(1 << 18)
     end_s = perf_counter() + seconds
 
-    def burn(_: int) -> float:
-        began_s = thread_time()
+    def burn(_: int) -> None:
         while perf_counter() < end_s:
             # Checksums release Python's lock.
             zlib.crc32(block)
-        return thread_time() - began_s
 
     cores = range(count_cores())
+    began_s = process_time()
     with ThreadPoolExecutor(len(cores)) as pool:
-        return max(0.1, sum(pool.map(burn, cores)) / seconds)
+        list(pool.map(burn, cores))
+    return max(0.1, (process_time() - began_s) / seconds)
 
 
 def _count_pixels(dataset: Any, indices: Sequence[int]) -> float:

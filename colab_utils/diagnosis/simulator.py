@@ -17,6 +17,8 @@ from colab_utils.reader import AHEAD_IMAGES
 from colab_utils.require import require_count, require_number
 
 _ROUNDING_S = 1e-9
+# A thread beside the step holds Python's lock for this share of its work.
+_LOCK = 0.3
 # More batches would take minutes to simulate, and show nothing new.
 _MAX_BATCHES = 1_000_000
 
@@ -105,8 +107,6 @@ class Loop:
     """Whether the step takes the batches in order."""
     busy: float = 0.9
     """Share of a core that the step keeps busy."""
-    lock: float = 0.3
-    """Share of its work for which a thread beside the step holds Python's lock."""
     read_ahead: int = AHEAD_IMAGES
     """Images that the streams of a process read before those of the batch that it loads."""
     epoch_batches: float = math.inf
@@ -396,7 +396,7 @@ class _Run:
     def __init__(self, loop: Loop, seed: int) -> None:
         self._loop = loop
         # Of the threads beside a step, only one holds Python's lock.
-        self._clock = _Clock(loop.cores if loop.workers else min(loop.cores, 1 / loop.lock))
+        self._clock = _Clock(loop.cores if loop.workers else min(loop.cores, 1 / _LOCK))
         lanes = range(max(1, loop.workers))
         self.loads: list[list[_Span]] = [[] for _ in lanes]
         self.steps: list[_Span] = []

@@ -1,6 +1,6 @@
 """Clocks that measure the wall time and the CPU time of batches and steps."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, is_dataclass
 from glob import glob
@@ -118,20 +118,32 @@ def time_batches(
         (3, True)
     """
     workers = count_workers(loader)
-    lanes = max(1, workers)
     untimed = max(warmup, workers * count_prefetch(loader)) if warmup else 0
     due_s = max_s
     cpu_began_s = measure_tree_cpu()
+    clock = LoopClock(synchronised=True)
+    images: list[int] = []
+    step_cpu_s: list[float] = []
+    clock.ask()
     with closing(fetch_batches(loader)) as source:
-        loop = _Loop(source, step)
-        for seen, batch in enumerate(loop.run(), start=1):
-            elapsed_s = loop.clock.seconds
+        for seen, batch in enumerate(source, start=1):
+            # What the loader queued on the device belongs to the wait.
+            _synchronize()
+            clock.receive()
+            step_began_s = process_time()
+            if step is not None:
+                _run_step(step, batch, seen)
+            step_cpu_s.append(process_time() - step_began_s)
+            clock.ask()
+            images.append(count_images(batch))
+            elapsed_s = clock.seconds
             timed = seen - untimed
             if timed > 0 and on_batch is not None:
                 on_batch(timed - 1, batch)
-            is_late = elapsed_s > due_s and timed % lanes == 0
-            is_enough = timed >= least or elapsed_s > _LONGEST * max_s
-            if timed > 0 and (timed >= batches or (is_late and is_enough)):
+            is_late = elapsed_s > due_s and timed % max(1, workers) == 0
+            if elapsed_s > _LONGEST * max_s:
+                least = 1
+            if timed >= batches or (is_late and timed >= max(least, 1)):
                 break
             if timed <= 0 and elapsed_s > max_s:
                 untimed = seen
@@ -139,56 +151,25 @@ def time_batches(
                 # The warm-up ends here.
                 due_s = max(max_s, elapsed_s + max_s / 2)
                 cpu_began_s = measure_tree_cpu()
+            # What was done since the step counts to no batch.
+            clock.ask()
         # CPU time is read before the workers end.
         cpu_s = measure_tree_cpu() - cpu_began_s
-    if loop.clock.count <= untimed:
+    clock.read()
+    parts_s = clock.parts_s[untimed:]
+    if not len(parts_s):
         raise ColabUtilsError(
             f"The loader gives no more than the {untimed} batches of the warm-up, and no second "
             "epoch. Pass a loader that can be iterated again, or warmup=0."
         )
-    return loop.summarise(loop.clock.count - untimed, lanes, cpu_s)
-
-
-class _Loop:
-    """A loop over batches that runs a step for each, and its clock."""
-
-    def __init__(self, source: Iterable[Any], step: Callable[..., Any] | None) -> None:
-        self.clock = LoopClock(synchronised=True)
-        self._source = source
-        self._step = step
-        # The images of each batch, and the CPU seconds of its step.
-        self._counts: list[tuple[int, float]] = []
-
-    def run(self) -> Iterator[Any]:
-        """Yield each batch after its step. What the caller does with it counts to no batch.
-
-        Raises:
-            ColabUtilsError: the step fails.
-        """
-        self.clock.ask()
-        for number, batch in enumerate(self._source, start=1):
-            # What the loader queued on the device belongs to the wait.
-            _synchronize()
-            self.clock.receive()
-            cpu_began_s = process_time()
-            if self._step is not None:
-                _run_step(self._step, batch, number)
-            step_cpu_s = process_time() - cpu_began_s
-            self.clock.ask()
-            self._counts.append((count_images(batch), step_cpu_s))
-            yield batch
-            self.clock.ask()
-
-    def summarise(self, timed: int, lanes: int, cpu_s: float = 0.0) -> BatchTimes:
-        """Return the times of the last ``timed`` batches, which ``lanes`` workers delivered in
-        turns.
-        """
-        self.clock.read()
-        waits, steps, _ = self.clock.parts_s[-timed:].T.tolist()
-        images, step_cpu = zip(*self._counts[-timed:], strict=True)
-        return BatchTimes(
-            tuple(waits), tuple(steps), max(1, sum(images)), cpu_s, sum(step_cpu), lanes
-        )
+    return BatchTimes(
+        tuple(parts_s[:, 0].tolist()),
+        tuple(parts_s[:, 1].tolist()),
+        max(1, sum(images[untimed:])),
+        cpu_s,
+        sum(step_cpu_s[untimed:]),
+        max(1, workers),
+    )
 
 
 class CpuUse(NamedTuple):

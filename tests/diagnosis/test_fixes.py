@@ -155,7 +155,6 @@ def test_each_fix_of_a_slow_folder_is_forecast_and_measured(monkeypatch, slow_fo
     for id in nearer:
         assert fixes_by_id[id].measured_images_per_second > 1.2 * now.loop.images_per_second, id
         assert fixes_by_id[id].forecast_images_per_second > 1.2 * now.loop.images_per_second, id
-    assert "6% of the pixels" in fixes_by_id["resize"].sentence
     # How sure the gain is depends on how busy the machine is.
     assert fixes_by_id["shards"].sentence.startswith("Run preprocess, then copy: ")
 

@@ -340,11 +340,11 @@ def test_a_step_takes_longer_where_work_has_its_core():
     assert forecast_rate(loop) * (0.08 + 0.1 * 0.9 / 4) <= 2.05
 
 
-def test_threads_that_hold_the_lock_share_one_core():
+def test_threads_that_hold_the_lock_share_a_few_cores():
     threads = {"workers": 0, "streams": 8, "read_ahead": 8, "read_s": (0.0,), "work_s": 0.02}
-    python = _forecast(**threads, lock=1.0)
-    assert python == pytest.approx(1 / (0.02 + 0.09 / 4), rel=0.05)
-    assert _forecast(**threads) > 1.3 * python
+    few = _forecast(**threads, cores=3.3)
+    assert _forecast(**threads) < 0.9 * few
+    assert _forecast(**threads, cores=64) == pytest.approx(few, rel=0.05)
 
 
 def test_an_epoch_that_ends_uses_up_what_was_loaded_ahead():

@@ -155,12 +155,6 @@ class TestTimeBatches:
         assert len(times.wait_s) == 2
         assert times.images_per_second == pytest.approx(4, rel=0.3)
 
-    def test_a_wall_clock_that_jumps_changes_nothing(self, monkeypatch):
-        clock = itertools.count(0, -3600)
-        monkeypatch.setattr(time, "time", lambda: float(next(clock)))
-        times = time_batches([["a"]], lambda batch: time.sleep(0.01), batches=3)
-        assert 0.01 <= min(times.step_s) <= max(times.step_s) < 60
-
     @pytest.mark.clock
     def test_timed_batches_are_noted_while_the_clocks_stand(self):
         noted = []
@@ -183,8 +177,10 @@ class TestTimeBatches:
                 finally:
                     closed.append(1)
 
-        with pytest.raises(ColabUtilsError, match="The step failed at batch 1: ZeroDivisionError"):
+        match = "The step failed at batch 1: ZeroDivisionError"
+        with pytest.raises(ColabUtilsError, match=match) as caught:
             time_batches(Loader(), lambda batch: 1 / 0, batches=2)
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
         assert closed
 
     def test_an_iterator_gives_what_it_has(self):
@@ -212,11 +208,6 @@ class TestTimeBatches:
         with pytest.raises(ColabUtilsError, match=r"batch 1: .* Remount it\.$") as caught:
             time_batches(loader, batches=4)
         assert "\n" not in str(caught.value)
-
-    def test_an_error_of_the_step_is_named_and_kept(self):
-        with pytest.raises(ColabUtilsError, match="The step failed at batch 1: ") as caught:
-            time_batches([["a"]], lambda batch: 1 / 0, batches=1)
-        assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
     def test_cuda_is_synchronised_around_the_step(self, monkeypatch):
         calls = []
@@ -253,24 +244,6 @@ class TestTimeBatches:
         assert naive_s < 0.01
         assert min(times.step_s) >= 0.03
         assert times.wait_share < 0.2
-
-    @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-    @pytest.mark.clock
-    def test_the_same_on_a_gpu(self):
-        matrix = torch.rand(4096, 4096, device="cuda")
-
-        def step(batch):
-            for _ in range(20):
-                matrix @ matrix
-
-        step(None)
-        torch.cuda.synchronize()
-        began_s = time.perf_counter()
-        step(None)
-        naive_s = time.perf_counter() - began_s
-        torch.cuda.synchronize()
-        times = time_batches([["a"]] * 6, step, batches=4, warmup=1)
-        assert min(times.step_s) > 2 * naive_s
 
     def test_cuda_is_left_alone_where_nobody_uses_it(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
