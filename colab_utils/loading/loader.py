@@ -4,6 +4,7 @@ Samples come in a seeded order. Worker processes pack them into shared buffers, 
 """
 
 import math
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Sized
@@ -19,6 +20,7 @@ from torch.utils.data import Dataset, Sampler
 
 from colab_utils.data.defects import count_allowed
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.files import hash_bytes
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.contract import Target, Transforms
 from colab_utils.loading.devices import find_device
@@ -56,6 +58,10 @@ _FIXED = frozenset(
         "collate_fn",
     }
 )
+
+_TWO_PASSES = "Two passes over one loader run at the same time. Make a loader for each."
+# Held while a thread begins a pass, so that a second one sees that the loader is in use.
+_BEGINS = threading.Lock()
 
 _P = ParamSpec("_P")
 # What takes the place of an argument of torch's ``DataLoader``.
@@ -327,6 +333,8 @@ class Loader:
         self._has_passed = False
         self._passes = 0
         self.expects_pass = False
+        # The thread whose pass is under way; 0 between two passes.
+        self._thread = 0
         self._prefetcher: Prefetcher | None = None
         # The fetcher as it was when the workers started.
         self._forked: Fetcher | None = None
@@ -367,8 +375,23 @@ class Loader:
     __repr__ = __str__
 
     def __iter__(self) -> Iterator[Any]:
-        self._passes += 1
-        this_pass = self._passes
+        with _BEGINS:
+            own = threading.get_ident()
+            # A thread that has ended, or this one, has abandoned the pass before.
+            others = {thread.ident for thread in threading.enumerate()} - {own}
+            if self._thread in others:
+                raise ColabUtilsError(_TWO_PASSES)
+            self._thread = own
+            self._passes += 1
+            this_pass = self._passes
+        try:
+            yield from self._deliver_epoch(this_pass)
+        finally:
+            # Another pass of the same thread may have begun meanwhile.
+            if this_pass == self._passes:
+                self._thread = 0
+
+    def _deliver_epoch(self, this_pass: int) -> Iterator[Any]:
         # The last pass was interrupted, so this pass is the next epoch.
         if self._delivered and not self._resumed:
             self._end_epoch()
@@ -387,9 +410,7 @@ class Loader:
                 # Another pass that has begun takes the results of this one. Without this check,
                 # this pass would wait for them for ever.
                 if this_pass != self._passes:
-                    raise ColabUtilsError(
-                        "Two passes over one loader run at the same time. Make a loader for each."
-                    )
+                    raise ColabUtilsError(_TWO_PASSES)
 
     def _look_again(self) -> None:
         """Adapt the order to changes of the dataset and of the processes that train together."""
@@ -464,11 +485,8 @@ class Loader:
         arrival = self._fetcher.arrival
         shard_of = self._fetcher.shard_of
         is_new = not (first or order.windows) and len(order.left) == order.size
-        # An epoch has windows until one has run to its end. The speed of the copy has no influence,
-        # so the same seed always gives the same order.
-        begins_early = order.seed is not None and order.sampler is None and not self._has_passed
-        if is_new and begins_early:
-            order.windows = [*self._fetcher.source.windows]
+        if is_new and self._fetcher.source.windows:
+            order.windows = self._choose_windows()
         for number, indices in islice(enumerate(order), first, None):
             if arrival is not None and shard_of is not None:
                 yield from arrival.wait_for(set(shard_of[indices].tolist()))
@@ -483,6 +501,31 @@ class Loader:
             return iter(())
         ranks = self._ranks
         return (indices[ranks.rank :: ranks.count] for indices in order)
+
+    def _choose_windows(self) -> list[list[int]]:
+        """Return the windows of shards of a new epoch (see `BatchSampler.windows`).
+
+        An epoch has windows until one has run to its end. The speed of the copy has no influence,
+        so the same seed always gives the same order.
+
+        Raises:
+            ColabUtilsError: The processes do not load the same images in the same order.
+        """
+        windows: list[list[int]] = []
+        order = self._order
+        begins_early = order.seed is not None and order.sampler is None and not self._has_passed
+        fetcher = self._fetcher
+        if begins_early:
+            windows = [*fetcher.source.windows]
+        shards = hash_bytes(fetcher.shard_of, fetcher.sizes, repr(windows).encode())
+        own = {**self._take_state().describe_order(), "checksum of the shards": shards}
+        orders = self._ranks.gather(own)
+        if any(other != own for other in orders):
+            raise ColabUtilsError(
+                "The processes that train together do not load the same images in the same order: "
+                f"{orders}. Open the same shards with the same settings in all of them."
+            )
+        return windows
 
     @property
     def reads_ahead(self) -> bool:

@@ -4,15 +4,18 @@ fails.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from itertools import chain, repeat
 from pathlib import Path
 
@@ -939,3 +942,62 @@ def test_an_argument_that_a_loader_would_not_see_cannot_be_changed(name, value, 
         setattr(loader, name, value)
     loader.name = "train"
     assert len(list(loader)) == 3
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_pass_of_another_thread_is_refused_and_changes_nothing(make, workers):
+    options = {"batch_size": 3, "workers": workers, "deliver": "packed"}
+    whole = make(Numbers(20), **options)
+    epochs = [list_ids(whole), list_ids(whole)]
+    loader = make(Numbers(20), **options)
+    first = iter(loader)
+    ids = [next(first).image_ids.tolist()]
+    with ThreadPoolExecutor(1) as threads:
+        state = loader.state_dict()
+        with pytest.raises(ColabUtilsError, match="Two passes over one loader"):
+            threads.submit(list, loader).result()
+        assert loader.state_dict() == state
+        ids += [batch.image_ids.tolist() for batch in first]
+        assert ids == epochs[0]
+        # The first pass is over.
+        assert threads.submit(list_ids, loader).result() == epochs[1]
+
+
+def test_of_many_threads_that_begin_at_once_none_loses_a_batch(make):
+    loader = make(Numbers(20), batch_size=1, workers=0, deliver="packed")
+    barrier = threading.Barrier(4)
+
+    def load():
+        barrier.wait()
+        with suppress(ColabUtilsError):
+            return flatten(list_ids(loader))
+        return []
+
+    for _ in range(5):
+        with ThreadPoolExecutor(4) as threads:
+            futures = [threads.submit(load) for _ in range(4)]
+        passes = [future.result() for future in futures]
+        assert any(passes)
+        for ids in filter(None, passes):
+            assert sorted(ids) == [*range(20)]
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        lambda loader: next(iter(loader)),
+        lambda loader: next(enumerate(loader)),
+    ],
+)
+def test_a_pass_that_is_abandoned_frees_the_loader_for_other_threads(make, leave):
+    loader = make(Numbers(20), batch_size=3, workers=1)
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(leave, loader).result()
+        gc.collect()
+        assert len(list(loader)) == 7
+    kept = iter(loader)
+    # This thread ends, and its pass is never gone on with.
+    thread = threading.Thread(target=next, args=[kept])
+    thread.start()
+    thread.join()
+    assert len(list(loader)) == 7

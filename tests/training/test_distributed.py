@@ -364,7 +364,7 @@ def test_one_process_of_a_host_writes_shards_from_loose_files(many_shards, tmp_p
 
 
 def load_two_epochs(made, folder, options):
-    """The images of a loop of the user's own; each rank has a disk of its own."""
+    """The images of a loop of the user's own, or its error; each rank has a disk of its own."""
     rank = int(os.environ["RANK"])
     os.environ["LOCAL_RANK"] = "0"
     ssd = folder / f"ssd-{rank}"
@@ -373,7 +373,10 @@ def load_two_epochs(made, folder, options):
             made / "images", made / "annotations.json", drive=None, ssd=ssd, **options
         )
         loader = make_loader(dataset, batch_size=3, workers=0, deliver="packed")
-        epochs = [[batch.image_ids.tolist() for batch in loader] for _ in range(2)]
+        try:
+            epochs = [[batch.image_ids.tolist() for batch in loader] for _ in range(2)]
+        except ColabUtilsError as error:
+            epochs = str(error)
         dataset.stop()
     return [type(dataset).__name__, epochs]
 
@@ -389,6 +392,15 @@ def test_a_loop_of_the_users_own_agrees_on_the_order(many_shards, tmp_path):
     for epoch in range(2):
         batches = [batch for _, epochs in reports for batch in epochs[epoch]]
         assert sorted(chain.from_iterable(batches)) == every
+
+
+def test_a_loop_of_the_users_own_with_other_shards_on_a_host_ends_everywhere(many_shards, tmp_path):
+    made = many_shards / "data"
+    copy_shards(many_shards / "full", tmp_path / "ssd-0")
+    reports = run_ranks(load_two_epochs, 2, tmp_path / "ranks", made, tmp_path, {"shard_mb": 9})
+    errors = [error for _, error in reports]
+    assert errors[0] == errors[1]
+    assert errors[0].startswith("The processes that train together do not load the same")
 
 
 def refuse_to_train(folders, run, options):
