@@ -17,7 +17,6 @@ from colab_utils.files import DriveFile, open_store, read_file
 from colab_utils.places import open_place
 from colab_utils.shards.write import write_shards
 from colab_utils.training.checkpoint import CheckpointFolder
-from tests.drive_mount import mount_or_skip
 
 
 @pytest.mark.parametrize(
@@ -114,15 +113,6 @@ class TestIsOnDrive:
     def test_a_link_into_drive_lies_on_drive(self, mounts, tmp_path):
         (tmp_path / "link").symlink_to("/content/gdrive/MyDrive")
         assert is_on_drive(tmp_path / "link" / "photos")
-
-    def test_a_real_mount_that_fails_is_a_lost_drive(self, tmp_path, photo):
-        with mount_or_skip(tmp_path, tmp_path.parent / "mounted") as mount:
-            assert is_on_drive(mount.folder / "photo.jpg")
-            mount.fail(errors=10**6)
-            with pytest.raises(DriveLostError, match="quota is used up") as caught:
-                read_file(mount.folder / "photo.jpg")
-            assert f"drive.mount('{mount.folder}', force_remount=True)" in str(caught.value)
-        assert not is_on_drive(photo)
 
 
 class TestAPathOnColabsDrive:

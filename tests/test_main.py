@@ -476,14 +476,6 @@ def test_json_goes_to_a_file_in_place_of_an_earlier_result(
     assert {name: after.get(name) for name in before} == before
 
 
-def test_json_goes_alone_to_standard_output(run, world):
-    for command in ("check", "verify", "copy"):
-        arguments = [str(argument).replace("{}", str(world)) for argument in GOOD[command]]
-        status, out, _ = run(command, *arguments, "--json", "-")
-        assert status == 0
-        assert_keys(command, json.loads(out, parse_constant=refuse_constant))
-
-
 def test_train_gives_its_json(run, world, tmp_path, monkeypatch, one_thread):
     # The test downloads no weights.
     monkeypatch.setattr(loop, "train", partial(loop.train, weights=None))
@@ -550,14 +542,6 @@ def test_max_bad_is_a_share_or_a_number(run, world, share, status):
         assert (result["images"], len(result["skipped"])) == (11, 1)
     else:
         assert_one_error(got, err, contains="Bad images so far")
-
-
-def test_repair_writes_what_check_then_finds_whole(run, world):
-    (world / "images" / sorted(os.listdir(world / "images"))[0]).unlink()
-    arguments = ("check", "--images", world / "images", "--annotations")
-    assert run(*arguments, world / "coco.json", "--repair", world / "whole.json")[0] == 0
-    status, out, _ = run(*arguments, world / "whole.json")
-    assert (status, out.split()[0]) == (0, "11")
 
 
 @pytest.mark.parametrize(

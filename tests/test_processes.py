@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import resource
@@ -22,10 +21,8 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.processes import (
     ThreadPool,
     defer_interrupt,
-    end_process,
     explain_limits,
     pop_done,
-    quiet_fork,
     start_thread,
 )
 
@@ -220,16 +217,6 @@ def wait_until(is_true):
 
 def is_alive(pid):
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
-def test_a_process_that_is_ended_is_gone():
-    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
-    with quiet_fork():
-        process.start()
-    end_process(process)
-    assert process.exitcode == -signal.SIGKILL
-    # Nobody minds a second time.
-    end_process(process)
 
 
 def test_workers_end_when_their_parent_is_killed():

@@ -208,20 +208,6 @@ def test_a_thread_that_hangs_in_a_read_is_not_waited_for(prepare, monkeypatch):
     go_on.set()
 
 
-def test_training_while_copying_leaves_no_folder_where_it_fails(prepare, monkeypatch):
-    prepared = prepare()
-    prepared.get("shards_on_drive")
-    before = set(prepared.ssd.iterdir())
-
-    def fail(*_, **__):
-        raise ColabUtilsError("no room")
-
-    monkeypatch.setattr(strategies_module, "make_loader", fail)
-    with pytest.raises(ColabUtilsError, match="no room"):
-        STRATEGIES["train_while_copying"].open(Setting(prepared, 1, 1, "cpu"))
-    assert set(prepared.ssd.iterdir()) == before
-
-
 def test_more_memory_than_there_is_is_refused(race, monkeypatch):
     monkeypatch.setattr(strategies_module, "find_free_memory", lambda: 100_000)
     rows, _ = race("in_memory", fake("other"))
