@@ -154,49 +154,44 @@ def inspect_images(images: Place, dataset: CocoDataset, *, deep: bool = False) -
         DriveLostError: if Drive went away.
     """
     require_folder(images)
-    size = min(_PART_IMAGES, math.ceil(len(dataset) / count_cores()) or 1)
-    starts = range(0, len(dataset), size)
-    processes = max(1, min(count_cores(), len(starts)))
-    work = partial(_inspect_parts, images, dataset, deep, size)
-    inspected: dict[int, list[Findings]] = {}
+    total = len(dataset)
+    size = min(_PART_IMAGES, math.ceil(total / count_cores()) or 1)
+    parts = [range(start, min(start + size, total)) for start in range(0, total, size)]
+    work = partial(_inspect_parts, images, dataset, deep)
+    findings: dict[int, Findings] = {}
     with (
-        show_progress("check", total=len(dataset), unit="image") as bar,
-        closing(run_jobs(work, starts, processes)) as runs,
+        show_progress("check", total=total, unit="image") as bar,
+        closing(run_jobs(work, parts, count_cores())) as runs,
     ):
         for finished, images_done in runs:
-            inspected.update(finished)
+            for part in finished:
+                findings.update(part)
             bar.update(images_done - bar.n)
-    findings = [finding for start in starts for finding in inspected[start]]
     # On Drive, a file may be missing for a while, so missing files are looked for again.
-    missing = [
-        i for i, finding in enumerate(findings) if "missing image" in dict(finding.header.defects)
-    ]
+    missing = [i for i in findings if "missing image" in dict(findings[i].header.defects)]
     if open_store(images).find_again(dataset.find_image(images, i)[0] for i in missing):
-        for i in missing:
-            parts = _inspect_parts(images, dataset, deep, 1, [i], JobProgress())
-            findings[i] = next(parts)[1][0]
-    return findings
+        findings.update(next(_inspect_parts(images, dataset, deep, [missing], JobProgress())))
+    return [findings[i] for i in range(total)]
 
 
 def _inspect_parts(
     images: Place,
     dataset: CocoDataset,
     deep: bool,
-    size: int,
-    starts: Iterable[int],
+    parts: Iterable[Sequence[int]],
     progress: JobProgress,
-) -> Iterator[tuple[int, list[Findings]]]:
-    """Yield the place of the first image of each part, and the findings of all its images."""
-    for start in starts:
-        subset = dataset.subset(start, min(start + size, len(dataset)))
+) -> Iterator[dict[int, Findings]]:
+    """Yield the findings of all images of each part."""
+    for part in parts:
+        subset = dataset.select(np.array(part))
         store = open_store(images)
         read = partial(read_header, store, subset, deep=deep)
-        findings = []
+        findings = {}
         with closing(Reader(read, place=images, retries=store.retries)) as reader:
             for i, reading in enumerate(reader.read_all(range(len(subset)))):
-                findings.append(check_image(subset, i, reading.take()))
+                findings[part[i]] = check_image(subset, i, reading.take())
                 progress.add(1)
-        yield start, findings
+        yield findings
 
 
 def _settle_turns(

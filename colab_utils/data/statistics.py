@@ -26,7 +26,6 @@ _NAMED = 5
 _SMALL = 32**2
 _MEDIUM = 96**2
 _SIZES = {"small, under 32² px": _SMALL, "medium": _MEDIUM, "large, over 96² px": np.inf}
-_COUNTS = {"0": 1, "1": 2, "2 to 4": 5, "5 to 9": 10, "10 to 19": 20, "20 and more": np.inf}
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,6 @@ class DatasetStatistics:
     """Number of objects of each class, the most frequent class first."""
     sizes: dict[str, int]
     """Number of small, medium and large objects. As in COCO, the pixels of the mask decide."""
-    objects_per_image: dict[str, int]
-    """Number of images for each range of objects in an image, such as "2 to 4"."""
     advice: tuple[str, ...]
     """Sentences that say what to do."""
 
@@ -62,7 +59,6 @@ def measure_dataset(dataset: CocoDataset, findings: Sequence[Findings]) -> Datas
         objects=len(objects),
         classes=dict(classes.most_common()),
         sizes=_count_bins(objects[:, 1], _SIZES),
-        objects_per_image=_count_bins(per_image, _COUNTS),
         advice=tuple(advice),
     )
 

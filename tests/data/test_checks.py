@@ -553,7 +553,6 @@ def test_the_numbers_of_a_dataset(coco_mini):
         == sum(statistics.classes.values())
         == sum(statistics.sizes.values())
     )
-    assert sum(statistics.objects_per_image.values()) == len(raw["images"])
     assert next(iter(statistics.classes)) == "person"
     assert statistics.classes["person"] == sum(
         annotation["category_id"] == 1 for annotation in rows
@@ -598,7 +597,7 @@ def test_masks_are_checked_where_the_json_has_no_size(dataset):
     assert list_serious(dataset.check()) == ["bad mask"]
 
 
-def test_damage_that_only_decoding_shows_is_seen_by_a_deep_check(dataset, tmp_path):
+def test_damage_that_only_decoding_shows_is_seen_by_a_deep_check(dataset):
     """A JPEG cut behind an end marker in its metadata, and a PNG damaged in its middle."""
     paint(kind="PNG")(dataset)
     damaged = bytearray(dataset.file(4).read_bytes())
@@ -609,12 +608,6 @@ def test_damage_that_only_decoding_shows_is_seen_by_a_deep_check(dataset, tmp_pa
     dataset.file(5).write_bytes(jpeg.getvalue()[:3000])
     assert dataset.check().ok
     assert list_serious(dataset.check(deep=True)) == ["truncated image", "bad image"]
-    report = write_shards(
-        dataset.images, dataset.annotations, shards=tmp_path / "s", workers=1, max_bad=0.5
-    )
-    names = {dataset.coco["images"][i]["file_name"] for i in (4, 5)}
-    assert {image.file_name for image in report.skipped} == names
-    assert all("not a complete image" in image.reason for image in report.skipped)
 
 
 @pytest.mark.parametrize("number", [errno.ENOTCONN, errno.EIO])

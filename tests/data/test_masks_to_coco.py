@@ -274,12 +274,3 @@ def test_codes_of_classes_are_refused_or_mapped(tmp_path, values, message, facto
         # The message gives the function.
         classes = eval(re.search(r"(lambda value: .*?// 1000\))", str(error.value))[1])
     assert list_classes(folder, classes=classes) == result
-
-
-def test_what_was_understood_is_printed(tmp_path, capsys):
-    folder = save_masks(tmp_path, IDS, IDS * 0)
-    convert(folder)
-    assert capsys.readouterr().out == "2 images, 2 objects: object\n"
-    Image.fromarray((IDS > 0).astype(np.uint8) * 255).save(tmp_path / "masks/1.png")
-    convert(folder)
-    assert capsys.readouterr().out.startswith("2 images, 3 objects: object\n1 objects lie in piece")

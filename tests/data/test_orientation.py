@@ -8,11 +8,10 @@ from functools import partial
 
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
+from PIL import Image
 
 from colab_utils import CocoFolder, check_dataset, write_shards
 from colab_utils.__main__ import main
-from colab_utils.data.orientation import compare_turn, decode_upright
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards import plan
@@ -260,16 +259,6 @@ def test_the_commands_take_the_argument(photos, tmp_path, capsys):
     assert all(list_fits(ShardDataset(shards)))
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_pixels_are_turned_as_pillow_turns_them(photos, orientation):
-    photos.add(orientation, kind="png")
-    data = (photos.images / "1.png").read_bytes()
-    with Image.open(photos.images / "1.png") as image:
-        expected = np.asarray(ImageOps.exif_transpose(image))
-    pixels = decode_upright(data, (LONG, SHORT), "turn")
-    assert np.array_equal(pixels, expected)
-
-
 def test_damaged_and_missing_photos_tell_nothing(photos, tmp_path):
     for tag in (6, 6, 6, 3):
         photos.add(tag)
@@ -279,9 +268,3 @@ def test_damaged_and_missing_photos_tell_nothing(photos, tmp_path):
         report = photos.write(tmp_path / "shards", max_bad=2)
     assert report.images == 2
     assert all(list_fits(ShardDataset(tmp_path / "shards")))
-
-
-def test_a_size_that_fits_in_no_way_tells_nothing():
-    assert compare_turn((10, 20), (30, 40), 6) == "misfit"
-    assert compare_turn((10, 20), (30, 40), 1) == "misfit"
-    assert compare_turn((0, 0), (30, 40), 1) == ""
