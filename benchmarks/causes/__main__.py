@@ -28,7 +28,6 @@ from benchmarks.causes.healthy import HEALTHY
 from benchmarks.causes.loop import run_loop
 from benchmarks.causes.planted import CAUSES
 from benchmarks.command import make_parser, run_to_end
-from colab_utils.diagnosis import fixes
 from colab_utils.diagnosis.cures import Cause
 from colab_utils.diagnosis.diagnose import diagnose
 from colab_utils.diagnosis.watch import WatchedLoader
@@ -173,8 +172,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def measure() -> None:
         torch.set_num_threads(1)
-        # The causes are looked at. Fixes are not tried.
-        fixes._LATE = 0.0
         with load_cores(options.load):
             for name in names:
                 row = (try_healthy if name in HEALTHY else try_cause)(name, seconds=options.seconds)

@@ -222,29 +222,6 @@ class TestTimeBatches:
         )
         assert calls == ["synchronise", "step", "synchronise"] * 2
 
-    @pytest.mark.clock
-    def test_a_naive_clock_lies_about_a_queued_step_and_ours_does_not(self, monkeypatch):
-        # The device works off a queue, as CUDA does.
-        busy_until = [0.0]
-
-        def synchronise():
-            time.sleep(max(0.0, busy_until[0] - time.perf_counter()))
-
-        def step(batch):
-            # The call is queued and returns at once.
-            busy_until[0] = max(busy_until[0], time.perf_counter()) + 0.03
-
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-        monkeypatch.setattr(torch.cuda, "synchronize", synchronise)
-        began_s = time.perf_counter()
-        step(["a"])
-        naive_s = time.perf_counter() - began_s
-        times = time_batches([["a"]] * 6, step, batches=4, warmup=1)
-        assert naive_s < 0.01
-        assert min(times.step_s) >= 0.03
-        assert times.wait_share < 0.2
-
     def test_cuda_is_left_alone_where_nobody_uses_it(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
