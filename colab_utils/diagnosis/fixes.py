@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, replace
-from math import inf
+from math import ceil, inf
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter, process_time
@@ -89,6 +89,8 @@ _SAMPLED = 32
 _SAMPLED_BYTES = 24e6
 # The work of a form is measured for this share of the ``seconds`` of a diagnosis.
 _COST_SHARE = 0.05
+# Linux counts CPU time of other processes in these steps.
+_TICK_S = 0.01
 # `make_loader` finds about so many streams for each worker by itself.
 _STREAMS = 32
 # Stands for the number of batches in an endless epoch.
@@ -214,9 +216,10 @@ def open_like(
     data = loader.dataset
     batch_size = now.loop.batch_size
     if dataset is not None:
-        # Each image comes once before any comes again.
+        # Each image comes once before any comes again, always in the same random order.
         images = int(min(now.epoch_batches, _MANY)) * batch_size
-        data = Subset(dataset, np.resize(range(len(dataset)), images).tolist())
+        order = np.random.default_rng(0).permutation(len(dataset))
+        data = Subset(dataset, np.resize(order, images).tolist())
     elif isinstance(data, IterableDataset):
         raise ColabUtilsError("an iterable dataset divides its samples among the workers itself")
     workers = count_workers(loader)
@@ -231,6 +234,7 @@ def open_like(
             prefetch=changes["prefetch_factor"],
             device=getattr(loader, "device", device),
             deliver=getattr(loader, "deliver", "dense"),
+            shuffle=dataset is None,
         )
         with closing(rebuilt):
             yield rebuilt
@@ -515,7 +519,8 @@ class _Model:
                     now, self.forms[form], packs=packs, num_workers=1, persistent_workers=True
                 ) as like,
             ):
-                self._costs[key] = _measure_cost(like, now.loop.batch_size, now.seconds)
+                sample = min(_SAMPLED, len(self.forms[form]))
+                self._costs[key] = _measure_cost(like, sample, now.loop.batch_size, now.seconds)
         return self._costs.get(key, _Cost(now.loop.cpu_ms_per_image / 1000))
 
     def choose_workers(self) -> int:
@@ -559,24 +564,28 @@ class _Cost:
     """Standard error, as a share."""
 
 
-def _measure_cost(loader: Any, batch_size: int, seconds: float) -> _Cost:
-    """Measure the CPU time of a loader that has one worker."""
+def _measure_cost(loader: Any, sample: int, batch_size: int, seconds: float) -> _Cost:
+    """Measure the CPU time of a loader that has one worker, for whole rounds of the sample, because
+    a few large images may have most of its work.
+    """
+    batches_a_round = ceil(sample / batch_size)
     with closing(fetch_batches(loader)) as batches:
         # The first batches load libraries.
         for _ in range(3):
             next(batches)
         cpu_began_s = measure_tree_cpu()
         own_began_s = process_time()
-        ends_s = [perf_counter()]
-        while ends_s[-1] < ends_s[0] + _COST_SHARE * seconds or len(ends_s) < 4:
-            next(batches)
-            ends_s.append(perf_counter())
+        began_s = perf_counter()
+        count = 0
+        while count == 0 or perf_counter() < began_s + _COST_SHARE * seconds:
+            for _ in range(batches_a_round):
+                next(batches)
+            count += batches_a_round
         own_s = process_time() - own_began_s
         cpu_s = measure_tree_cpu() - cpu_began_s
-    count = len(ends_s) - 1
     # A worker takes no more than the time. What is beyond it are threads beside the work.
-    worker_s = min(max(0.0, cpu_s - own_s), ends_s[-1] - ends_s[0])
-    error = min(find_error(np.diff(ends_s)), _UNKNOWN)
+    worker_s = min(max(_TICK_S, cpu_s - own_s), perf_counter() - began_s)
+    error = min(LEAST_NOISE + _TICK_S / worker_s, _UNKNOWN)
     return _Cost(worker_s / count / batch_size, own_s / count, error)
 
 

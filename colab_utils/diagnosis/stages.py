@@ -245,7 +245,7 @@ def time_dataset_stages(
     contents = reads.contents
     dataset.read = contents.__getitem__
     dataset.streams = 1
-    few = [*contents][:_WORKED]
+    few = choose_images(dataset.sizes, [*contents])
     dataset.decode(contents[few[0]])
     load_masks(few[0])
     stages = [
@@ -261,6 +261,23 @@ def time_dataset_stages(
         reads.files_per_s,
         fmean(map(len, contents.values())),
     )
+
+
+def choose_images(sizes: NDArray[np.int64], indices: Sequence[int]) -> list[int]:
+    """Choose at most 32 images of all sizes, in a random order.
+
+    Images differ in their work, and a few large ones may have most of it. So the images are sorted
+    by their pixels, and taken at equal distances.
+
+    Example:
+        >>> choose_images(np.array([[5, 5], [9, 9], [2, 2]]), [0, 1])
+        [1, 0]
+    """
+    by_pixels = sorted(indices, key=lambda index: int(sizes[index].prod()))
+    count = min(_WORKED, len(indices))
+    places = (np.arange(count) + 0.5) * len(indices) / count
+    order = np.random.default_rng(0).permutation(count)
+    return [by_pixels[place] for place in places.astype(int)[order]]
 
 
 def load_samples(dataset: Any, indices: Sequence[int]) -> list[Any]:
