@@ -134,26 +134,6 @@ def test_a_row_is_begun_only_where_the_slowest_one_would_end_in_time(tmp_path, m
     }
 
 
-def test_what_does_not_fit_into_its_minutes_is_named(tmp_path, monkeypatch, one_thread):
-    monkeypatch.setattr(gpu, "make_pictures", lambda folder, images: None)
-    path = tmp_path / "found.json"
-    main(
-        [
-            "--json",
-            str(path),
-            "--work",
-            str(tmp_path),
-            "--device",
-            "cpu",
-            "--models",
-            TINY_MODEL,
-            "--minutes",
-            "0",
-        ]
-    )
-    assert len(json.loads(path.read_text())["left_out"]) > 10
-
-
 def test_the_table_stands_beside_the_references():
     row = {"what": "step", "model": "v1", "batch_size": 8}
     rows = [

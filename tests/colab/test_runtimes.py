@@ -9,7 +9,7 @@ import pytest
 from colab_utils.errors import ColabUtilsError
 from tests.colab.environments import SMALL
 from tests.colab.run_overlay import TESTS
-from tests.colab.runtimes import list_requirements, parse_list, read_runtime, read_runtimes
+from tests.colab.runtimes import list_requirements, read_runtime, read_runtimes
 from tools.cells import ROOT
 
 
@@ -54,11 +54,6 @@ def test_a_list_of_colab_is_a_runtime(tmp_path):
 def test_a_runtime_that_nobody_knows_is_refused_with_those_that_are_known():
     with pytest.raises(ColabUtilsError, match=r"'2024\.01' is no runtime .* one of 2025\.10, "):
         read_runtime("2024.01")
-
-
-def test_a_list_without_a_package_is_refused_by_name():
-    with pytest.raises(ColabUtilsError, match=r"names no .*numpy.*python"):
-        parse_list("torch==2.11.0+cpu")
 
 
 @pytest.mark.parametrize("path", TESTS)
