@@ -22,8 +22,11 @@ _WRONG_OVERLAP = 0.5
 _LOOSE_OVERLAP = 0.8
 # The kind of a box that is noted and used.
 _LOOSE = "loose box"
-# A box is not noted as loose if a side is shorter than this.
+# A box is not noted as loose if a side is shorter than `_FEW_SIDE`, nor is the area of a mask that
+# has fewer pixels than `_FEW_PIXELS`: one or two pixels at an edge change them too much.
 _FEW_SIDE = 8
+_FEW_PIXELS = 64
+_ODD_AREA = "area and mask disagree"
 # The numbers of a normalised outline are shares of the image size, 0 to 1. They may still lie
 # outside of 0 to 1 by up to this share.
 _BEYOND_SHARE = 0.1
@@ -63,6 +66,9 @@ def check_object(
         is_object = annotation["iscrowd"] and isinstance(outline, dict) and annotation["area"] == 0
         kind = "crowd without area" if is_object else "area 0"
         defects.append((kind, f"the mask has {pixels:,} pixels"))
+    elif _is_area_odd(annotation, mask):
+        text = f"area {annotation['area']:,.0f}, the mask has {pixels:,} pixels"
+        defects.append((_ODD_AREA, text))
     is_usable = not wrong_box or wrong_box[0][0] == _LOOSE
     return defects, pixels if is_usable else 0
 
@@ -84,9 +90,26 @@ def count_faults(annotations: Sequence[Entry], rles: Sequence[Rle]) -> Counter[s
     faults = Counter[str]()
     for annotation, mask in zip(annotations, rles, strict=True):
         defects, _ = check_object(annotation, mask["size"], mask)
-        counted = {"crowd without area"} if annotation["iscrowd"] else SERIOUS | {_LOOSE}
+        counted = {"crowd without area"} if annotation["iscrowd"] else SERIOUS | {_LOOSE, _ODD_AREA}
         faults.update([kind for kind, _ in defects if kind in counted][:1])
     return faults
+
+
+def _is_area_odd(annotation: Entry, mask: Rle) -> bool:
+    """Return whether an object's area fits neither its mask nor its box.
+
+    An area that fits the box is not odd, because many tools export the area of the box. Some
+    objects are not judged: crowds, masks with few pixels, and objects that the image's edge cuts.
+    The area of a cut object may be that of the whole object.
+    """
+    _, pixels = measure_mask(mask)
+    area = annotation["area"]
+    left, top, width, height = annotation["bbox"]
+    is_cut = left + width > mask["size"][1] + NEAR or top + height > mask["size"][0] + NEAR
+    if annotation["iscrowd"] or area <= 0 or is_cut or pixels < _FEW_PIXELS:
+        return False
+    is_of_box = abs(area - width * height) <= 0.02 * width * height
+    return not is_of_box and not 0.8 <= area / pixels <= 1.25
 
 
 def is_normalised(numbers: Any) -> bool:

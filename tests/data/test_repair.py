@@ -357,3 +357,63 @@ def test_iscrowd_may_be_text(export, text, crowds):
     assert read_coco(export.annotations).crowds == crowds
     assert export.repair().images == 4
     assert json.loads(export.repaired.read_text())["annotations"][0]["iscrowd"] == crowds
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        # The box has height and width in the wrong order.
+        (lambda annotation: annotation.update(bbox=[*annotation["bbox"][:2], 24, 20]), "loose box"),
+        # The area is that of an outline with a hole.
+        (lambda annotation: annotation.update(area=288), "area and mask disagree"),
+    ],
+)
+def test_objects_that_look_odd_are_told_and_kept(export, change, kind):
+    for annotation in export.objects:
+        change(annotation)
+    report = export.write()
+    assert report.faults == {kind: 8}
+    assert f"8 x {kind}: note: check" in str(report)
+    report = check_dataset(export.images, export.annotations)
+    assert report.ok
+    assert [problem.kind for problem in report.problems] == [kind]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        # The area is that of the box, as in many exports.
+        lambda annotation: annotation.update(
+            area=480, segmentation=[[8, 10, 28, 10, 28, 34]], bbox=[8, 10, 20, 24]
+        ),
+        # The object is cut by the edge of the image.
+        lambda annotation: annotation.update(
+            area=480, segmentation=[list_corners(90, 10, 20, 24)], bbox=[90, 10, 20, 24]
+        ),
+        # The object has only a few pixels.
+        lambda annotation: annotation.update(
+            area=30, segmentation=[list_corners(8, 10, 5, 5)], bbox=[8, 10, 5, 5]
+        ),
+        # The box also holds what is hidden.
+        lambda annotation: annotation.update(bbox=[annotation["bbox"][0], 10, 20, 28]),
+    ],
+)
+def test_objects_that_are_as_tools_write_them_are_not_odd(export, change):
+    change(export.objects[0])
+    assert export.write().faults == {}
+
+
+def test_outlines_of_smaller_images_are_told(export):
+    for annotation in export.objects:
+        numbers = np.array([*annotation["segmentation"][0], *annotation["bbox"]]) / 4
+        annotation["segmentation"] = [numbers[:-4].tolist()]
+        annotation["bbox"] = numbers[-4:].tolist()
+        annotation["area"] = 30
+    export.save()
+    report = check_dataset(export.images, export.annotations)
+    assert report.ok
+    [problem] = report.problems
+    assert problem.kind == "objects in one corner"
+    assert problem.examples == (
+        "all 8 objects lie in the left 15% and the upper 13% of their images",
+    )
