@@ -379,7 +379,7 @@ def hash_bytes(*parts: Any) -> str:
 
 
 class FileStamp(NamedTuple):
-    """Size and time of a file. While they stay the same, the file counts as unchanged."""
+    """Size and time of a file."""
 
     bytes: int
     """The size of the file; -1 if there is no file."""

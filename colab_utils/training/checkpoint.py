@@ -92,7 +92,9 @@ class CheckpointFolder:
         of a folder may be out of date.
         """
         state = self.read()
-        if state is None and self._has_begun():
+        with _explain_read(self.run):
+            has_begun = self._store.find_kind(_BEGUN)
+        if state is None and has_begun:
             text = (
                 f"The run in {self.run} has begun before, and no checkpoint shows: it starts again "
                 "at step 0. If it had checkpoints, stop it now, and start it again when Drive "
@@ -100,10 +102,6 @@ class CheckpointFolder:
             )
             warnings.warn(text, ColabUtilsWarning, stacklevel=3)
         return state
-
-    def _has_begun(self) -> bool:
-        with _explain_read(self.run):
-            return bool(self._store.find_kind(_BEGUN))
 
     def prepare(self, *, anew: bool) -> None:
         """Make the folder. With ``anew``, move older checkpoints to a new folder beside them:

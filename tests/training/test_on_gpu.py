@@ -19,7 +19,7 @@ from colab_utils.training.evaluate import detect, evaluate
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.model import assemble_mask_rcnn, load_trained_model
 from colab_utils.training.norms import fold_norms
-from colab_utils.training.precision import keep_boxes_exact
+from colab_utils.training.precision import choose_precision, keep_boxes_exact
 from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import train
 from tests.simulated_gpu import GpuTensor, SimulatedGpu
@@ -31,10 +31,6 @@ simulated = pytest.mark.skipif(
     REAL, reason="there is a real one, which tells no waits and takes no limit"
 )
 real = pytest.mark.skipif(not REAL, reason="no GPU")
-HALF = [
-    ("cpu", torch.bfloat16),
-    *(pytest.param("cuda", kind, marks=real) for kind in (torch.float16, torch.bfloat16)),
-]
 QUICK = {
     "model": TINY_MODEL,
     "weights": None,
@@ -286,22 +282,16 @@ def test_a_gpu_that_is_full_is_said(shards, tmp_path, monkeypatch):
         train(shards, tmp_path, steps=1, **QUICK)
 
 
-@pytest.mark.parametrize(("device", "precision"), HALF)
-def test_losses_in_half_precision_are_those_of_torchvision(shards, device, precision):
-    if (
-        device == "cuda"
-        and precision == torch.bfloat16
-        and not torch.cuda.is_bf16_supported(including_emulation=False)
-    ):
-        pytest.skip("this GPU has no bfloat16")
+@real
+def test_losses_in_half_precision_are_those_of_torchvision(shards):
     batch = read_batch(shards, 2)
-    model = make_model(shards).to(device)
+    model = make_model(shards).to("cuda")
     keep_boxes_exact(model)
-    with torch.autocast(device, precision), torch.no_grad():
+    with torch.autocast("cuda", choose_precision("cuda")), torch.no_grad():
         torch.manual_seed(1)
-        losses = compute_losses(model, batch.to(device))
+        losses = compute_losses(model, batch.to("cuda"))
         torch.manual_seed(1)
-        expected = model(batch.to_images(device), batch.to_targets(device))
+        expected = model(batch.to_images("cuda"), batch.to_targets("cuda"))
     for name, loss in expected.items():
         assert losses[name].item() == pytest.approx(loss.item(), rel=0.05), name
 

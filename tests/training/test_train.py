@@ -795,16 +795,6 @@ def other_shards(tmp_path_factory) -> dict[str, Path]:
     return shards
 
 
-def test_checkpoint_of_another_dataset_is_refused(undisturbed, other_shards):
-    with pytest.raises(ColabUtilsError, match=r"The checkpoint .* has dataset .* resume='never'"):
-        train(
-            other_shards["other"],
-            Path(undisturbed.checkpoint).parent,
-            steps=6,
-            **TINY,
-        )
-
-
 def test_validation_with_other_categories_is_refused_before_training(
     tiny_shards, other_shards, tmp_path
 ):
