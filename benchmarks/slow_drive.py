@@ -2,6 +2,9 @@
 FILE`.
 
 - ``loading``: loaders on loose files, for some seconds.
+- ``epoch``: the first epoch of `open_dataset`, beside reading the same files and nothing else.
+- ``arrival``: two epochs of loose files, of shards that are copied first, and of arriving shards.
+- ``writing``, ``copy``: `write_shards` and `copy_shards` with few streams, and with "auto".
 - ``width``: the streams that "auto" finds on a mounted Drive whose limit changes.
 
 Each run has a slowed folder of its own, so that it does not know which streams served the others.
@@ -28,13 +31,18 @@ from benchmarks.command import Run, format_spread, make_parser, measure_in_turns
 from benchmarks.systems.base import collate
 from colab_utils.course.sample_data import make_dataset
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import open_store
+from colab_utils.files import open_store, read_file
+from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.coco_folder import CocoFolder
+from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.emulated_step import EmulatedStep
 from colab_utils.loading.loader import make_loader
+from colab_utils.loading.opening import open_dataset
 from colab_utils.reader import Reader
+from colab_utils.shards.copy import copy_shards
+from colab_utils.shards.write import write_shards
 from colab_utils.show.table import make_table
-from colab_utils.slow_drive import DriveProfile, read_at_full_speed, slow_down
+from colab_utils.slow_drive import DriveProfile, get_profile, read_at_full_speed, slow_down
 from tests.drive_mount import can_mount, mount_drive
 
 __all__ = ["MEASURES", "main"]
@@ -51,7 +59,7 @@ SETTLING_S = 20.0
 
 
 class Setting(NamedTuple):
-    """What a run gets: ``drive`` is slow, and holds ``images``; ``ssd`` is empty."""
+    """What a run gets: ``drive`` is slow, and holds ``images`` and ``shards``; ``ssd`` is empty."""
 
     drive: Path
     annotations: Path
@@ -80,10 +88,25 @@ def open_stock(
     )
 
 
-def open_own(setting: Setting) -> Any:
-    """Open the loader that reads ahead on the loose files."""
-    dataset = CocoFolder(setting.drive / "images", setting.annotations)
+def make_own_loader(dataset: Any) -> Any:
+    """Make the loader that reads ahead."""
     return make_loader(dataset, batch_size=BATCH_SIZE, workers=WORKERS)
+
+
+def open_own(setting: Setting) -> Any:
+    """Open it on the loose files."""
+    return make_own_loader(CocoFolder(setting.drive / "images", setting.annotations))
+
+
+def open_copied(setting: Setting) -> Any:
+    """Copy all shards, then open them."""
+    copy_shards(setting.drive / "shards", setting.ssd)
+    return make_own_loader(ShardDataset(setting.ssd))
+
+
+def open_arriving(setting: Setting) -> Any:
+    """Open shards that are still to come."""
+    return make_own_loader(ArrivingShards(setting.drive / "shards", setting.ssd))
 
 
 def train(loader: Any, step_ms: float) -> Iterator[tuple[float, int]]:
@@ -117,6 +140,89 @@ def time_rate(open_loader: Callable[[Setting], Any], setting: Setting) -> Figure
                 break
     close(loader)
     return {"images/s": images / (ended_s - began_s)}
+
+
+def time_call(measure: Callable[[Setting], Figures], setting: Setting) -> Figures:
+    """Let a way measure itself."""
+    return measure(setting)
+
+
+def time_reading(setting: Setting) -> Figures:
+    """Read every file once; return files a second from the first batch's last file on."""
+    reader = Reader(read_file, place=setting.drive / "images")
+    ends_s = []
+    for reading in reader.read_all(sorted((setting.drive / "images").iterdir())):
+        reading.take()
+        ends_s.append(perf_counter())
+    reader.close()
+    files = len(ends_s) - BATCH_SIZE
+    return {"images/s": files / (ends_s[-1] - ends_s[BATCH_SIZE - 1])}
+
+
+def time_first_epoch(setting: Setting) -> Figures:
+    """Train for an epoch of what nobody has converted yet."""
+    began_s = perf_counter()
+    dataset: Any = open_dataset(
+        setting.drive / "images",
+        setting.annotations,
+        drive=setting.drive / "written",
+        ssd=setting.ssd,
+        shard_mb=setting.options.shard_mb,
+    )
+    opened_s = perf_counter()
+    loader = make_own_loader(dataset)
+    batches = [*train(loader, setting.options.step_ms)]
+    loader.close()
+    dataset.wait()
+    first_s = batches[0][0]
+    rate = sum(size for _, size in batches[1:]) / (batches[-1][0] - first_s)
+    return {
+        "images/s": rate,
+        "of the step alone": rate * setting.options.step_ms / 1000 / BATCH_SIZE,
+        "opened, s": opened_s - began_s,
+        "first batch, s": first_s - began_s,
+    }
+
+
+def time_epochs(open_loader: Callable[[Setting], Any], setting: Setting) -> Figures:
+    """Return the seconds to the first batch, of the first epoch, and of the second one."""
+    began_s = perf_counter()
+    loader = open_loader(setting)
+    firsts_s = []
+    ends_s = []
+    for _ in range(2):
+        came_s = [came_s for came_s, _ in train(loader, setting.options.step_ms)]
+        firsts_s.append(came_s[0])
+        ends_s.append(perf_counter())
+    close(loader)
+    return {
+        "first batch, s": firsts_s[0] - began_s,
+        "first epoch, s": ends_s[0] - began_s,
+        "second epoch, s": ends_s[1] - ends_s[0],
+    }
+
+
+def time_writing(streams: int | str, setting: Setting) -> Figures:
+    """Return images a second of writing shards, and the reads in flight that this takes."""
+    began_s = perf_counter()
+    report = write_shards(
+        setting.drive / "images",
+        setting.annotations,
+        shards=setting.ssd,
+        shard_mb=setting.options.shard_mb,
+        streams=streams,
+    )
+    rate = report.images / (perf_counter() - began_s)
+    profile = get_profile(setting.options.profile)
+    # By Little's law: reads a second times the seconds of a read.
+    return {"images/s": rate, "reads in flight": rate * (profile.open_s if profile else 0.0)}
+
+
+def time_copy(streams: int | str, setting: Setting) -> Figures:
+    """Return the megabytes a second of a copy."""
+    began_s = perf_counter()
+    report = copy_shards(setting.drive / "shards", setting.ssd, streams=streams)
+    return {"MB/s": report.bytes / 1e6 / (perf_counter() - began_s)}
 
 
 class CountingReader:
@@ -184,6 +290,20 @@ MEASURES: dict[str, tuple[Callable[[Any, Setting], Figures], dict[str, Any]]] = 
             "make_loader, 2 workers": open_own,
         },
     ),
+    "epoch": (
+        time_call,
+        {"open_dataset": time_first_epoch, "reading alone": time_reading},
+    ),
+    "arrival": (
+        time_epochs,
+        {
+            "loose files on Drive": partial(open_stock, streams=1),
+            "copy, then train": open_copied,
+            "train while it is copied": open_arriving,
+        },
+    ),
+    "writing": (time_writing, {"4 streams": 4, "auto": "auto"}),
+    "copy": (time_copy, {"one stream": 1, "auto": "auto"}),
     "width": (measure_width, {"as many streams": True, "auto": False}),
 }
 """What measures, and the ways that are compared with the first of them."""
@@ -226,6 +346,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--step-ms", type=float, default=0, help="emulated step of a batch, 0 for none (0)"
     )
     parser.add_argument("--seconds", type=float, default=20, help="of a rate (%(default)s)")
+    parser.add_argument("--shard-mb", type=float, default=128, help="(%(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="in turns (%(default)s)")
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
@@ -247,7 +368,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_data(folder: Path, options: Namespace) -> Path:
-    """Make ``images``; return the COCO JSON."""
+    """Make ``images`` and, where they are needed, ``shards``; return the COCO JSON."""
     images = options.images
     annotations = options.annotations
     if images is None:
@@ -255,6 +376,8 @@ def make_data(folder: Path, options: Namespace) -> Path:
         images = made.images
         annotations = made.annotations
     shutil.copytree(images, folder / "images")
+    if options.measure in ("arrival", "copy"):
+        write_shards(images, annotations, shards=folder / "shards", shard_mb=options.shard_mb)
     return Path(annotations)
 
 
