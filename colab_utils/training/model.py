@@ -6,6 +6,7 @@ is torchvision's own ``MaskRCNN``. So its weights load into a model that torchvi
 same layers, and the weights of such a model load here.
 """
 
+import socket
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -246,6 +247,9 @@ BUILDERS: dict[str, Callable[..., MaskRCNN]] = {
 
 def _fetch_pretrained(name: str) -> Mapping[str, Any] | None:
     """Download the published weights of a model. If that fails, warn and return None."""
+    timeout = socket.getdefaulttimeout()
+    # Without a timeout, a network that loses all packets would hang for minutes.
+    socket.setdefaulttimeout(15.0)
     try:
         return _WEIGHTS[name].get_state_dict(progress=is_watched(), check_hash=True)
     # The network failed, or the file is cut short or has another checksum.
@@ -256,6 +260,8 @@ def _fetch_pretrained(name: str) -> Mapping[str, Any] | None:
         )
         warnings.warn(text, ColabUtilsWarning, stacklevel=3)
         return None
+    finally:
+        socket.setdefaulttimeout(timeout)
 
 
 def _load_run(name: str, run: PlaceLike) -> tuple[MaskRCNN, Mapping[int, str]]:
