@@ -400,5 +400,4 @@ def _enter_child() -> None:
             monitor.enter(dataset)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_enter_child)
+os.register_at_fork(after_in_child=_enter_child)
