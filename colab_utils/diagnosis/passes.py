@@ -45,8 +45,8 @@ _LATE_S = 0.1
 # A process that has opened this share of the files that it may open has none left for a batch.
 _MANY_FILES = 0.9
 # This signal interrupts a system call that the main thread is in. By default, the signal is
-# ignored, so one that comes late does no harm.
-INTERRUPT = signal.SIGURG
+# ignored, so one that comes late does no harm. Windows does not have it.
+INTERRUPT = getattr(signal, "SIGURG", 0)
 _END = object()
 
 
@@ -194,7 +194,7 @@ class Pass:
         ident = threading.get_ident()
         waiting[ident] = self._monitor
         is_main = self._thread is threading.main_thread()
-        self._can_interrupt = self._raises and is_main
+        self._can_interrupt = self._raises and is_main and INTERRUPT > 0
         if self._can_interrupt:
             outer_handler = signal.signal(INTERRUPT, self._interrupt)
         self._wait = wait

@@ -400,4 +400,5 @@ def _enter_child() -> None:
             monitor.enter(dataset)
 
 
-os.register_at_fork(after_in_child=_enter_child)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_enter_child)

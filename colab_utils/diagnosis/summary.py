@@ -2,8 +2,9 @@
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -146,13 +147,36 @@ class LoopRecord(LoopFacts):
         self.monitor = WorkerMonitor(
             None if self.is_stream else dataset, hides_dataset=dataset is None
         )
+        self._settings = count_workers(loader), getattr(loader, "batch_size", None)
+        # A list cannot be referred to like this, so its loaders are never the same again.
+        self._dataset: Callable[[], Any] = lambda: None
+        with suppress(TypeError):
+            self._dataset = weakref.ref(dataset)
         self.memory = MemoryLog()
         self.phase = ""
         self._printed: Summary | None = None
-        workers = count_workers(loader)
+        self._worker_pids = set[int]()
+        workers, _ = self._settings
         restarts = workers > 0 and not getattr(loader, "persistent_workers", True)
         is_slowed = _is_slowed(getattr(self.monitor.dataset, "folder", None))
         super().__init__(workers, restarts, is_slowed, Looks(self.monitor))
+
+    def goes_on(self, loader: Any) -> bool:
+        """Return whether a loader is the recorded one, made anew: it has the same dataset, workers
+        and batch size. Its passes are then recorded here, too.
+        """
+        dataset = self._dataset()
+        is_same = dataset is not None and dataset is getattr(loader, "dataset", None)
+        settings = count_workers(loader), getattr(loader, "batch_size", None)
+        if not is_same or not self.clock.count or settings != self._settings:
+            return False
+        self.monitor.follow(None if self.is_stream else dataset)
+        return True
+
+    def end(self) -> None:
+        """Print a last summary, and let go of the dataset."""
+        self.print_summary(only_news=False)
+        self.monitor.follow(None)
 
     @contextmanager
     def measure_pass(self) -> Iterator[None]:
@@ -164,10 +188,18 @@ class LoopRecord(LoopFacts):
         finally:
             self.phase = ""
             self.clock.stop()
-            # A generator around a DataLoader does not say how many workers there are.
-            self.workers = self.workers or len(self.monitor.list_samples())
+            self._note_workers()
             handle.remove()
             self.use = CpuUse(*np.add(self.use, clock.read()).tolist())
+
+    def _note_workers(self) -> None:
+        """Note how many workers there are, which a generator around a ``DataLoader`` does not say,
+        and whether they are other workers than in the last pass.
+        """
+        pids = {*self.monitor.list_samples()}
+        self.workers = self.workers or len(pids)
+        self.restarts |= self._worker_pids.isdisjoint(pids) and bool(self._worker_pids and pids)
+        self._worker_pids = pids
 
     @property
     def starts(self) -> bool:

@@ -137,7 +137,7 @@ def classify_call(call: str, path: str) -> str:
     """Return what a system call waits for, in the words of `find_wait`.
 
     Example:
-        >>> classify_call("folio_wait_bit_common", ""), classify_call("recvfrom", "")
+        >>> classify_call("read", "/data/1.jpg"), classify_call("read", "pipe:[7]")
         ('read', 'process')
     """
     if call == _FUTEX:

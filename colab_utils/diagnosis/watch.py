@@ -1,5 +1,6 @@
 """A loader under watch: its batches come unchanged, and a summary says where the time went."""
 
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from math import inf
@@ -18,6 +19,8 @@ OnStall = Literal["report", "raise"]
 
 # Attributes of a WatchedLoader itself. All others are those of the loader.
 _OWN = ("timeout_s", "on_stall", "stalls")
+# The last record of each line of code that called `watch`.
+_RECORDS = dict[tuple[str, int], LoopRecord]()
 
 
 def watch(
@@ -32,6 +35,8 @@ def watch(
     steps, the causes, and what to do. A later pass prints a summary only if the causes have
     changed. A last summary is printed when the program ends, or when the watched loader is deleted.
     ``summary()`` returns a summary at any time. A step ends when an optimizer of torch steps.
+    If the same line of your code makes a loader again and again, from the same dataset, all passes
+    count as those of one loader.
 
     A batch that takes longer than ``timeout_s`` is explained within a second, by a
     `ColabUtilsWarning` and a `Stall` in ``stalls``. They name the worker, its sample, its file and
@@ -65,9 +70,22 @@ def watch(
         name = type(loader).__name__
         raise ColabUtilsError(f"The {name} cannot be iterated over. Pass your DataLoader.")
     kind = WatchedDataLoader if isinstance(loader, DataLoader) else WatchedLoader
-    watched = kind(loader, timeout_s, on_stall, prints=True)
-    weakref.finalize(watched, watched._record.print_summary, only_news=False)
+    caller = sys._getframe(1)
+    record = _find_record(loader, (caller.f_code.co_filename, caller.f_lineno))
+    watched = kind(loader, timeout_s, on_stall, record=record)
+    weakref.finalize(watched, record.end)
     return watched
+
+
+def _find_record(loader: Any, line: tuple[str, int]) -> LoopRecord:
+    """Return the record of the last loader that was watched on a line of code, if this one is the
+    same again, made anew; else a new record.
+    """
+    record = _RECORDS.get(line)
+    if record is None or not record.goes_on(loader):
+        record = LoopRecord(loader)
+        _RECORDS[line] = record
+    return record
 
 
 class WatchedLoader:
@@ -85,11 +103,11 @@ class WatchedLoader:
         timeout_s: float,
         on_stall: OnStall,
         *,
-        prints: bool = False,
+        record: LoopRecord | None = None,
     ) -> None:
         self._loader = loader
-        self._prints = prints
-        self._record = LoopRecord(loader)
+        self._prints = record is not None
+        self._record = record or LoopRecord(loader)
         self.timeout_s = timeout_s
         self.on_stall = on_stall
         self.stalls: list[Stall] = self._record.stalls

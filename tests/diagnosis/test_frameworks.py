@@ -105,7 +105,7 @@ def assert_saw(watched, batches, passes=1):
 # These tests run the frameworks.
 
 
-def make_lightning(**settings):
+def make_lightning(epochs=2, **settings):
     """A Lightning module and a trainer that write nothing."""
     lightning = pytest.importorskip("lightning")
 
@@ -115,7 +115,7 @@ def make_lightning(**settings):
             self.model = _Model()
 
         def training_step(self, batch, _):
-            return self.model(batch["x"])["loss"]
+            return self.model(batch["x"] if isinstance(batch, dict) else batch)["loss"]
 
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.01)
@@ -124,7 +124,7 @@ def make_lightning(**settings):
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=1,
-        max_epochs=2,
+        max_epochs=epochs,
         enable_model_summary=False,
         **silent,
         **settings,
@@ -153,6 +153,39 @@ def test_lightning_fits_a_watched_loader(accumulated, capsys):
     assert (model.seen, read_weights(model)) == (plain.seen, read_weights(plain))
     assert_saw(watched, ITEMS, passes=2)
     assert "images/s" in capsys.readouterr().err
+
+
+@ignore_lightning
+def test_lightning_gives_its_own_loader_to_watch(capsys):
+    module, trainer = make_lightning()
+    # At this point Lightning has put a sampler for each process into the loader.
+    trainer.strategy.process_dataloader = watch
+    trainer.fit(module, make_training()[2])
+    assert len(module.model.seen) == ITEMS
+    assert_saw(trainer.train_dataloader, ITEMS, passes=2)
+
+
+@ignore_lightning
+def test_lightning_ends_an_endless_stream(capsys):
+    module, trainer = make_lightning(epochs=-1, max_steps=MOST)
+    watched = watch(DataLoader(_Stream(), batch_size=2))
+    trainer.fit(module, watched)
+    assert [batch[0][0] for batch in module.model.seen] == list(range(0, 2 * MOST, 2))
+    # Lightning takes one batch ahead of a stream without a length.
+    assert_saw(watched, MOST + 1)
+
+
+@ignore_lightning
+def test_fabric_sets_up_a_loader_before_it_is_watched(capsys):
+    lightning = pytest.importorskip("lightning")
+    fabric = lightning.Fabric(accelerator="cpu", devices=1)
+    model, optimizer, loader = make_training()
+    model, optimizer = fabric.setup(model, optimizer)
+    watched = watch(fabric.setup_dataloaders(loader))
+    for batch in watched:
+        fabric.backward(model(batch["x"])["loss"])
+        optimizer.step()
+    assert_saw(watched, ITEMS // 2)
 
 
 @pytest.fixture
@@ -315,6 +348,18 @@ def check(make, batches, pick=lambda batch: batch):
     return watched
 
 
+def test_a_plain_list_is_watched_as_a_loader(capsys):
+    assert (
+        len(
+            check(
+                lambda: [torch.full((2,), float(number)) for number in range(4)],
+                4,
+            )
+        )
+        == 4
+    )
+
+
 def test_a_loader_without_a_length(capsys):
     watched = check(_WithoutLength, 4)
     assert len([*watched]) == 4
@@ -368,6 +413,38 @@ def test_a_loader_of_webdataset_is_watched(endless, workers, tmp_path, capsys):
     )
     # Nothing may be left to collect once the warning of a shard that stays open counts again.
     gc.collect()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_of_hugging_face_is_watched(workers, capsys):
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_dict({"x": [float(number) for number in range(ITEMS)]})
+
+    def make():
+        stream = (
+            table.to_iterable_dataset(num_shards=2)
+            .shuffle(seed=3, buffer_size=4)
+            .with_format("torch")
+        )
+        return DataLoader(stream, batch_size=2, num_workers=workers)
+
+    watched = check(make, ITEMS // 2, pick=lambda batch: batch["x"])
+    watched.dataset.set_epoch(2)
+    assert watched.dataset.epoch == 2
+    whole = DataLoader(table.with_format("torch"), batch_size=2, num_workers=workers)
+    check(lambda: whole, ITEMS // 2, pick=lambda batch: batch["x"])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_of_mosaic_streaming_is_watched(workers, tmp_path, capsys):
+    streaming = pytest.importorskip("streaming")
+    with streaming.MDSWriter(out=str(tmp_path / "data"), columns={"x": "float64"}) as writer:
+        for number in range(ITEMS):
+            writer.write({"x": float(number)})
+    data = streaming.StreamingDataset(local=str(tmp_path / "data"), batch_size=2, shuffle=False)
+    loader = streaming.StreamingDataLoader(data, batch_size=2, num_workers=workers)
+    watched = check(lambda: loader, ITEMS // 2, pick=lambda batch: batch["x"])
+    assert watched.state_dict() == loader.state_dict()
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")

@@ -19,8 +19,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from colab_utils.diagnosis.looks import MODEL, OTHER_LOADER, SAMPLE, Looks, Places
-from colab_utils.diagnosis.processes import WorkerMonitor
-from colab_utils.diagnosis.system_calls import find_wait, measure_memory_part
+from colab_utils.diagnosis.processes import WorkerMonitor, list_other_workers
+from colab_utils.diagnosis.system_calls import classify_call, find_wait, measure_memory_part
 from colab_utils.diagnosis.watch import watch
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import read_file
@@ -32,6 +32,27 @@ pytestmark = [
         sys.platform != "linux", reason="processes are looked at through Linux's /proc"
     ),
 ]
+
+
+@pytest.mark.parametrize(
+    ("call", "path", "kind"),
+    [
+        ("shared futex", "", "lock"),
+        ("futex", "", "thread"),
+        ("flock", "", "lock"),
+        ("clock_nanosleep", "", "sleep"),
+        ("pread64", "/data/1.jpg", "read"),
+        ("openat", "/data/1.jpg", "read"),
+        # The kernel waits here for a page of a mapped file.
+        ("folio_wait_bit_common", "", "read"),
+        ("read", "socket:[7]", "process"),
+        ("recvfrom", "", "process"),
+        ("wait4", "", "process"),
+        ("", "", ""),
+    ],
+)
+def test_a_system_call_says_what_is_waited_for(call, path, kind):
+    assert classify_call(call, path) == kind
 
 
 def _find_wait_of(act):
@@ -91,6 +112,21 @@ def test_a_lock_of_several_processes_is_told_from_one_of_threads():
     with shared, own:
         assert _find_wait_of(shared.acquire) == "lock"
         assert _find_wait_of(own.acquire) == "thread"
+
+
+def test_workers_that_are_not_forked_are_listed():
+    for method in ("spawn", "forkserver"):
+        process = multiprocessing.get_context(method).Process(target=time.sleep, args=(60,))
+        process.start()
+        try:
+            until_s = time.monotonic() + 20
+            while process.pid not in list_other_workers() and time.monotonic() < until_s:
+                time.sleep(0.05)
+            assert list_other_workers() == [process.pid]
+        finally:
+            process.kill()
+            process.join()
+    assert list_other_workers() == []
 
 
 def test_a_start_of_a_spawned_worker_is_no_sample():

@@ -305,21 +305,37 @@ def test_images_are_counted_that_came_where_collate_leaves_some_out():
     assert watched.summary().images == 6
 
 
+def test_loaders_that_one_line_makes_anew_are_one_loader(capsys):
+    def train(items):
+        watched = watch(DataLoader(items, num_workers=1, persistent_workers=True))
+        list(watched)
+        return watched.summary().passes, watched._record.restarts
+
+    items = _Items(4)
+    assert [train(items) for _ in range(3)] == [(1, False), (2, True), (3, True)]
+    # Another dataset has a loader of its own.
+    assert train(_Items(4)) == (1, False)
+
+
 class _Wrapped:
     """A loader in a class that does not say how many workers it has."""
 
-    def __init__(self):
-        self.loader = DataLoader(_Items(8, wait_s=0.02), num_workers=2)
+    def __init__(self, **options):
+        self.loader = DataLoader(_Items(8, wait_s=0.02), num_workers=2, **options)
 
     def __iter__(self):
         yield from self.loader
 
 
-def test_workers_of_a_loader_in_a_wrapper_are_counted(capsys):
-    watched = watch(_Wrapped())
-    list(watched)
-    assert watched._record.workers == 2
-    assert "This process loads the samples itself" not in str(watched.summary())
+@pytest.mark.parametrize("stays", [False, True])
+def test_workers_of_a_loader_in_a_wrapper_are_counted(stays, capsys):
+    watched = watch(_Wrapped(persistent_workers=stays))
+    for _ in range(2):
+        list(watched)
+    text = str(watched.summary())
+    record = watched._record
+    assert (record.workers, record.restarts) == (2, not stays)
+    assert "This process loads the samples itself" not in text
 
 
 @pytest.mark.clock

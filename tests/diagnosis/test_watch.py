@@ -1,11 +1,14 @@
 """The watch: what it says of each kind of stall, that it ends a wait, and that nothing stays."""
 
 import gc
+import inspect
 import mmap
 import multiprocessing
 import os
+import re
 import resource
 import signal
+import socket
 import sys
 import threading
 import time
@@ -27,7 +30,8 @@ from torch.utils.data import (
 )
 
 from colab_utils.course.sample_data import BuiltinDataset
-from colab_utils.diagnosis import passes, processes
+from colab_utils.diagnosis import passes, processes, stalls, system_calls
+from colab_utils.diagnosis import watch as module
 from colab_utils.diagnosis.watch import WatchedLoader, watch
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.coco_folder import CocoFolder
@@ -309,6 +313,16 @@ def test_raise_ends_any_wait(make, words):
     _end_workers()
 
 
+def test_a_wait_for_a_socket_is_no_read_of_a_file():
+    socket_here, _there = socket.socketpair()
+    with (
+        socket_here,
+        _there,
+        pytest.raises(ColabUtilsError, match=r"waits in recvfrom, .*It needs a timeout"),
+    ):
+        list(watch((socket_here.recv(1) for _ in range(1)), timeout_s=TIMEOUT_S, on_stall="raise"))
+
+
 def test_a_pass_that_another_thread_began_is_watched_where_it_waits():
     watched = watch(
         (time.sleep(4 * TIMEOUT_S) for _ in range(1)), timeout_s=TIMEOUT_S, on_stall="raise"
@@ -319,6 +333,13 @@ def test_a_pass_that_another_thread_began_is_watched_where_it_waits():
     thread.join()
     with pytest.raises(ColabUtilsError, match="waits in clock_nanosleep"):
         next(begun[0])
+
+
+def test_nothing_of_torch_is_used():
+    """So nothing that torch renames can break it; but for the class that a watched loader is of."""
+    for source in (module, passes, processes, stalls, system_calls):
+        text = inspect.getsource(source).replace("from torch.utils.data import DataLoader\n", "")
+        assert not re.search(r"import torch|from torch|DataLoader\._|\._worker", text)
 
 
 @pytest.mark.parametrize("kind", _WITH_WORKERS)
