@@ -296,7 +296,7 @@ def _describe_fix(model: "_Model", plan: _Plan, own_rate: float) -> Fix:
     name, sentence = FIXES[plan.id]
     rate, error = model.forecast(plan.loop)
     fix = Fix(plan.id, name, "", rate, None, error, rate / own_rate)
-    gain = "" if fix.is_gain else "wins nothing that is sure, "
+    gain = "" if fix.is_gain else "no sure gain, "
     gain += f"about {rate:.1f} images/s (give or take {error:.0%})"
     return replace(fix, sentence=f"{sentence}{plan.more}: {gain}.")
 

@@ -250,7 +250,7 @@ def test_nothing_is_tried_where_no_fix_wins(tries):
     # The step is the limit.
     ranked = find_fixes(_situate(40.0, read_s=(0.0,), step_ms=100))
     assert not tried
-    assert all(": wins nothing that is sure, " in fix.sentence for fix in ranked)
+    assert all(": no sure gain, " in fix.sentence for fix in ranked)
 
 
 def test_your_own_step_is_never_run_in_a_trial():
@@ -367,9 +367,9 @@ def test_of_fixes_that_are_as_good_the_one_that_costs_least_comes_first():
     ("rate", "error", "text"),
     [
         # A gain counts if it is more than twice the error.
-        (10.0, 0.02, "wins nothing that is sure, about 10.0 images/s (give or take 2%)"),
+        (10.0, 0.02, "no sure gain, about 10.0 images/s (give or take 2%)"),
         (11.0, 0.01, "about 11.0 images/s (give or take 1%)"),
-        (14.0, 0.30, "wins nothing that is sure, about 14.0 images/s (give or take 30%)"),
+        (14.0, 0.30, "no sure gain, about 14.0 images/s (give or take 30%)"),
     ],
 )
 def test_a_sentence_says_whether_a_fix_wins_more_than_its_error(rate, error, text):
