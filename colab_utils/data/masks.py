@@ -135,9 +135,24 @@ def _encode_rle(rle: Rle, height: int, width: int) -> Rle:
             f"the RLE is damaged: its counts do not add up to {height} x {width} pixels"
         )
     runs = [*map(int, runs)]
-    mask: Rle = coco_mask.frPyObjects({"size": [height, width], "counts": runs}, height, width)
-    # If a run has length 0, pycocotools' `toBbox` returns a wrong box.
-    return coco_mask.encode(coco_mask.decode(mask)) if 0 in runs[1:] else mask
+    if 0 in runs[1:]:
+        runs = _join_runs(runs)
+    return coco_mask.frPyObjects({"size": [height, width], "counts": runs}, height, width)
+
+
+def _join_runs(runs: list[int]) -> list[int]:
+    """Join the two runs around each run of length 0.
+
+    If a run has length 0, pycocotools' ``toBbox`` returns a wrong box.
+
+    Example:
+        >>> _join_runs([5, 0, 3, 4])
+        [8, 4]
+    """
+    ends = np.cumsum(runs)
+    changes, times = np.unique(ends[ends < ends[-1]], return_counts=True)
+    joined: list[int] = np.diff(changes[times % 2 == 1], prepend=0, append=ends[-1]).tolist()
+    return joined
 
 
 def measure_mask(rle: Rle) -> tuple[list[float], int]:

@@ -271,7 +271,7 @@ def choose_images(sizes: NDArray[np.int64], indices: Sequence[int]) -> list[int]
 
     Example:
         >>> choose_images(np.array([[5, 5], [9, 9], [2, 2]]), [0, 1])
-        [1, 0]
+        [0, 1]
     """
     by_pixels = sorted(indices, key=lambda index: int(sizes[index].prod()))
     count = min(_WORKED, len(indices))
