@@ -52,6 +52,7 @@ class _Samples(Dataset):
         return torch.zeros(3, 4, 4), index
 
 
+@pytest.mark.clock
 def test_a_step_without_a_core_has_waited_for_one():
     """Six busy processes on few cores: the step's thread waits in line."""
     context = multiprocessing.get_context("fork")
