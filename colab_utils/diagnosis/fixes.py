@@ -444,6 +444,8 @@ class _Model:
             [
                 max((cost.error for cost in self._costs.values()), default=0.0),
                 min(find_error(np.array(now.cached.step_s)), _UNKNOWN),
+                # What other programs take of the cores now, they may leave later.
+                max(0.0, 1 - self.loop.cores / count_cores()),
             ]
         )
 
@@ -540,13 +542,14 @@ class _Model:
         rates = []
         for seed in range(_DRAWS):
             chance = np.random.default_rng(seed)
-            work, step = np.maximum(1 + self._errors * chance.standard_normal(2), 0.1)
+            work, step, cores = np.maximum(1 + self._errors * chance.standard_normal(3), 0.1)
             varied = replace(
                 loop,
                 read_s=tuple(chance.choice(loop.read_s, len(loop.read_s)).tolist()),
                 work_s=loop.work_s * work,
                 take_s=loop.take_s * work,
                 step_s=loop.step_s * step,
+                cores=loop.cores * cores,
             )
             rates.append(min(forecast_rate(varied, seed=seed), self.now.ceiling))
         return fmean(rates), float(np.std(rates, ddof=1)) / fmean(rates)
