@@ -27,7 +27,7 @@ from colab_utils.data.coco import write_subset
 from colab_utils.data.sizes import plan_sizes
 from colab_utils.diagnosis.noise import LEAST_NOISE, find_error
 from colab_utils.diagnosis.simulator import Loop, forecast_rate
-from colab_utils.diagnosis.stages import LoadingStages
+from colab_utils.diagnosis.stages import SAMPLED_IMAGES, LoadingStages
 from colab_utils.diagnosis.timing import (
     BatchTimes,
     count_prefetch,
@@ -83,9 +83,8 @@ _SMALLER = 0.9
 TIMEOUT_S = 60.0
 # The emulated step of a trial keeps at least this share of a core busy.
 _LEAST_BUSY = 0.01
-# So many images, of at most so many bytes together, are copied to the local disk to see what work
-# they are in each form.
-_SAMPLED = 32
+# Of the images whose stages were timed, at most so many bytes are copied to the local disk to see
+# what work they are in each form.
 _SAMPLED_BYTES = 24e6
 # The work of a form is measured for this share of the ``seconds`` of a diagnosis.
 _COST_SHARE = 0.05
@@ -463,7 +462,7 @@ class _Model:
                 self.forms["shards"] = ShardDataset(folder)
         if not isinstance(dataset, CocoFolder):
             return
-        count = max(1, min(_SAMPLED, int(_SAMPLED_BYTES / max(self.now.timed.file_bytes, 1))))
+        count = max(1, int(_SAMPLED_BYTES / max(self.now.timed.file_bytes, 1)))
         chosen = self.now.timed.indices[:count]
         loose = copy(dataset)
         loose.cache = FileCache(folder / "images")
@@ -471,7 +470,9 @@ class _Model:
             loose.read(index)
         self.forms["loose"] = Subset(loose, chosen)
         annotations = write_subset(dataset.coco, chosen, folder / "sample.json")
-        recipes: dict[str, dict[str, Any]] = {"shards": {"storage": "keep"}, "resized": _SIDES}
+        recipes: dict[str, dict[str, Any]] = {"shards": {"storage": "keep"}}
+        if self.pixels <= _SMALLER:
+            recipes["resized"] = _SIDES
         for form, recipe in recipes.items():
             shards = folder / form
             write_shards(
@@ -521,8 +522,12 @@ class _Model:
                     now, self.forms[form], packs=packs, num_workers=1, persistent_workers=True
                 ) as like,
             ):
-                sample = min(_SAMPLED, len(self.forms[form]))
-                self._costs[key] = _measure_cost(like, sample, now.loop.batch_size, now.seconds)
+                self._costs[key] = _measure_cost(
+                    like,
+                    min(SAMPLED_IMAGES, len(self.forms[form])),
+                    now.loop.batch_size,
+                    now.seconds,
+                )
         return self._costs.get(key, _Cost(now.loop.cpu_ms_per_image / 1000))
 
     def choose_workers(self) -> int:

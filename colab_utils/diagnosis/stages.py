@@ -23,9 +23,10 @@ from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import Loader
 
-# Of so many images, the files are read, and of so many of them, the other stages are timed.
+SAMPLED_IMAGES = 32
+"""Of so many images, the stages after the read are timed, and what they cost in other forms."""
+# Of so many images, the files are read.
 _IMAGES = 256
-_WORKED = 32
 # So many files are read at the same time: first few, then many.
 _FEW = 8
 _MANY = 64
@@ -214,7 +215,7 @@ def _time_in_worker(
     if isinstance(dataset, CocoFolder | ShardDataset):
         timed = time_dataset_stages(dataset, indices, dense=dense, seconds=seconds)
     else:
-        timed = time_samples(dataset, indices[:_WORKED], images=images, seconds=seconds / 4)
+        timed = time_samples(dataset, indices[:SAMPLED_IMAGES], images=images, seconds=seconds / 4)
     if collate and len(timed.indices) >= images:
         samples = load_samples(dataset, timed.indices[:images])
         # The loader may put together only what fits together, such as samples of one size.
@@ -274,7 +275,7 @@ def choose_images(sizes: NDArray[np.int64], indices: Sequence[int]) -> list[int]
         [0, 1]
     """
     by_pixels = sorted(indices, key=lambda index: int(sizes[index].prod()))
-    count = min(_WORKED, len(indices))
+    count = min(SAMPLED_IMAGES, len(indices))
     places = (np.arange(count) + 0.5) * len(indices) / count
     order = np.random.default_rng(0).permutation(count)
     return [by_pixels[place] for place in places.astype(int)[order]]
