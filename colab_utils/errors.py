@@ -5,10 +5,11 @@ Every error that a user can cause is a `ColabUtilsError`.
 
 import re
 
-# Control characters, characters that break a line or change the direction of text, and surrogates,
-# which are halves of characters.
+# Control characters, characters that break a line or change the direction of text, spaces that look
+# like the usual one, and surrogates, which are halves of characters.
 _UNSEEN = re.compile(
-    "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f\ud800-\udfff\ufffe\uffff]"
+    "[\x00-\x1f\x7f-\xa0\u061c\u2000-\u200a\u200e\u200f\u2028-\u202f\u205f\u2066-\u206f"
+    "\ud800-\udfff\ufffe\uffff]"
 )
 # The name and the password in a URL, and the query of a web address, which may be a signature.
 _LOGIN = re.compile(r"([a-z][a-z0-9+.-]+:/+)[^\s/?#]*@", re.IGNORECASE)

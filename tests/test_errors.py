@@ -46,6 +46,8 @@ def test_every_control_character_is_escaped_and_all_letters_stay():
             assert escape(char) == char
     assert escape(KEPT) == KEPT
     assert escape("a\nb\u202ec") == r"a\nb\u202ec"
+    # This space looks like the usual one, and is another character of a name.
+    assert escape("a\xa0b") == r"a\xa0b"
     assert escape(escape(HOSTILE)) == escape(HOSTILE)
 
 

@@ -174,9 +174,10 @@ def test_three_images_are_enough_for_a_diagnosis(tiny_dataset, tmp_path, no_fixe
         read_coco(tiny_dataset.annotations), range(3), tmp_path / "three.json"
     )
     loader = make_loader(CocoFolder(tiny_dataset.images, annotations), batch_size=2, workers=0)
-    diagnosis = diagnose(loader, EmulatedStep(5), seconds=0.5)
+    # A busy machine gives few batches in less time.
+    diagnosis = diagnose(loader, EmulatedStep(5), seconds=3)
     assert diagnosis.images_per_second > 0
-    assert diagnosis.batches >= 1
+    assert diagnosis.batches >= 3
     json.dumps(dataclasses.asdict(diagnosis), allow_nan=False)
 
 

@@ -86,8 +86,7 @@ class Case:
             return work(*arguments, **named)
         except ColabUtilsError as error:
             text = str(error)
-            # A terminal shows the space that does not break as a space.
-            if len(text) < 3 or not text.replace("\xa0", " ").isprintable():
+            if len(text) < 3 or not text.isprintable():
                 raise WrongDataError(f"not one printable line: {text!r:.300}") from error
             self.refused.append(text)
             return None
