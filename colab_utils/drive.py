@@ -178,7 +178,7 @@ def guard_drive(path: object) -> Iterator[None]:
     except OSError as error:
         if error.errno in SHORTAGES:
             reason = explain_os_error(error, "")
-            raise UnavailableError(f"{path} cannot be opened: {reason}") from None
+            raise UnavailableError(f"A limit of the system is reached: {reason}") from None
         is_suspect = error.errno in _GONE_ON_DRIVE and is_on_drive(path)
         if error.errno not in _GONE and not is_suspect:
             raise
