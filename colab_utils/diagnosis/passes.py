@@ -291,9 +291,8 @@ class Pass:
             seen = seen._replace(call=death.rpartition("(")[2])
         else:
             verdict, seen = self._observe(wait, job.pid)
-            cure = FINDINGS[verdict].cure
-            if verdict == "lost":
-                cure = self._describe_files() or cure
+            # Where files are used up, a worker may be idle, wait, or ask again and again.
+            cure = self._describe_files() or FINDINGS[verdict].cure
         file = find_file(self._monitor.dataset, seen.sample)
         if verdict == "read":
             file = seen.path
