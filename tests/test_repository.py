@@ -284,6 +284,7 @@ def test_the_five_notebooks_carry_no_outputs():
             '--images "my photos" --annotations "a.json"',
         ),
         (["demo", "STRICT=1"], "--strict"),
+        (["demo", "LABS=0"], "--no-labs"),
         (["test"], "-m pytest"),
         (["setup", "-B"], "pip install -r requirements.txt -e '.[dev]'"),
         (["badges", "REPO=me/fast"], '-m tools.cells badges "me/fast"'),

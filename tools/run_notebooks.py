@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +33,7 @@ __all__ = [
     "DemoReport",
     "NotebookError",
     "find_faults",
+    "find_labs",
     "inject_parameters",
     "main",
     "run_demo",
@@ -81,6 +82,7 @@ def run_demo(
     notebooks: str | Path | None = None,
     parameters: Mapping[str, Any] | None = None,
     only: Collection[str] = (),
+    labs: bool = True,
 ) -> DemoReport:
     """Run the five notebooks in order, and write them as pages with an index whose first screen is
     the result.
@@ -94,6 +96,7 @@ def run_demo(
         parameters: settings by name, such as ``{"BATCH_SIZE": 2}``, for every notebook that has
             them.
         only: names of the notebooks to run. Default: all.
+        labs: whether the labs behind each notebook run, too.
 
     Raises:
         NotebookError: a notebook fails; it names the cell, and the page up to there is kept.
@@ -108,7 +111,7 @@ def run_demo(
     started = perf_counter()
     _require_both(images, annotations)
     paths = [path for path in _find_notebooks(notebooks) if not only or path.stem in only]
-    loaded = [(path.stem, _read_notebook(path)) for path in paths]
+    loaded = [(path.stem, _read_notebook(path, labs=labs)) for path in paths]
     settings = dict(parameters or {})
     if images and annotations:
         settings |= {"IMAGES": os.path.abspath(images), "ANNOTATIONS": os.path.abspath(annotations)}
@@ -178,6 +181,21 @@ def inject_parameters(notebook: Any, values: Mapping[str, Any]) -> None:
         notebook.cells.insert(_find_parameters(notebook) + 1, cell)
 
 
+def find_labs(sources: Iterable[str]) -> int | None:
+    """Return the position of the first lab among the cells of a notebook; None where there is none.
+    All cells behind it are of labs, too.
+
+    Args:
+        sources: the text of each cell.
+
+    Example:
+        >>> find_labs(["# A notebook", "print(1)", "## Lab A: balance", "print(2)"])
+        2
+    """
+    starts = (position for position, source in enumerate(sources) if source.startswith("## Lab "))
+    return next(starts, None)
+
+
 def _require_both(images: str | Path | None, annotations: str | Path | None) -> None:
     if bool(images) == bool(annotations):
         return
@@ -222,7 +240,7 @@ def _find_notebooks(folder: str | Path | None) -> list[Path]:
     return notebooks
 
 
-def _read_notebook(path: Path) -> Any:
+def _read_notebook(path: Path, *, labs: bool = True) -> Any:
     try:
         import nbclient  # noqa: F401
         import nbconvert  # noqa: F401
@@ -232,7 +250,10 @@ def _read_notebook(path: Path) -> Any:
             f"The demo needs nbclient, nbconvert and ipykernel, and {error.name} is missing. "
             "Install them: pip install nbclient nbconvert ipykernel"
         ) from None
-    return nbformat.read(path, as_version=4)
+    notebook = nbformat.read(path, as_version=4)
+    if not labs:
+        notebook.cells = notebook.cells[: find_labs(cell.source for cell in notebook.cells)]
+    return notebook
 
 
 async def _judge_cell(client: Any, checks: Sequence[Check]) -> list[Judgement]:
@@ -395,6 +416,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="run notebooks with contradicted sentences again, in DIR-again, and fail where both "
         "runs contradict one",
     )
+    parser.add_argument("--no-labs", action="store_true", help="leave out the labs")
     options = parser.parse_args(arguments)
     try:
         return _run(options)
@@ -410,15 +432,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    dataset = {"images": options.images, "annotations": options.annotations}
-    report = run_demo(options.output, **dataset)
+    arguments = {
+        "images": options.images,
+        "annotations": options.annotations,
+        "labs": not options.no_labs,
+    }
+    report = run_demo(options.output, **arguments)
     for judgement in report.contradictions:
         print(judgement, file=sys.stderr)
     print(report)
     if not options.strict or not report.contradictions:
         return 0
     names = {judgement.check.notebook for judgement in report.contradictions}
-    again = run_demo(f"{options.output}-again", **dataset, only=names)
+    again = run_demo(f"{options.output}-again", **arguments, only=names)
     print(again)
     faults = find_faults(report, again)
     if faults:

@@ -13,6 +13,7 @@ import pytest
 
 from colab_utils.course.questions import QUESTIONS
 from tests.density import count_nodes, find_packed_lines
+from tools.run_notebooks import find_labs
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 NAMES = [
@@ -39,6 +40,14 @@ MOST_NAMES = {
     "04_train_mask_rcnn": 21,
     "05_compare_timings": 17,
 }
+# The cells, visible code lines and words of what a class runs: all that stands before the labs.
+MOST_OF_A_SPINE = {
+    "01_detect_bottleneck": (40, 150, 1200),
+    "02_preprocess_to_shards": (40, 150, 1000),
+    "03_copy_to_local_ssd": (32, 120, 850),
+    "04_train_mask_rcnn": (48, 190, 1300),
+    "05_compare_timings": (30, 100, 900),
+}
 BADGE = re.compile(
     r"\[!\[Open In Colab\]\(https://colab\.research\.google\.com/assets/colab-badge\.svg\)\]"
     r"\(https://colab\.research\.google\.com/github/([\w.-]+/[\w.-]+)"
@@ -64,6 +73,11 @@ def notebook(text):
 @pytest.fixture
 def sources(notebook):
     return [(cell["cell_type"], "".join(cell["source"]), cell) for cell in notebook["cells"]]
+
+
+@pytest.fixture
+def spine(sources):
+    return sources[: find_labs(source for _, source, _ in sources)]
 
 
 @pytest.fixture
@@ -126,7 +140,7 @@ def test_the_title_has_a_badge_for_this_very_notebook(name, sources):
     assert badge[1:] == ("colab", f"notebooks/{name}.ipynb")
 
 
-def test_the_parts_come_in_order(sources):
+def test_the_parts_come_in_order(spine):
     order = [
         "What you will learn",
         "## Setup",
@@ -140,10 +154,31 @@ def test_the_parts_come_in_order(sources):
     for part in order:
         start = positions[-1] if positions else 1
         positions.append(
-            next(n for n, (_, source, _) in enumerate(sources) if n >= start and part in source)
+            next(n for n, (_, source, _) in enumerate(spine) if n >= start and part in source)
         )
     assert positions == sorted(positions)
-    assert positions[-1] == len(sources) - 1
+    assert positions[-1] == len(spine) - 1
+
+
+def test_labs_are_folded_on_opening(sources, spine, notebook):
+    labs = sources[len(spine) :]
+    headings = [cell for _, source, cell in labs if source.startswith("## ")]
+    assert all("".join(cell["source"]).startswith("## Lab ") for cell in headings)
+    ids = [cell["id"] for cell in headings]
+    assert notebook["metadata"]["colab"].get("collapsed_sections", []) == ids
+    # Colab has its ids in the metadata.
+    assert [cell["metadata"]["id"] for cell in headings] == ids
+
+
+def test_a_class_can_run_the_spine(name, sources, spine):
+    if len(spine) == len(sources):
+        pytest.skip("no labs yet")
+    most_cells, most_lines, most_words = MOST_OF_A_SPINE[name]
+    texts = [source for kind, source, _ in spine if kind == "markdown"]
+    lines = [list_code_lines(source) for source in find_open_cells(spine)]
+    assert len(spine) <= most_cells
+    assert sum(map(len, lines)) <= most_lines
+    assert sum(len(text.split()) for text in texts) <= most_words
 
 
 def test_time_and_runtime_type_are_said(sources):
@@ -259,7 +294,7 @@ def test_only_the_setup_installs(sources):
 
 def test_no_state_by_magic(codes):
     for source in codes:
-        assert not re.search(r"^\s*[%!](?!pip )", source, re.MULTILINE), "only %pip is a magic here"
+        assert not re.search(r"^\s*[%!](?!pip |%writefile )", source, re.MULTILINE), source
 
 
 def test_colab_utils_is_imported_before_torch(codes):

@@ -270,6 +270,24 @@ def test_settings_are_injected_after_the_tagged_cell(tmp_path):
     assert cells[3].outputs[0].text == "True True\n"
 
 
+def test_labs_are_left_out_on_request(tmp_path):
+    import nbformat
+    import nbformat.v4 as v4
+
+    folder = tmp_path / "notebooks"
+    [path] = write_notebooks(folder, "print('the spine')").glob("*.ipynb")
+    notebook = nbformat.read(path, as_version=4)
+    spine = [cell.id for cell in notebook.cells]
+    notebook.cells.append(v4.new_markdown_cell("## Lab A: more"))
+    notebook.cells.append(v4.new_code_cell("raise ValueError('a lab')"))
+    nbformat.write(notebook, path)
+    report = run_demo(tmp_path / "out", notebooks=folder, labs=False)
+    run = nbformat.read(report.notebooks[0].notebook, as_version=4)
+    assert [cell.id for cell in run.cells] == spine
+    with pytest.raises(ColabUtilsError, match="a lab"):
+        run_demo(tmp_path / "out", notebooks=folder)
+
+
 def test_a_failing_notebook_names_itself_and_its_cell_and_keeps_its_page(tmp_path):
     notebooks = write_notebooks(
         tmp_path / "notebooks", "print('so far')\nraise ValueError('one line\\nthe last line')"
