@@ -31,14 +31,14 @@ MOST_CELLS = {
     "03_copy_to_local_ssd": 70,
     "04_train_mask_rcnn": 98,
     # Each of twelve pieces of advice has a text and one or two cells.
-    "05_compare_timings": 92,
+    "05_compare_timings": 76,
 }
 MOST_NAMES = {
     "01_detect_bottleneck": 20,
     "02_preprocess_to_shards": 16,
     "03_copy_to_local_ssd": 16,
     "04_train_mask_rcnn": 21,
-    "05_compare_timings": 17,
+    "05_compare_timings": 12,
 }
 # The cells, visible code lines and words of what a class runs: all that stands before the labs.
 MOST_OF_A_SPINE = {
@@ -175,10 +175,12 @@ def test_a_class_can_run_the_spine(name, sources, spine):
         pytest.skip("no labs yet")
     most_cells, most_lines, most_words = MOST_OF_A_SPINE[name]
     texts = [source for kind, source, _ in spine if kind == "markdown"]
+    # A check of a sentence is not read.
+    words = re.sub("<!--.*?-->", "", "\n".join(texts), flags=re.DOTALL).split()
     lines = [list_code_lines(source) for source in find_open_cells(spine)]
     assert len(spine) <= most_cells
     assert sum(map(len, lines)) <= most_lines
-    assert sum(len(text.split()) for text in texts) <= most_words
+    assert len(words) <= most_words
 
 
 def test_time_and_runtime_type_are_said(sources):
@@ -229,7 +231,8 @@ def test_cells_are_plain_python(sources):
         if kind == "code" and cell["id"] != "setup":
             nodes += count_nodes(ast.parse(strip_magics(source)))
             lines += len(list_code_lines(source))
-    assert round(nodes / lines, 1) <= 5.8
+    # Each cell prints what it measured, and an f-string holds many nodes.
+    assert round(nodes / lines, 1) <= 6.4
     for source in find_open_cells(sources):
         tree = ast.parse(strip_magics(source))
         assert not list(find_packed_lines(tree)), source
