@@ -200,26 +200,43 @@ function setUpCase({ letter, loadS, spread, why }) {
   draw();
 }
 
+const BATCH_SIZE = 4;
 const KNOBS = [
   { name: "workers", label: "Workers", least: 0, most: 16, step: 1, start: 2, show: (value) => `${value}` },
-  { name: "load_s", label: "Loading a batch", least: -2, most: 1, step: 0.02, start: 0.38, log: true },
-  { name: "load_cv", label: "Its spread", least: 0, most: 1.5, step: 0.01, start: 0.22, show: percent },
-  { name: "step_s", label: "A step", least: -2, most: 0.5, step: 0.02, start: -1, log: true },
+  { name: "streams", label: "Reads at once, a worker", least: 0, most: 5, step: 1, start: 0, power: 2 },
+  { name: "order", label: "Order of the batches", least: 0, most: 1, step: 1, start: 0, show: (value) => (value ? "any" : "as asked") },
+  { name: "file_s", label: "Reading a file", least: -2.5, most: 0.5, step: 0.02, start: -0.22, power: 10 },
+  { name: "spread", label: "Its spread", least: 0, most: 1.5, step: 0.01, start: 0.8, show: percent },
+  { name: "step_s", label: "A step", least: -2, most: 0.5, step: 0.02, start: -1, power: 10 },
   { name: "prefetch", label: "Prefetch, a worker", least: 1, most: 8, step: 1, start: 2, show: (value) => `${value}` },
 ];
 
+/** Returns times of 64 files: lognormal, with this mean and spread. */
+function listReads(meanS, cv) {
+  const draw = drawTimes(1, cv, SEED, 3);
+  const times = Array.from({ length: 64 }, draw);
+  const mean = times.reduce((sum, time) => sum + time) / times.length;
+  return times.map((time) => (time / mean) * meanS);
+}
+
 function setUpKnobs() {
-  const settings = { seed: SEED };
+  const settings = {};
   const draw = () => {
-    const perBatchS = Math.max(settings.step_s, settings.load_s / Math.max(1, settings.workers));
-    const seconds = Math.ceil(Math.max(30, 100 * perBatchS));
-    const run = simulate({ ...settings, seconds });
+    const { workers, streams, step_s, prefetch } = settings;
+    const lanes = Math.max(1, workers);
+    const readS = (BATCH_SIZE * settings.file_s) / streams;
+    const seconds = Math.ceil(Math.max(30, 50 * Math.max(step_s, readS / lanes)));
+    const run = simulate({
+      workers, streams, step_s, prefetch, seconds, batch_size: BATCH_SIZE, seed: SEED,
+      read_s: listReads(settings.file_s, settings.spread), in_order: !settings.order,
+    });
     find("knobs-answer").textContent =
-      `${run.batches} batches in ${seconds} s: the GPU works ${percent(run.utilisation)} of the time, and waits ` +
-      `${percent(1 - run.utilisation)}.`;
+      `${run.batches} batches of ${BATCH_SIZE} in ${seconds} s: the GPU works ${percent(run.utilisation)} of the time, ` +
+      `and waits ${percent(1 - run.utilisation)}. ` +
+      `The law: at least max(${(readS / lanes).toPrecision(2)} s, ${step_s.toPrecision(2)} s) a batch.`;
     const shownS = run.steps.length > 25 ? run.steps[25].start : seconds;
     const rows = run.loads.map((spans) => ({ kind: "load", spans }));
-    const who = settings.workers ? `${settings.workers} workers load` : "the training process loads";
+    const who = workers ? `${workers} workers load` : "the training process loads";
     const description = `The first ${shownS.toPrecision(2)} s: ${who} (blue), and the steps (orange, the lowest row). ` +
       "A gap between steps is waiting.";
     const picture = drawRows([...rows, { kind: "step", spans: run.steps }], shownS, description);
@@ -231,8 +248,8 @@ function setUpKnobs() {
     slider.value = knob.start;
     const shown = make("output");
     const read = () => {
-      const value = knob.log ? 10 ** Number(slider.value) : Number(slider.value);
-      const told = knob.log ? `${value.toPrecision(2)} s` : knob.show(value);
+      const value = knob.power ? knob.power ** Number(slider.value) : Number(slider.value);
+      const told = knob.show ? knob.show(value) : knob.name.endsWith("_s") ? `${value.toPrecision(2)} s` : `${value}`;
       settings[knob.name] = value;
       shown.textContent = told;
       slider.setAttribute("aria-valuetext", told);

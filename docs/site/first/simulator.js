@@ -3,50 +3,268 @@
 "use strict";
 
 const ROUNDING_S = 1e-9;
+// A step keeps this share of a core busy; a thread beside it holds Python's lock for that share of its work.
+const BUSY = 0.9;
+const LOCK = 0.3;
 
-/** Simulates a PyTorch DataLoader that feeds a training step, second by second. */
+// Images that the streams of a worker read before those of the batch that it loads.
+const AHEAD_IMAGES = 256;
+
+/** Simulates a PyTorch DataLoader that feeds a training step, event by event. */
 function simulate({
-  workers, load_s, step_s, load_cv = 0, step_cv = 0, prefetch = 2, seconds = 30, seed = 0,
+  workers, step_s, load_s = 0, load_cv = 0, step_cv = 0, prefetch = 2, batch_size = 1, streams = 1, read_s = 0,
+  work_s = 0, handoff_s = 0, cores = Infinity, in_order = true, seconds = 30, seed = 0,
 }) {
-  // Without workers the training process loads: one lane, one batch ahead.
-  const lanes = Math.max(1, workers);
-  const ahead = Math.max(1, workers * prefetch);
-  const drawLoad = drawTimes(load_s, load_cv, seed, 0);
-  const drawStep = drawTimes(step_s, step_cv, seed, 1);
-  const loads = [];
-  const steps = [];
-  for (;;) {
-    const batch = steps.length;
-    let askedS = 0;
-    if (batch >= ahead) {
-      const earlier = steps[batch - ahead];
-      askedS = workers ? earlier.start : earlier.end;
-    }
-    if (askedS > seconds - ROUNDING_S) break;
-    let loadStartS = askedS;
-    if (batch >= lanes) loadStartS = Math.max(askedS, loads[batch - lanes].end);
-    const load = { batch, start: loadStartS, end: loadStartS + drawLoad() };
-    loads.push(load);
-    let stepStartS = load.end;
-    if (batch) stepStartS = Math.max(load.end, steps[batch - 1].end);
-    steps.push({ batch, start: stepStartS, end: stepStartS + drawStep() });
-  }
+  const reads = [].concat(read_s);
+  const read_ahead = workers ? AHEAD_IMAGES : streams;
+  const loop = {
+    workers, step_s, prefetch, batch_size, streams, work_s, handoff_s, cores, in_order, read_ahead,
+    waits: load_s > 0,
+    load: drawByNumber(drawTimes(load_s, load_cv, seed, 0)),
+    step: drawTimes(step_s, step_cv, seed, 1),
+    read: drawByNumber(drawReads(reads, seed, 2)),
+  };
+  const { loads, steps } = play(loop, seconds);
   const begun = (span) => span.start < seconds - ROUNDING_S;
   const shownSteps = steps.filter(begun);
   let workedS = 0;
   for (const step of shownSteps) workedS += Math.min(step.end, seconds) - step.start;
-  const byLane = [];
-  for (let lane = 0; lane < lanes; lane += 1) {
-    byLane.push(loads.filter((load) => load.batch % lanes === lane && begun(load)));
-  }
   return {
     workers,
     prefetch,
     seconds,
     batches: steps.filter((step) => step.end <= seconds + ROUNDING_S).length,
     utilisation: workedS / seconds,
-    loads: byLane,
+    loads: loads.map((spans) => spans.filter(begun)),
     steps: shownSteps,
+  };
+}
+
+/** Runs the processes of a loop for so many seconds; returns the spans of its workers and steps. */
+function play(loop, seconds) {
+  const lanes = Math.max(1, loop.workers);
+  const makeList = (make) => Array.from({ length: lanes }, make);
+  // Of the threads beside a step, only one holds Python's lock.
+  const clock = new Clock(loop.workers ? loop.cores : Math.min(loop.cores, 1 / LOCK));
+  const loads = makeList(() => []);
+  const steps = [];
+  // Batches that each worker is asked for. In any order, the next worker that is free begins.
+  const anyone = makeQueue();
+  const asked = makeList(() => (loop.in_order ? makeQueue() : anyone));
+  // Images of each worker that its streams must read, and the images that are on their way.
+  const unread = makeList(makeQueue);
+  const planned = makeList(() => 0);
+  const coming = new Map();
+  // Batches that can be taken, and those that come after a batch that is not ready.
+  const line = makeQueue();
+  const early = new Set();
+  let due = 0;
+  let next = 0;
+
+  const ask = (number) => {
+    for (let left = number; left > 0; left -= 1) {
+      clock.put(asked[next % loop.workers], next);
+      next += 1;
+    }
+  };
+
+  function* train() {
+    ask(loop.workers * loop.prefetch);
+    for (let number = 0; ; number += 1) {
+      let batch = number;
+      if (loop.workers) {
+        batch = yield line;
+        ask(1);
+      } else {
+        yield* load(0, batch);
+      }
+      const span = { batch, start: clock.nowS, end: Infinity };
+      steps.push(span);
+      yield makeActivity(loop.step(), BUSY);
+      span.end = clock.nowS;
+    }
+  }
+
+  function* work(lane) {
+    for (;;) {
+      const batch = yield asked[lane];
+      yield* load(lane, batch);
+      if (!loop.in_order) due = batch;
+      early.add(batch);
+      while (early.delete(due)) {
+        clock.put(line, due);
+        due += 1;
+      }
+    }
+  }
+
+  function* load(lane, batch) {
+    const spans = loads[lane];
+    const first = (spans.length * lanes + lane) * loop.batch_size;
+    const span = { batch, start: clock.nowS, end: Infinity };
+    spans.push(span);
+    if (loop.waits) yield makeActivity(loop.load(batch));
+    if (loop.streams > 1) plan(lane, loop.batch_size);
+    for (let image = first; image < first + loop.batch_size; image += 1) {
+      if (loop.streams > 1) {
+        yield coming.get(image);
+        coming.delete(image);
+      } else {
+        yield* read(image);
+      }
+      if (loop.work_s && (loop.streams === 1 || loop.workers)) yield makeActivity(loop.work_s, 1);
+    }
+    if (loop.workers && loop.handoff_s) yield makeActivity(loop.handoff_s, 1);
+    span.end = clock.nowS;
+  }
+
+  const plan = (lane, number) => {
+    const size = loop.batch_size;
+    for (let place = planned[lane]; place < planned[lane] + number; place += 1) {
+      const image = (Math.floor(place / size) * lanes + lane) * size + (place % size);
+      coming.set(image, makeQueue());
+      clock.put(unread[lane], image);
+    }
+    planned[lane] += number;
+  };
+
+  function* stream(lane) {
+    for (;;) {
+      const image = yield unread[lane];
+      yield* read(image);
+      if (loop.work_s && !loop.workers) yield makeActivity(loop.work_s, 1);
+      clock.put(coming.get(image), image);
+    }
+  }
+
+  function* read(image) {
+    const readS = loop.read(image);
+    if (readS) yield makeActivity(readS);
+  }
+
+  clock.start(train());
+  for (let lane = 0; lane < loop.workers; lane += 1) clock.start(work(lane));
+  for (let lane = 0; lane < lanes && loop.streams > 1; lane += 1) {
+    plan(lane, loop.read_ahead);
+    for (let number = 0; number < loop.streams; number += 1) clock.start(stream(lane));
+  }
+  while (clock.advance(seconds));
+  // What has begun goes on until it ends, so that a picture can show how far it is.
+  const isOpen = (span) => span.start < seconds && span.end === Infinity;
+  while ([...loads, steps].some((spans) => spans.some(isOpen))) clock.advance(seconds);
+  return { loads, steps };
+}
+
+/** A wait, or work, that takes so many seconds if it has its share of a core. */
+function makeActivity(seconds, share = 0) {
+  return { seconds, share, end: 0, speed: 1, process: null };
+}
+
+/** Items that processes take, the first come first. */
+function makeQueue() {
+  return { items: [], takers: [] };
+}
+
+/** Simulated time, and the cores that processes share in it. */
+class Clock {
+  constructor(cores) {
+    this.nowS = 0;
+    this.cores = cores;
+    this.active = [];
+    this.ready = [];
+  }
+
+  start(process, item) {
+    this.ready.push([process, item]);
+  }
+
+  put(queue, item) {
+    if (queue.takers.length) this.start(queue.takers.shift(), item);
+    else queue.items.push(item);
+  }
+
+  /** Lets all processes go on that can, then goes to the next event; returns whether one comes until then. */
+  advance(untilS) {
+    while (this.ready.length) this.resume(...this.ready.shift());
+    this.nowS = Math.min(...this.active.map((activity) => activity.end));
+    const done = this.active.filter((activity) => activity.end === this.nowS);
+    this.active = this.active.filter((activity) => activity.end !== this.nowS);
+    for (const activity of done) this.start(activity.process);
+    this.shareCores();
+    return this.nowS <= untilS + ROUNDING_S;
+  }
+
+  resume(process, item) {
+    const wanted = process.next(item).value;
+    if (wanted.items === undefined) {
+      wanted.end = this.nowS + wanted.seconds;
+      wanted.process = process;
+      this.active.push(wanted);
+      this.shareCores();
+    } else if (wanted.items.length) {
+      this.start(process, wanted.items.shift());
+    } else {
+      wanted.takers.push(process);
+    }
+  }
+
+  /** Gives work its share of the cores. If they are short, who wants little gets it, the others equal shares. */
+  shareCores() {
+    const work = this.active.filter((activity) => activity.share).sort((a, b) => a.share - b.share);
+    let left = this.cores;
+    work.forEach((activity, place) => {
+      const given = Math.min(activity.share, left / (work.length - place));
+      left -= given;
+      const speed = given / activity.share;
+      if (speed === activity.speed) return;
+      const restS = (activity.end - this.nowS) * activity.speed;
+      activity.end = this.nowS + restS / speed;
+      activity.speed = speed;
+    });
+  }
+}
+
+/** Returns a function that gives what is drawn by its number. All is drawn in the order of the numbers. */
+function drawByNumber(draw) {
+  const drawn = [];
+  return (number) => {
+    while (drawn.length <= number) drawn.push(draw());
+    return drawn[number];
+  };
+}
+
+/** Returns a function that draws these times; each comes once before any comes again. */
+function drawReads(reads, seed, stream) {
+  const draw = makePcg64(seed, stream);
+  let half = null;
+  const drawHalf = () => {
+    if (half !== null) {
+      const kept = half;
+      half = null;
+      return kept;
+    }
+    const bits = draw();
+    half = Number(bits >> 32n);
+    return Number(bits & 0xffffffffn);
+  };
+  // As numpy's shuffle: random bits, as many as the largest number has, until they are small enough.
+  const drawUpTo = (most) => {
+    const shift = Math.clz32(most);
+    for (;;) {
+      const number = (drawHalf() << shift) >>> shift;
+      if (number <= most) return number;
+    }
+  };
+  let waiting = [];
+  return () => {
+    if (!waiting.length) {
+      waiting = [...reads];
+      for (let last = waiting.length - 1; last > 0; last -= 1) {
+        const other = drawUpTo(last);
+        [waiting[last], waiting[other]] = [waiting[other], waiting[last]];
+      }
+    }
+    return waiting.shift();
   };
 }
 
