@@ -26,7 +26,7 @@ NAMES = [
 # Notebook 01 measures each term of the law in a cell of its own, and 02 each kind of work.
 MOST_CELLS = {
     "01_detect_bottleneck": 95,
-    "02_preprocess_to_shards": 76,
+    "02_preprocess_to_shards": 54,
     # Each way to bring data near, and each measure against full memory, has a cell of its own.
     "03_copy_to_local_ssd": 70,
     "04_train_mask_rcnn": 98,
@@ -35,7 +35,6 @@ MOST_CELLS = {
 }
 MOST_NAMES = {
     "01_detect_bottleneck": 20,
-    "02_preprocess_to_shards": 16,
     "03_copy_to_local_ssd": 16,
     "04_train_mask_rcnn": 21,
     "05_compare_timings": 12,
