@@ -208,6 +208,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "N|auto": number,
     "N|SHARE": number,
     "X": float,
+    "TIME": str,
     "NAME": str,
 }
 # The options of each command: a name, the word for its value, and its meaning. An option that is
@@ -274,6 +275,7 @@ learning_rate X: highest learning rate; the default depends on the batch size
 resume auto|never: continue a run, or begin anew (auto)
 seed N: seed of the order and of random weights (0)
 checkpoint_steps N: steps between checkpoints; without it, one a minute, and one at an epoch's end
+budget TIME: such as 2h, 1h30m or 90m: stop by then, with a checkpoint; the same command goes on
 """,
     "compare": """
 report DIR: folder for the receipt

@@ -4,6 +4,7 @@ import importlib
 import math
 import numbers
 import operator
+import re
 from collections.abc import Collection
 from typing import Any
 
@@ -11,6 +12,10 @@ from colab_utils.errors import ColabUtilsError
 
 # What to install for an import whose name is another one.
 _DISTRIBUTIONS = {"PIL.Image": "pillow", "pycocotools.mask": "pycocotools"}
+_AMOUNT = r"(\d+(?:\.\d+)?)"
+# The last group is a number without a unit.
+_TIME = re.compile(rf"(?=.)(?:{_AMOUNT}h)?(?:{_AMOUNT}m)?(?:{_AMOUNT}s)?|{_AMOUNT}")
+_UNITS_S = (3600, 60, 1, 1)
 
 
 def require_choice(name: str, value: Any, choices: Collection[Any]) -> None:
@@ -87,6 +92,28 @@ def require_number(
         wanted = " and ".join(words.format(limit) for words, limit, _ in given) or "as a number"
         raise ColabUtilsError(f"expected {name} {wanted}, found {value!r}. Pass another number.")
     return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
+def require_seconds(name: str, value: Any) -> float:
+    """Return the seconds of a number, or of a text such as "1h30m".
+
+    Raises:
+        ColabUtilsError: The value is neither, or it is not over 0.
+
+    Example:
+        >>> require_seconds("budget", "1h30m"), require_seconds("budget", 45)
+        (5400.0, 45)
+    """
+    if isinstance(value, str):
+        match = _TIME.fullmatch(value)
+        if match is None:
+            raise ColabUtilsError(
+                f"expected {name} as a time, found {value!r}. Pass a text such as 2h, 90m, 1h30m "
+                "or 45s, or a number of seconds."
+            )
+        amounts = zip(match.groups("0"), _UNITS_S, strict=True)
+        value = sum(float(amount) * unit_s for amount, unit_s in amounts)
+    return require_number(name, value, above=0, below=math.inf)
 
 
 def require_max_bad(value: Any) -> float:

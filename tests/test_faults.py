@@ -27,7 +27,6 @@ TINY = {
     "min_size": 64,
     "max_size": 96,
     "workers": 0,
-    "device": "cpu",
     "batch_size": 4,
 }
 SHARD_MB = 0.02

@@ -34,7 +34,6 @@ TRAINING = {
     "min_size": 64,
     "max_size": 96,
     "batch_size": 2,
-    "device": "cpu",
 }
 
 

@@ -274,8 +274,16 @@ class CheckpointWriter:
         self._folder = folder
         self._every_steps = every_steps
         self._saved_s = perf_counter()
+        self._slowest_s = 0.0
         self._thread = ThreadPool(1, "checkpoint")
-        self._jobs: list[Future[Place]] = []
+        self._jobs: list[Future[None]] = []
+
+    @property
+    def slowest_s(self) -> float:
+        """Return the seconds of the checkpoint that took longest, the one in progress included."""
+        if all(job.done() for job in self._jobs):
+            return self._slowest_s
+        return max(self._slowest_s, perf_counter() - self._saved_s)
 
     def is_due(self, step: int, *, epoch_ended: bool) -> bool:
         """Return whether a checkpoint is due after this step. While the last checkpoint is being
@@ -293,9 +301,13 @@ class CheckpointWriter:
 
     def submit(self, state: State, *, step: int, which: Which = "newest") -> None:
         """Copy a state to this machine's memory, and write it in the thread."""
-        copy = copy_to_cpu(dict(state))
-        self._jobs.append(self._thread.submit(self._folder.save, copy, step=step, which=which))
         self._saved_s = perf_counter()
+        copy = copy_to_cpu(dict(state))
+        self._jobs.append(self._thread.submit(self._save, copy, self._saved_s, step, which))
+
+    def _save(self, state: State, began_s: float, step: int, which: Which) -> None:
+        self._folder.save(state, step=step, which=which)
+        self._slowest_s = max(self._slowest_s, perf_counter() - began_s)
 
     def finish(self) -> None:
         """Wait until all checkpoints are written.

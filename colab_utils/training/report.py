@@ -163,7 +163,7 @@ Log = Callable[[TrainingPlan | LogLine], object]
 
 @dataclass(frozen=True)
 class TrainReport:
-    """A finished run."""
+    """A run that is finished, or that its budget has stopped."""
 
     steps: int
     """Steps of the run, those of earlier sessions included."""
@@ -202,4 +202,9 @@ class TrainReport:
             text += f"; {self.ap}"
         if self.best and self.best.step != self.steps:
             text += f"; best after step {self.best.step}: {self.best}"
+        if self.steps < self.plan.steps:
+            text += (
+                f"; stopped by its budget before step {self.steps + 1} of {self.plan.steps}: run "
+                "the same again to go on"
+            )
         return text

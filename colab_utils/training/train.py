@@ -5,7 +5,9 @@ import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
+from math import inf
 from pathlib import Path
+from time import perf_counter
 from typing import Literal, cast
 
 import torch
@@ -20,7 +22,7 @@ from colab_utils.loading.devices import find_device
 from colab_utils.loading.loader import Loader, make_loader
 from colab_utils.loading.ranks import Ranks
 from colab_utils.places import PlaceLike, open_place
-from colab_utils.require import require_choice
+from colab_utils.require import require_choice, require_seconds
 from colab_utils.shards.lock import hold_folder
 from colab_utils.training.checkpoint import CheckpointFolder, State, explain_state
 from colab_utils.training.data import DataSource, OpenData, find_images
@@ -61,21 +63,25 @@ def train(
     resume: Literal["auto", "never"] = "auto",
     seed: int = 0,
     checkpoint_steps: int | None = None,
+    budget: str | float | None = None,
     learning_rate: float | None = None,
     min_size: int | None = None,
     max_size: int | None = None,
     augment: Augment | Transforms | None = None,
     workers: int | Literal["auto"] = "auto",
     log: Log | None = None,
-    device: str | torch.device | None = None,
 ) -> TrainReport:
     """Train a Mask R-CNN on shards, with checkpoints in ``run``. The same call resumes from them.
 
     On a CPU, a run that was killed and resumed gives the same losses as an uninterrupted one, bit
     for bit. A resumed run keeps its model, sizes, batch size, augmentation and learning rate
     unless you name others. With another batch size it continues with the images that are left of
-    its epoch. On a GPU the heaviest batch is tried before the first step. If it does not fit, the
-    batch size is made smaller, or each batch is trained in parts; the plan reports it.
+    its epoch.
+
+    The model is trained on the GPU if there is one, else on the CPU. ``CUDA_VISIBLE_DEVICES``
+    chooses another GPU, or none. On a GPU the heaviest batch is tried before the first step. If it
+    does not fit, the batch size is made smaller, or each batch is trained in parts; the plan
+    reports it.
 
     Under ``torchrun`` all processes train one model by ``DistributedDataParallel``: each gets its
     share of every batch, and the first one evaluates and writes the files. With ``ssd`` one process
@@ -118,6 +124,10 @@ def train(
             the end of an epoch if ten seconds have passed since the last. A checkpoint is also
             written after the last step, on Ctrl-C, on SIGTERM and on errors. Checkpoints are
             written in a thread while training goes on.
+        budget: Time that this call may take, such as ``"2h"``, ``"90m"``, ``"1h30m"``, or a number
+            of seconds. Training stops so early that its last checkpoint is written by then, as
+            measured by its steps and checkpoints, but not before its first step. The same call
+            goes on in the next session. An evaluation for which there is no time is left out.
         learning_rate: The highest learning rate, reached after the warm-up. Default:
             ``choose_rate`` of the batch size.
         min_size: Shorter side in pixels. Default: 800; 192 for the light model on a CPU; 128 for
@@ -131,7 +141,6 @@ def train(
             more by a new process, and a warning names it.
         log: Called with the plan, then with a line every ten steps. Default: a progress bar is
             shown instead.
-        device: Where the model is trained. Default: the GPU if there is one, else the CPU.
 
     Raises:
         DriveLostError: Drive went away, and did not come back before its shards were needed. The
@@ -149,6 +158,7 @@ def train(
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: There is no folder of shards at ...
     """
+    ends_s = perf_counter() + (inf if budget is None else require_seconds("budget", budget))
     transforms = augment if callable(augment) else None
     asked = read_settings(
         {
@@ -177,7 +187,7 @@ def train(
             open_place(place)
     with ExitStack() as stack:
         stack.enter_context(use_training_defaults())
-        device = _choose_device(device)
+        device = _choose_device()
         ranks = stack.enter_context(join_ranks(device))
         folder = CheckpointFolder(run)
         state: State | None = None
@@ -192,9 +202,13 @@ def train(
         _require_same_call(ranks, data, asked)
         state = ranks.send(state)
 
-        settings = _choose_settings(asked, state, data, transforms=transforms, device=device)
         prepared = prepare_step(
-            settings, data, device=device, ranks=ranks, weights=weights, state=state
+            _choose_settings(asked, state, data, transforms=transforms, device=device),
+            data,
+            device=device,
+            ranks=ranks,
+            weights=weights,
+            state=state,
         )
         loader = _make_loader(prepared, data, transforms=transforms, workers=workers)
         stack.enter_context(closing(loader))
@@ -206,7 +220,7 @@ def train(
                     first_step = state["step"]
                 plan = make_plan(prepared, data, loader, first_step=first_step)
                 loader.expects_pass = plan.steps - first_step > loader.left
-                trainer = Trainer(plan, prepared.step, loader, folder, data)
+                trainer = Trainer(plan, prepared.step, loader, folder, data, ends_s=ends_s)
                 if state:
                     _warn_if_finished(plan, state["path"])
                     trainer.load_state(state)
@@ -232,21 +246,17 @@ def _warn_of_faults(data: OpenData) -> None:
             warn_of_faults(dataset.folder, dataset.index.faults)
 
 
-def _choose_device(device: str | torch.device | None) -> torch.device:
-    """Return the device that was named. Without a name, return this process's GPU, or the CPU."""
+def _choose_device() -> torch.device:
+    """Return this process's GPU, or the CPU."""
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         # CUDA reads this setting when it starts. Without it, batches of different sizes leave gaps
         # in the memory that are too small for the next batch.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    torch_device = find_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if torch_device.type != "cuda":
-        return torch_device
-    index = torch_device.index
-    if index is None:
-        index = int(os.environ.get("LOCAL_RANK", 0))
-    torch_device = find_device(torch.device("cuda", index))
-    torch.cuda.set_device(torch_device)
-    return torch_device
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = find_device(torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))))
+    torch.cuda.set_device(device)
+    return device
 
 
 def _choose_settings(

@@ -4,11 +4,13 @@ import math
 import signal
 import threading
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain, repeat
+from time import perf_counter
 from typing import Any, NoReturn
 
 import numpy as np
@@ -19,6 +21,7 @@ from tqdm import tqdm
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, describe_error
 from colab_utils.loading.clock import LoopClock
+from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import Loader
 from colab_utils.progress import show_progress
 from colab_utils.training.checkpoint import (
@@ -56,6 +59,9 @@ _MOST_SKIPPED_WITH_SCALE = 40
 class Trainer:
     """Trains a run step by step, and keeps its state: the model, the optimiser, the place in the
     order of the images, and the losses. ``train`` makes the trainer.
+
+    With ``ends_s``, a time from `time.perf_counter`, it stops so early that its last checkpoint is
+    written by then.
     """
 
     def __init__(
@@ -65,6 +71,8 @@ class Trainer:
         loader: Loader,
         folder: CheckpointFolder,
         data: OpenData,
+        *,
+        ends_s: float = math.inf,
     ) -> None:
         self.plan = plan
         self.step = step
@@ -102,9 +110,14 @@ class Trainer:
         # The number of the signal that asked this run to stop; 0 without one.
         self._signal = 0
         self._is_evaluating = False
+        self._ends_s = ends_s
+        # When the last batch was requested, and the seconds of the latest steps, waits included.
+        self._asked_s = 0.0
+        self._steps_s = deque[float](maxlen=_AGREE_STEPS)
+        self._evaluation_s = 0.0
 
     def run(self, log: Log | None) -> TrainReport:
-        """Train until the plan's last step, evaluate, and return a report.
+        """Train until the plan's last step or the end of the budget, evaluate, and return a report.
 
         ``log`` is called with the plan, then with each line. Without it, a progress bar is shown.
 
@@ -125,14 +138,18 @@ class Trainer:
                 self._train(batch)
                 bar.update()
                 epoch_ended = self.loader.left == len(self.loader)
-                is_logged = self.done in (self.plan.first_step + 1, self.plan.steps)
-                if is_logged or self.done % _LOG_STEPS == 0:
+                is_first = self.done == self.plan.first_step + 1
+                if is_first or self.done == self.plan.steps or self.done % _LOG_STEPS == 0:
                     self._log(log)
                 is_due = self.writer.is_due(self.done, epoch_ended=epoch_ended)
+                # The first checkpoint shows how long one takes.
+                is_due |= is_first and self._ends_s < math.inf
                 # The checkpoint of the last step is written after the loop.
                 if is_due and self.done < self.plan.steps:
                     self.save()
-                self._stop_if_asked()
+                self._steps_s.append(perf_counter() - self._asked_s)
+                if self._stop_if_asked():
+                    break
                 if epoch_ended and self.done < self.plan.steps:
                     self.clock.stop()
                     self._evaluate()
@@ -165,7 +182,7 @@ class Trainer:
         while self.done < self.plan.steps:
             # Transforms that run on the device draw random numbers inside next().
             self._seed(1)
-            self.clock.ask()
+            self._asked_s = self.clock.ask()
             batch = next(batches)
             self.clock.receive(self.loader.total)
             yield batch
@@ -270,29 +287,40 @@ class Trainer:
             log(line)
 
     def _evaluate(self) -> None:
-        """Evaluate on the first process, and save the weights if they are the best so far."""
+        """Evaluate on the first process if the budget has time for it.
+
+        Until an evaluation was measured, an image is expected to take as long as in training.
+        """
         if self.validation and self.ranks.is_first:
-            model = self.step.model
-            self._is_evaluating = True
-            try:
-                measured = evaluate(model, self.validation, device=self.step.device)
-                self.ap = replace(measured, step=self.done)
-            except (ColabUtilsError, OSError, MemoryError, torch.OutOfMemoryError) as error:
-                # Training goes on without this result, and the next evaluation tries again.
-                self.ap = None
-                text = f"this evaluation is skipped: {describe_error(error)}"
-                warnings.warn(text, ColabUtilsWarning, stacklevel=2)
-            self._is_evaluating = False
-            if self.ap and (self.best is None or self.ap.segm > self.best.segm):
-                state = {
-                    **self._facts,
-                    "model": model.state_dict(),
-                    "ap": asdict(self.ap),
-                    "validation": self.validation.fingerprint,
-                }
-                self.writer.submit(state, step=self.done, which="best")
-                self.best = self.ap
+            self.ap = None
+            image_s = self.ranks.count * self.clock.seconds / max(1, self.clock.images)
+            if self._has_time(self._evaluation_s or image_s * len(self.validation)):
+                began_s = perf_counter()
+                self._measure_precision(self.validation)
+                self._evaluation_s = perf_counter() - began_s
         self.ap, self.best = self.ranks.send((self.ap, self.best))
+
+    def _measure_precision(self, validation: ShardDataset) -> None:
+        """Evaluate, and save the weights if they are the best so far."""
+        model = self.step.model
+        self._is_evaluating = True
+        try:
+            measured = evaluate(model, validation, device=self.step.device)
+            self.ap = replace(measured, step=self.done)
+        except (ColabUtilsError, OSError, MemoryError, torch.OutOfMemoryError) as error:
+            # Training goes on without this result, and the next evaluation tries again.
+            text = f"this evaluation is skipped: {describe_error(error)}"
+            warnings.warn(text, ColabUtilsWarning, stacklevel=2)
+        self._is_evaluating = False
+        if self.ap and (self.best is None or self.ap.segm > self.best.segm):
+            state = {
+                **self._facts,
+                "model": model.state_dict(),
+                "ap": asdict(self.ap),
+                "validation": validation.fingerprint,
+            }
+            self.writer.submit(state, step=self.done, which="best")
+            self.best = self.ap
 
     def save(self, *, is_last: bool = False) -> None:
         """Write a checkpoint in a thread, if a step was done since the last checkpoint."""
@@ -446,14 +474,27 @@ class Trainer:
                 if signal.getsignal(number) is note:
                     signal.signal(number, handler)
 
-    def _stop_if_asked(self) -> None:
-        """Stop if a signal reached this process or another one. All stop after the same step."""
+    def _stop_if_asked(self) -> bool:
+        """Stop if a signal reached this process or another one, and return whether the budget is
+        used up. All processes stop after the same step.
+        """
+        steps = 1
+        if self.ranks.count > 1:
+            steps = _AGREE_STEPS
         # Asking the other processes takes time, so it is done every few steps.
-        if self.ranks.count > 1 and self.done % _AGREE_STEPS and self.done < self.plan.steps:
-            return
-        number = max(self.ranks.gather(self._signal))
+        if self.done % steps and self.done < self.plan.steps:
+            return False
+        is_over = not self._has_time(steps * max(self._steps_s, default=0.0))
+        number, is_over = max(self.ranks.gather((self._signal, is_over)))
         if number:
             _interrupt(number)
+        return is_over
+
+    def _has_time(self, seconds: float) -> bool:
+        """Return whether the budget has these seconds and those of the last checkpoint."""
+        # Another checkpoint may be in progress when the last one begins.
+        seconds += 2 * self.writer.slowest_s
+        return perf_counter() + seconds < self._ends_s
 
 
 def _interrupt(number: int) -> NoReturn:

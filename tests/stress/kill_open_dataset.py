@@ -44,7 +44,6 @@ train(
     batch_size=2,
     epochs=1,
     checkpoint_steps=5,
-    device="cpu",
 )
 open_dataset(images, annotations, drive=drive, ssd=ssd).wait()
 """

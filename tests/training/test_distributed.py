@@ -45,7 +45,6 @@ TINY = {
     "weights": None,
     "min_size": 64,
     "max_size": 96,
-    "device": "cpu",
     "workers": 0,
 }
 SLOW = DriveProfile("test", open_s=0.2, bytes_per_s=1e6, source="made up for the test")

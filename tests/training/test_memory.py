@@ -148,7 +148,6 @@ def test_on_a_gpu_training_begins_with_the_first_shard(tiny_shards, tmp_path, mo
             model=TINY_MODEL,
             weights=None,
             min_size=64,
-            device="cuda",
             workers=0,
         )
     assert len(arrived) == 1
@@ -245,7 +244,6 @@ def test_a_dense_set_trains_in_little_memory(tmp_path, monkeypatch):
         "weights": None,
         "min_size": 320,
         "max_size": 480,
-        "device": "cuda",
         "workers": 0,
     }
     plans = []

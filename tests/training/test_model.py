@@ -170,7 +170,6 @@ def test_the_tiny_model_learns(tmp_path):
         min_size=96,
         learning_rate=0.005,
         workers=0,
-        device="cpu",
     )
     assert report.plan.starts_from == "random", (
         "there are no weights to download, and none are missed"

@@ -37,7 +37,6 @@ QUICK = {
     "min_size": 64,
     "workers": 0,
     "batch_size": 4,
-    "device": "cuda",
 }
 
 
@@ -159,7 +158,7 @@ def test_evaluation_waits_no_more_for_many_objects(shards, gpu):
     ]
 
 
-def test_a_run_goes_on_there_and_elsewhere(shards, val_shards, tmp_path, gpu):
+def test_a_run_goes_on_there_and_elsewhere(shards, val_shards, tmp_path, gpu, monkeypatch):
     lines = []
     more = {"augment": "none"}
     first = train(
@@ -169,13 +168,8 @@ def test_a_run_goes_on_there_and_elsewhere(shards, val_shards, tmp_path, gpu):
     assert first.plan.precision in ("float16", "bfloat16")
     assert lines[-1].gpu_bytes > 500_000
     assert first.ap is not None
-    second = train(
-        shards,
-        tmp_path,
-        steps=3,
-        **(QUICK | {"device": "cpu"}),
-        **more,
-    )
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    second = train(shards, tmp_path, steps=3, **QUICK, **more)
     assert second.losses[:2] == first.losses
     assert all(math.isfinite(point.loss) for point in second.losses)
     model = load_trained_model(tmp_path)
@@ -264,8 +258,10 @@ def test_memory_that_runs_out_later_halves_the_batch(shards, tmp_path, gpu):
 
 
 @simulated
-def test_a_run_begun_on_a_cpu_is_explained_on_a_gpu(shards, tmp_path, gpu):
-    train(shards, tmp_path, steps=1, **(QUICK | {"device": "cpu"}))
+def test_a_run_begun_on_a_cpu_is_explained_on_a_gpu(shards, tmp_path, gpu, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.cuda.is_available", lambda: False)
+        train(shards, tmp_path, steps=1, **QUICK)
     with pytest.warns(
         ColabUtilsWarning,
         match=r"was begun on a CPU: on this GPU it continues with tiny at 64 pixels",

@@ -23,7 +23,6 @@ TINY = {
     "min_size": 64,
     "max_size": 96,
     "workers": 0,
-    "device": "cpu",
     "batch_size": 2,
     "checkpoint_steps": 2,
 }

@@ -25,6 +25,7 @@ from colab_utils import drive, files
 from colab_utils.course.sample_data import BuiltinDataset, make_dataset
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.loading import clock
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.shards.lock import hold_folder
@@ -53,7 +54,6 @@ TINY = {
     "min_size": 64,
     "max_size": 96,
     "workers": 0,
-    "device": "cpu",
     "batch_size": 2,
 }
 
@@ -433,7 +433,6 @@ def test_resume_takes_the_settings_of_the_run(undisturbed, tiny_shards, run):
         run,
         steps=6,
         workers=0,
-        device="cpu",
         learning_rate=0.0005,
     )
     report = train(
@@ -441,7 +440,6 @@ def test_resume_takes_the_settings_of_the_run(undisturbed, tiny_shards, run):
         run,
         steps=6,
         workers=0,
-        device="cpu",
     )
     assert report.plan.learning_rate == 0.0005
     assert (report.plan.min_size, report.plan.max_size, report.plan.batch_size) == (64, 96, 2)
@@ -508,7 +506,6 @@ def test_epochs_are_counted_in_images_whatever_the_batches(tiny_shards, tmp_path
         tmp_path,
         epochs=2,
         workers=0,
-        device="cpu",
     )
     assert again.steps == report.steps
 
@@ -564,7 +561,6 @@ def test_a_checkpoint_of_another_version_is_not_trained_on(
             steps=6,
             log=print,
             workers=0,
-            device="cpu",
         )
 
 
@@ -715,6 +711,72 @@ def test_a_signal_that_is_ignored_ends_no_training(tiny_shards, tmp_path):
         signal.signal(signal.SIGTERM, previous)
 
 
+@pytest.fixture
+def now(monkeypatch) -> list[float]:
+    """The time, which stands still; each step moves it by a second."""
+    now = [1000.0]
+    for module in (loop, trainer, clock, checkpoint):
+        monkeypatch.setattr(module, "perf_counter", lambda: now[0])
+    train_step = trainer.Trainer._train
+
+    def take_a_second(self, batch):
+        train_step(self, batch)
+        now[0] += 1
+
+    monkeypatch.setattr(trainer.Trainer, "_train", take_a_second)
+    return now
+
+
+def test_a_budget_stops_in_time_and_the_same_call_goes_on(undisturbed, tiny_shards, tmp_path, now):
+    report = train(tiny_shards, tmp_path, steps=5, budget=2.5, **TINY)
+    assert now == [1002]
+    assert report.steps == 2
+    assert report.losses == undisturbed.losses[:2]
+    assert "before step 3 of 5: run the same again to go on" in str(report)
+    assert list_names(tmp_path)[-1] == Path(report.checkpoint).name == "checkpoint-00000002.pt"
+    resumed = train(tiny_shards, tmp_path, steps=5, budget="1h", **TINY)
+    assert resumed.plan.first_step == 2
+    assert resumed.losses == undisturbed.losses
+    assert "stopped" not in str(resumed)
+
+
+def test_a_budget_has_time_for_its_last_checkpoint(tiny_shards, tmp_path, now, monkeypatch):
+    """The first step's checkpoint shows what one takes: here, four seconds."""
+    save = CheckpointFolder.save
+
+    def take_four_seconds(self, state, **options):
+        now[0] += 4
+        return save(self, state, **options)
+
+    monkeypatch.setattr(CheckpointFolder, "save", take_four_seconds)
+    report = train(tiny_shards, tmp_path, steps=50, budget="30s", **TINY)
+    assert 1 < report.steps < 50
+    assert now[0] <= 1030
+    # However small the budget, a session does a step.
+    again = train(tiny_shards, tmp_path, steps=50, budget=0.1, **TINY)
+    assert again.steps == report.steps + 1
+
+
+def test_a_budget_leaves_out_an_evaluation_that_would_not_fit(
+    tiny_shards, tmp_path, now, monkeypatch
+):
+    evaluated = []
+
+    def take_a_minute(model, dataset, *, device):
+        evaluated.append(now[0])
+        now[0] += 60
+        return AveragePrecision(0.5, 0.5, 0.5, 0.5, len(dataset))
+
+    monkeypatch.setattr(trainer, "evaluate", take_a_minute)
+    more = {"val_shards": tiny_shards, "budget": "100s"}
+    report = train(tiny_shards, tmp_path, epochs=3, **more, **TINY)
+    # An epoch has three steps. After the second one there is no time for another minute.
+    assert evaluated == [1003]
+    assert report.steps == 9
+    assert report.ap is None
+    assert report.best.step == 3
+
+
 def test_a_thread_trains_without_handlers(tiny_shards, tmp_path):
     handlers = [signal.getsignal(number) for number in trainer._SIGNALS]
     with ThreadPoolExecutor(1) as pool:
@@ -729,10 +791,9 @@ def test_a_thread_trains_without_handlers(tiny_shards, tmp_path):
         ({"steps": 0}, "steps of 1 or more and of 2,147,483,647 or less, found 0"),
         # Two lengths are given.
         ({"steps": 1, "epochs": 1}, r"Both steps and epochs \(1\) are given"),
-        # There is no such device.
-        ({"device": "gpu"}, "Expected a device such as 'cpu' or 'cuda', found 'gpu'"),
-        # The machine has no GPU.
-        ({"device": "cuda"}, "Device 'cuda' needs a GPU, and there is none"),
+        # The budget has no unit of time, or no time.
+        ({"budget": "soon"}, "expected budget as a time, found 'soon'. Pass a text such as 2h"),
+        ({"budget": "0m"}, "expected budget over 0 and finite, found 0.0"),
         # A model stands in place of its name.
         (
             {"model": torch.nn.Linear(2, 2)},

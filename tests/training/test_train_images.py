@@ -44,7 +44,6 @@ def train_tiny(source, tmp_path, **options):
         weights=None,
         min_size=64,
         batch_size=3,
-        device="cpu",
         **{"workers": 0, **options},
     )
 
