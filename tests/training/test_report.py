@@ -16,7 +16,7 @@ def describe(losses):
         wait_share=0.1,
         checkpoint="run/checkpoint-00000004.pt",
         ap=None,
-        plan=SimpleNamespace(),
+        plan=SimpleNamespace(steps=len(losses)),
     )
     return str(report)
 
