@@ -8,7 +8,7 @@ which, if the turn changes the size.
 import io
 import warnings
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
@@ -18,11 +18,12 @@ from colab_utils.data.decoding import (
     Pixels,
     guard_pillow,
     may_have_exif,
-    open_image,
     open_lazily,
+    open_reduced,
+    shrink,
     to_rgb,
 )
-from colab_utils.data.sizes import Size
+from colab_utils.data.sizes import Size, plan_size
 from colab_utils.errors import MACHINE_FAULTS, ColabUtilsError, ColabUtilsWarning, UnavailableError
 from colab_utils.files import open_store
 from colab_utils.places import Place
@@ -129,35 +130,61 @@ def find_turn(data: Encoded, size: Size) -> str:
     return compare_turn(size, (image.height, image.width), read_orientation(image))
 
 
-def turn_upright(image: "Image.Image", size: Size, exif: str) -> tuple["Image.Image", str]:
-    """Return the image as its annotations were drawn on it, and what `compare_turn` says of it.
+class Upright(NamedTuple):
+    """An image as its annotations were drawn on it."""
 
-    It is turned by its EXIF orientation if the size in the annotations tells so. If the size does
-    not tell, the image is turned if ``exif`` is "turn".
-
-    Raises:
-        ColabUtilsError: if the image has another size, turned or not.
-    """
-    from PIL.Image import Transpose
-
-    orientation = read_orientation(image)
-    turn = compare_turn(size, (image.height, image.width), orientation)
-    upright = image
-    if turn == "turn" or (turn == "unclear" and exif == "turn"):
-        upright = image.transpose(Transpose[_TURNS[orientation - 2]])
-    if turn == "misfit":
-        raise ColabUtilsError(
-            f"the annotations say {size[1]} x {size[0]} pixels, the file has {image.width} x "
-            f"{image.height}"
-        )
-    return upright, turn
+    image: "Image.Image"
+    kind: str
+    """The format of its file."""
+    original: Size
+    """Height and width in pixels before it was shrunk."""
+    turn: str
+    """What `compare_turn` says of it."""
+    is_turned: bool
 
 
 @guard_pillow()
-def decode_upright(data: Encoded, size: Size, exif: str = "keep") -> Pixels:
-    """Decode an image with Pillow to uint8 [H, W, 3], turned as `turn_upright` does."""
-    upright, _ = turn_upright(open_image(data), size, exif)
-    return np.array(to_rgb(upright))
+def open_upright(data: Encoded, size: Size, exif: str = "keep", **limits: float) -> Upright:
+    """Decode an image with Pillow, and turn it as its annotations were drawn on it.
+
+    It is turned by its EXIF orientation if the size in the annotations tells so. If the size does
+    not tell, the image is turned if ``exif`` is "turn". With ``limits``, a large JPEG is shrunk, as
+    in `open_reduced`.
+
+    Raises:
+        ColabUtilsError: if the data is not a complete image, or has another size, turned or not.
+    """
+    from PIL.Image import Transpose
+
+    image, stored = open_reduced(data, **limits)
+    kind = image.format or ""
+    orientation = read_orientation(image)
+    turn = compare_turn(size, stored, orientation)
+    if turn == "misfit":
+        raise ColabUtilsError(
+            f"the annotations say {size[1]} x {size[0]} pixels, the file has {stored[1]} x "
+            f"{stored[0]}"
+        )
+    is_turned = turn == "turn" or (turn == "unclear" and exif == "turn")
+    if is_turned:
+        image = image.transpose(Transpose[_TURNS[orientation - 2]])
+        stored = stored[::-1] if orientation > 4 else stored
+    return Upright(image, kind, stored, turn, is_turned)
+
+
+def decode_upright(
+    data: Encoded, size: Size, exif: str = "keep", *, is_reduced: bool = False, **limits: float
+) -> tuple[Pixels, Size]:
+    """Decode an image with `open_upright` to uint8 [H, W, 3], and shrink it to its `plan_size`.
+
+    Without ``is_reduced``, it is shrunk after all of its pixels were decoded.
+
+    Returns:
+        The pixels, and the height and width before the image was shrunk.
+    """
+    upright = open_upright(data, size, exif, **(limits if is_reduced else {}))
+    pixels = shrink(to_rgb(upright.image), plan_size(*upright.original, **limits))
+    return np.asarray(pixels), upright.original
 
 
 def pick_turn(turns: Iterable[str]) -> str:

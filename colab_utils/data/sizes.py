@@ -11,6 +11,10 @@ Size = tuple[int, int]
 MODEL_SIZES = (800, 1333)
 """Default size of Mask R-CNN's input in pixels: the shorter side, and the limit of the longer one.
 """
+SIDE_RANGE = (1, 2**16)
+"""Smallest and largest value of a size that training needs, in pixels."""
+# No side of an image has so many pixels.
+_NO_LIMIT = 2**31 - 1
 
 
 def find_scale(
@@ -41,7 +45,9 @@ def fit_size(height: int, width: int, *, min_size: float, max_size: float) -> Si
     return max(1, math.floor(height * scale)), max(1, math.floor(width * scale))
 
 
-def plan_size(height: int, width: int, *, min_size: int, max_size: int) -> Size:
+def plan_size(
+    height: int, width: int, /, *, min_size: float = _NO_LIMIT, max_size: float = _NO_LIMIT
+) -> Size:
     """Return the size at which an image is stored.
 
     It is the size to which torchvision's Mask R-CNN would shrink the image. Images that it would
@@ -57,7 +63,7 @@ def plan_size(height: int, width: int, *, min_size: int, max_size: int) -> Size:
     return min((height, width), fit_size(height, width, min_size=min_size, max_size=max_size))
 
 
-def plan_sizes(sizes: NDArray[np.int32], **limits: int) -> NDArray[np.int32]:
+def plan_sizes(sizes: NDArray[np.int32], **limits: float) -> NDArray[np.int32]:
     """Return the result of `plan_size` for each height and width, int32 [I, 2]. A size that is not
     known, 0, stays.
 

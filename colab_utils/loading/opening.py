@@ -235,6 +235,7 @@ class LooseFiles(CocoFolder):
             cache=cache,
             **({} if recipe["storage"] == "keep" else limits),
         )
+        self._is_reduced = recipe.get("reduced_decode", False)
         counts = [*map(len, parts)]
         self.shard_of = np.repeat(np.arange(len(parts)), counts)
         self.windows = plan_windows(recipe, counts, seed)

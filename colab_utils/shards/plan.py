@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from colab_utils.data.coco import CocoDataset, open_coco
 from colab_utils.data.orientation import Exif, choose_turn
+from colab_utils.data.sizes import SIDE_RANGE
 from colab_utils.errors import ColabUtilsError
 from colab_utils.file_cache import FileCache
 from colab_utils.files import open_store
@@ -28,7 +29,7 @@ _ORDER_SEED = 0
 # A few images are measured, and stand for the whole dataset.
 _TRIED_IMAGES = 16
 _MOST_WORKERS = 2**16
-_RANGES = {"min_size": (1, 2**16), "max_size": (1, 2**16), "shard_mb": (1e-9, 1024)}
+_RANGES = {"min_size": SIDE_RANGE, "max_size": SIDE_RANGE, "shard_mb": (1e-9, 1024)}
 
 
 def count_processes(workers: int | Literal["auto"]) -> int:
@@ -142,6 +143,8 @@ def plan_recipe(
     """
     if "images_per_shard" in recipe:
         return recipe
+    # Recipes of older versions do not have it. Their photos are decoded at full size.
+    recipe = {**recipe, "reduced_decode": recipe["storage"] == "shrink"}
     count = min(_TRIED_IMAGES, len(dataset))
     places = np.linspace(0, len(dataset) - 1, count).astype(np.int64).tolist()
     read = partial(read_image, open_store(images), dataset, cache=cache)

@@ -166,6 +166,7 @@ def try_sample(
             max_size=recipe["max_size"],
             storage=recipe["storage"],
             exif=exif,
+            is_reduced=recipe.get("reduced_decode", False),
         )
         record = make_record(image, dataset.annotations(i), stored, faults)
     except UnavailableError:

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from colab_utils.data.decoding import guard_pillow, open_image, to_rgb
-from colab_utils.data.orientation import turn_upright
+from colab_utils.data.decoding import guard_pillow, shrink, to_rgb
+from colab_utils.data.orientation import open_upright
 from colab_utils.data.sizes import plan_size
 from colab_utils.shards.index import Storage
 
@@ -42,6 +42,7 @@ def store_image(
     max_size: int,
     storage: Storage = "shrink",
     exif: str = "keep",
+    is_reduced: bool = False,
 ) -> StoredImage:
     """Decode an image to be sure that it is complete, then keep its bytes or shrink it.
 
@@ -56,38 +57,32 @@ def store_image(
         max_size: longer side that training needs, in pixels.
         storage: "shrink" shrinks larger images; "keep" shrinks nothing.
         exif: "turn" or "keep": what becomes of an image that EXIF turns, if its size does not tell.
+        is_reduced: whether a large JPEG is decoded at a part of its size, as in `open_reduced`.
 
     Raises:
         ColabUtilsError: if the data is not a complete image, or its size is not the size in the
             annotations.
     """
-    image = open_image(data)
-    kind = image.format or ""
-    mode = image.mode
-    upright, turn = turn_upright(image, size, exif)
-    original = (upright.height, upright.width)
-    is_unclear = turn == "unclear"
-    stored = original
-    if storage != "keep":
-        stored = plan_size(*original, min_size=min_size, max_size=max_size)
+    limits = {} if storage == "keep" else {"min_size": min_size, "max_size": max_size}
+    upright = open_upright(data, size, exif, **(limits if is_reduced else {}))
+    image = upright.image
+    kind = upright.kind
+    original = upright.original
+    stored = plan_size(*original, **limits)
+    is_unclear = upright.turn == "unclear"
     # When a PNG with 16 bits a channel is read, Pillow makes 8 bits of them, but torchvision does
     # not. So such a PNG is stored with 8 bits.
     is_deep = kind == "PNG" and data[_PNG_DEPTH] == 16
-    is_kept = upright is image and kind in _KEPT_KINDS and mode in _KEPT_MODES and not is_deep
-    if is_kept and stored == original:
+    is_kept = kind in _KEPT_KINDS and image.mode in _KEPT_MODES and not is_deep
+    if is_kept and not upright.is_turned and stored == original:
         return StoredImage("png" if kind == "PNG" else "jpg", data, stored, original, is_unclear)
-    rgb = to_rgb(upright)
+    rgb = to_rgb(image)
     extension = "png"
     if stored != original:
         rgb = shrink(rgb, stored)
         if kind in ("JPEG", "MPO", "WEBP"):
             extension = "jpg"
     return StoredImage(extension, _encode(rgb, extension), stored, original, is_unclear)
-
-
-def shrink(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """Shrink an image to this height and width with an antialiased filter."""
-    return image.resize(size[::-1], Image.Resampling.BILINEAR, reducing_gap=3.0)
 
 
 def _encode(image: Image.Image, extension: str) -> bytes:

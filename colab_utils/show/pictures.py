@@ -20,9 +20,9 @@ from PIL import Image
 from pycocotools import mask as coco_mask
 
 from colab_utils.data.coco import CocoDataset
-from colab_utils.data.decoding import open_image, to_rgb
+from colab_utils.data.decoding import to_rgb
 from colab_utils.data.masks import crop_pixels, encode_segmentation
-from colab_utils.data.orientation import turn_upright
+from colab_utils.data.orientation import open_upright
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import read_file
 from colab_utils.places import Place, PlaceLike, open_place
@@ -144,7 +144,7 @@ def draw_annotations(
     Args:
         images: Image folder.
         panels: For each image: a heading, a dataset, the index in the dataset, and "turn" or "keep"
-            (see `turn_upright`). A file that is not an image is drawn as a grey area.
+            (see `open_upright`). A file that is not an image is drawn as a grey area.
         title: Title, which states the finding.
         columns: Images in a row. Default: 3.
     """
@@ -172,7 +172,7 @@ def _read_annotated(images: Place, dataset: CocoDataset, i: int, exif: str) -> t
     # The page that shows the picture also names bad files in words. So errors are ignored here.
     with suppress(Exception):
         content = read_file(dataset.find_image(images, i)[0])
-        picture = to_rgb(turn_upright(open_image(content), size, exif)[0])
+        picture = to_rgb(open_upright(content, size, exif).image)
         width, height = picture.size
     # Only every n-th pixel of a mask is drawn, and the mean of n x n pixels of the image.
     each = -(-max(width, height) // _LONGEST_SIDE)

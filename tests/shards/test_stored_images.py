@@ -283,7 +283,7 @@ def test_every_reader_refuses_and_converts_alike():
     with pytest.raises(ColabUtilsError, match="not an image: a PDF"):
         decode_pixels(b"%PDF-1.4 ...")
     assert np.array_equal(
-        decode_upright(turn(6), (64, 48)),
+        decode_upright(turn(6), (64, 48))[0],
         decode_pixels(store_image(turn(6), (64, 48), **SIZES).data),
     )
 
