@@ -194,6 +194,9 @@ def test_real_coco_masks_are_those_of_pycocotools(coco_mini):
 def test_resize_is_torch_nearest(masks, height, width):
     import torch
 
+    # An image is never enlarged.
+    height = min(height, masks.shape[1])
+    width = min(width, masks.shape[2])
     resized = resize_rles([encode(mask) for mask in masks], height, width)
     for mask, rle in zip(masks, resized, strict=True):
         expected = torch.nn.functional.interpolate(
