@@ -68,7 +68,8 @@ class ShardIndex:
     """XXH3-128 of the annotations file that the shards were made from."""
     recipe: dict[str, Any]
     """The settings of the shards. ``storage``, ``min_size`` and ``max_size`` (pixels) tell how an
-    image is stored. ``shard_mb``, ``images_per_shard`` and ``ramp_mb`` (target sizes of the first
+    image is stored. With ``reduced_decode``, a JPEG of at least twice its stored size was decoded
+    at 1/2, 1/4 or 1/8 of its size; recipes of older versions do not have it. ``shard_mb``, ``images_per_shard`` and ``ramp_mb`` (target sizes of the first
     shards, in MB) tell how many images a shard holds. ``seed`` gives the random order of the
     images. Without a seed, the images have the order of the annotations.
     """

@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader
 
 from colab_utils import file_cache, files, make_loader, open_dataset
@@ -318,9 +319,9 @@ def test_on_a_full_disk_files_are_not_kept_and_one_warning_says_so(
     assert read_files(places["drive"]) == read_files(reference)
 
 
-def write_old_shards(dataset, folder):
+def write_old_shards(dataset, folder, min_size=800):
     """Write shards by a recipe of before there was a ramp, in the order of the annotations."""
-    recipe = make_recipe("shrink", min_size=800, max_size=1333, shard_mb=SHARD_MB)
+    recipe = make_recipe("shrink", min_size=min_size, max_size=1333, shard_mb=SHARD_MB)
     recipe["images_per_shard"] = 2
     coco = open_coco(dataset.images, dataset.annotations)
     folder.mkdir()
@@ -342,6 +343,35 @@ def test_shards_of_an_older_recipe_go_on_by_it(tiny_dataset, places, tmp_path):
     assert np.array_equal(dataset.image_ids, order)
     dataset.wait()
     assert read_files(places["drive"]) == read_files(older)
+
+
+def test_photos_of_an_older_recipe_are_decoded_by_it(tmp_path, places):
+    made = make_dataset(tmp_path / "made", n=6, width=1000, height=900, workers=1)
+    older = tmp_path / "older"
+    write_old_shards(made, older, min_size=200)
+    half = tmp_path / "half"
+    for folder in (half, places["drive"]):
+        shutil.copytree(older, folder)
+        for name in ("index.json", "shard-000001.tar", "shard-000001.arrays"):
+            (folder / name).unlink()
+    write_shards(
+        made.images, made.annotations, shards=half, min_size=200, shard_mb=SHARD_MB, workers=1
+    )
+    assert read_files(half) == read_files(older)
+    dataset = open_dataset(made.images, made.annotations, **places)
+    image = Image.open(made.images / dataset.name_image(0))
+    size = (222, 200)
+    whole = image.resize(size, Image.Resampling.BILINEAR, reducing_gap=3.0)
+    assert np.array_equal(dataset[0][0], np.asarray(whole).transpose(2, 0, 1))
+    dataset.wait()
+    assert read_files(places["drive"]) == read_files(older)
+    # Shards of today are of another recipe.
+    write_shards(
+        made.images, made.annotations, shards=tmp_path / "new", min_size=200, shard_mb=SHARD_MB
+    )
+    recipe = read_index(tmp_path / "new").recipe
+    assert recipe["reduced_decode"]
+    assert "reduced_decode" not in read_index(older).recipe
 
 
 def test_samples_are_those_of_the_shards(tiny_dataset, reference, places):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageFile, ImageFilter
 from pycocotools import mask as coco_mask
 from torchvision.io import ImageReadMode, decode_image
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
@@ -195,8 +195,9 @@ def test_every_kind_of_image_decodes_to_its_pixels(name, data, kept):
     KINDS,
     ids=[name for name, _, _ in KINDS],
 )
-def test_every_kind_of_image_is_shrunk(name, data, kept):
-    stored = store_image(data, (48, 64), min_size=24, max_size=100)
+@pytest.mark.parametrize("is_reduced", [False, True])
+def test_every_kind_of_image_is_shrunk(name, data, kept, is_reduced):
+    stored = store_image(data, (48, 64), min_size=24, max_size=100, is_reduced=is_reduced)
     assert stored.size == (24, 32)
     assert stored.original == (48, 64)
     is_lossy = name.endswith(("jpg", "mpo", "webp"))
@@ -209,6 +210,89 @@ def test_every_kind_of_image_is_shrunk(name, data, kept):
         expected = np.array(image.resize((32, 24), Image.Resampling.BILINEAR))
         pixels = decoded.permute(1, 2, 0).numpy().astype(int)
         assert np.abs(pixels - expected).mean() < 3
+
+
+def make_photo(height, width):
+    """A photo with soft spots, edges and grain."""
+    rng = np.random.default_rng(0)
+    spots = Image.fromarray(rng.integers(40, 200, (6, 8, 3), dtype=np.uint8))
+    pixels = np.array(spots.resize((width, height), Image.Resampling.BICUBIC))
+    pixels[height // 3 : height // 2, width // 4 : width // 2] = (250, 40, 90)
+    grain = rng.normal(0, 8, pixels.shape)
+    photo = Image.fromarray((pixels + grain).clip(0, 255).astype(np.uint8))
+    # A lens shows less than each single pixel.
+    return photo.filter(ImageFilter.GaussianBlur(1.5))
+
+
+PHOTO = make_photo(601, 803)
+PHOTOS = {
+    "rgb": save(PHOTO, "JPEG", quality=92),
+    "all colours": save(PHOTO, "JPEG", quality=92, subsampling=0),
+    "progressive": save(PHOTO, "JPEG", quality=92, progressive=True),
+    "grey": save(PHOTO.convert("L"), "JPEG", quality=92),
+    "cmyk": save(PHOTO.convert("CMYK"), "JPEG", quality=92),
+    "several": save(PHOTO, "MPO", quality=92, save_all=True, append_images=[PHOTO.rotate(90)]),
+}
+
+
+def compare_scales(data, size, **limits):
+    """The mean difference of a photo from one of which all pixels were decoded."""
+    reduced, original = decode_upright(data, size, is_reduced=True, **limits)
+    whole, expected = decode_upright(data, size, **limits)
+    assert original == expected
+    return np.abs(reduced.astype(int) - whole).mean()
+
+
+@pytest.mark.parametrize("kind", PHOTOS)
+@pytest.mark.parametrize(("min_size", "scale"), [(280, 2), (140, 4), (60, 8)])
+def test_a_photo_is_decoded_at_the_scale_that_training_needs(kind, min_size, scale, monkeypatch):
+    drafts = []
+    real = Image.Image.resize
+
+    def resize(image, *args, **options):
+        drafts.append(image.size)
+        return real(image, *args, **options)
+
+    monkeypatch.setattr(Image.Image, "resize", resize)
+    limits = {"min_size": min_size, "max_size": 1333}
+    stored = store_image(PHOTOS[kind], (601, 803), **limits, is_reduced=True)
+    assert drafts[0] == (-(-803 // scale), -(-601 // scale))
+    whole = store_image(PHOTOS[kind], (601, 803), **limits)
+    assert stored._replace(data=b"") == whole._replace(data=b"")
+    assert stored.size == plan_size(601, 803, **limits)
+    assert 0 < compare_scales(PHOTOS[kind], (601, 803), **limits) < 1
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_turned_photo_is_decoded_at_the_scale_that_training_needs(orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = save(PHOTO, "JPEG", quality=92, exif=exif)
+    size = (803, 601) if orientation > 4 else (601, 803)
+    limits = {"min_size": 140, "max_size": 1333}
+    options = {"exif": "turn", **limits}
+    stored = store_image(data, size, **options, is_reduced=True)
+    whole = store_image(data, size, **options)
+    assert stored.data != whole.data
+    assert stored._replace(data=b"") == whole._replace(data=b"")
+    assert stored.original == size
+    assert 0 < compare_scales(data, size, **options) < 1
+    with pytest.raises(ColabUtilsError, match="the file has 803 x 601"):
+        store_image(data, (601, 804), **limits, is_reduced=True)
+
+
+@pytest.mark.parametrize("min_size", [301, 601, 800])
+def test_a_photo_below_twice_the_size_has_the_same_bytes_as_ever(min_size):
+    for data in (*PHOTOS.values(), save(PHOTO, "WEBP"), save(PHOTO, "PNG")):
+        whole = store_image(data, (601, 803), min_size=min_size, max_size=1333)
+        reduced = store_image(data, (601, 803), min_size=min_size, max_size=1333, is_reduced=True)
+        assert reduced == whole
+
+
+def test_a_photo_that_is_kept_is_not_decoded_at_a_scale():
+    data = PHOTOS["rgb"]
+    limits = {"min_size": 140, "max_size": 1333, "storage": "keep", "is_reduced": True}
+    assert store_image(data, (601, 803), **limits).data == data
 
 
 def turn(orientation, size=(48, 64)):
@@ -344,6 +428,15 @@ def test_images_cut_short_are_refused(name, data, kept, share):
         store_image(data[: int(len(data) * share)], (48, 64), **SIZES)
 
 
+@pytest.mark.parametrize("kind", [kind for kind in PHOTOS if kind != "several"])
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.99])
+def test_photos_cut_short_are_refused_at_any_scale(kind, share, monkeypatch):
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    data = PHOTOS[kind][: int(len(PHOTOS[kind]) * share)]
+    with pytest.raises(ColabUtilsError, match=r"not an image|not a complete image"):
+        store_image(data, (601, 803), min_size=60, max_size=100, is_reduced=True)
+
+
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_damaged_images_are_stored_or_refused_never_anything_else(data):
@@ -354,7 +447,7 @@ def test_damaged_images_are_stored_or_refused_never_anything_else(data):
             st.integers(0, 255)
         )
     with contextlib.suppress(ColabUtilsError):
-        stored = store_image(bytes(damaged), (48, 64), min_size=24, max_size=40)
+        stored = store_image(bytes(damaged), (48, 64), min_size=24, max_size=40, is_reduced=True)
         assert max(stored.size) <= 40
 
 
