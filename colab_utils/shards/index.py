@@ -69,9 +69,10 @@ class ShardIndex:
     recipe: dict[str, Any]
     """The settings of the shards. ``storage``, ``min_size`` and ``max_size`` (pixels) tell how an
     image is stored. With ``reduced_decode``, a JPEG of at least twice its stored size was decoded
-    at 1/2, 1/4 or 1/8 of its size; recipes of older versions do not have it. ``shard_mb``, ``images_per_shard`` and ``ramp_mb`` (target sizes of the first
-    shards, in MB) tell how many images a shard holds. ``seed`` gives the random order of the
-    images. Without a seed, the images have the order of the annotations.
+    at 1/2, 1/4 or 1/8 of its size; recipes of older versions do not have it. ``shard_mb``,
+    ``images_per_shard`` and ``ramp_mb`` (target sizes of the first shards, in MB) tell how many
+    images a shard holds. ``seed`` gives the random order of the images. Without a seed, the images
+    have the order of the annotations.
     """
     categories: tuple[dict[str, Any], ...]
     """Each category's ``id`` and ``name``."""

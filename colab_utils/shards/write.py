@@ -132,10 +132,11 @@ def write_shards(
 
     Images keep their bytes where possible. An image that is larger than training needs is shrunk
     once. If it is a JPEG of at least twice the size, it is decoded at 1/2, 1/4 or 1/8 of its size,
-    which takes less time. Shards that an older version began are continued without that. A bad image is skipped and reported: its file is missing, cut short or not an image, or
-    one of its annotations has no usable mask. The images are stored in a random order, because many
-    annotation files are sorted by class. The order is the same in every run. ``image_id`` tells
-    which image is which.
+    which takes less time. Shards that an older version began are continued without that. A bad
+    image is skipped and reported: its file is missing, cut short or not an image, or one of its
+    annotations has no usable mask. The images are stored in a random order, because many annotation
+    files are sorted by class. The order is the same in every run. ``image_id`` tells which image is
+    which.
 
     Several machines can write one folder together: each writes a ``part``, and then one of them
     calls `finish_shards`. The parts may be written in any order. A part that was killed can be
