@@ -64,17 +64,16 @@ def store_image(
             annotations.
     """
     limits = {} if storage == "keep" else {"min_size": min_size, "max_size": max_size}
-    upright = open_upright(data, size, exif, **(limits if is_reduced else {}))
-    image = upright.image
-    kind = upright.kind
-    original = upright.original
+    image, kind, original, turn, is_turned = open_upright(
+        data, size, exif, **(limits if is_reduced else {})
+    )
     stored = plan_size(*original, **limits)
-    is_unclear = upright.turn == "unclear"
+    is_unclear = turn == "unclear"
     # When a PNG with 16 bits a channel is read, Pillow makes 8 bits of them, but torchvision does
     # not. So such a PNG is stored with 8 bits.
     is_deep = kind == "PNG" and data[_PNG_DEPTH] == 16
     is_kept = kind in _KEPT_KINDS and image.mode in _KEPT_MODES and not is_deep
-    if is_kept and not upright.is_turned and stored == original:
+    if is_kept and not is_turned and stored == original:
         return StoredImage("png" if kind == "PNG" else "jpg", data, stored, original, is_unclear)
     rgb = to_rgb(image)
     extension = "png"
