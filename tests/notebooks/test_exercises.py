@@ -249,3 +249,11 @@ def test_04_asks_how_much_faster_a_smaller_image_trains(capsys, times, words):
     answers = {"my_times_as_fast": times}
     answer("04", "exercise-size-edit", "exercise-size-cell", values, **answers)
     assert words in capsys.readouterr().out
+
+
+def test_04_says_nothing_of_an_untouched_exercise(capsys):
+    values = answer("04", "exercise-edit", "exercise-cell", {})
+    assert "Not yet" not in capsys.readouterr().out
+    values.update(large_s=2.1, small_s=1.0)
+    answer("04", "exercise-size-edit", "exercise-size-cell", values)
+    assert capsys.readouterr().out == ""
