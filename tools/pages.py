@@ -86,7 +86,8 @@ def read_title(notebook: Any) -> str:
 
 
 def write_notebook_page(notebook: Any, path: Path) -> Path:
-    """Write an executed notebook as one HTML file, images inside; folded cells are folded here too.
+    """Write an executed notebook as one HTML file, images inside; the code of folded cells is
+    folded here too.
 
     Args:
         notebook: an nbformat notebook; it is not changed.
@@ -238,6 +239,21 @@ def _draw_bars(bars: Sequence[tuple[str, float, str]]) -> str:
 
 
 def _convert_cell(exporter: Any, notebook: Any, cell: Any) -> str:
+    if cell.metadata.get("cellView") != "form":
+        return _convert_shown(exporter, notebook, cell)
+    match = re.match(r"#\s*@title\s+([^{\n]*)", cell.source)
+    title = match[1].strip() if match else "Code"
+    # As on Colab, the code is folded, and what it shows is not.
+    exporter.exclude_output = True
+    code = _convert_shown(exporter, notebook, cell)
+    exporter.exclude_output = False
+    exporter.exclude_input = True
+    shown = _convert_shown(exporter, notebook, cell)
+    exporter.exclude_input = False
+    return f"<details><summary>{escape(title)}</summary>{code}</details>{shown}"
+
+
+def _convert_shown(exporter: Any, notebook: Any, cell: Any) -> str:
     import nbformat.v4 as v4
 
     # Every cell would carry the state of all widgets, which do nothing offline.
@@ -253,10 +269,6 @@ def _convert_cell(exporter: Any, notebook: Any, cell: Any) -> str:
     body = body.replace(
         "No description has been provided for this image", "the figure that the cell above draws"
     )
-    if cell.metadata.get("cellView") == "form":
-        match = re.match(r"#\s*@title\s+([^{\n]*)", cell.source)
-        title = match[1].strip() if match else "Code"
-        return f"<details><summary>{escape(title)}</summary>{body}</details>"
     return str(body)
 
 

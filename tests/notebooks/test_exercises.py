@@ -165,7 +165,7 @@ def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-def leave_alone(path: Path) -> None:
+def leave_alone(place: object) -> None:
     """Do what a learner does who only runs the cell."""
 
 
@@ -173,20 +173,24 @@ def mend(places: SimpleNamespace) -> None:
     copy_shards(places.shards_on_drive, places.shards_on_ssd)
 
 
-def leave_broken(places: SimpleNamespace) -> None:
-    """Do what a learner does who forgets the second line."""
-
-
 @pytest.mark.parametrize(
     ("damage", "repair", "words"),
     [
         (cut, mend, "Correct."),
-        (cut, leave_broken, "it is cut, and not mended"),
-        (leave_alone, mend, "nothing is cut"),
+        (cut, leave_alone, "it is cut, and not mended"),
         (Path.unlink, mend, "it was deleted, and not cut"),
     ],
 )
 def test_03_asks_to_damage_and_to_mend_a_shard(capsys, places, damage, repair, words):
+    assert words in check_damage(capsys, places, damage, repair)
+
+
+def test_03_says_nothing_to_who_damaged_nothing(capsys, places):
+    assert check_damage(capsys, places, leave_alone, leave_alone) == ""
+
+
+def check_damage(capsys, places, damage, repair):
+    """Return what the check says when the learner's two lines are these."""
     damage_line = "# Cut it on this line: os.truncate(path, length)"
     repair_line = "# Mend it on this line."
     source = read_cells("03")["exercise-edit"]
@@ -197,7 +201,7 @@ def test_03_asks_to_damage_and_to_mend_a_shard(capsys, places, damage, repair, w
     exec(source, values)
     capsys.readouterr()
     exec(read_cells("03")["exercise-cell"], values)
-    assert words in capsys.readouterr().out
+    return capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -217,6 +221,12 @@ def test_03_asks_how_many_images_fit_into_memory(capsys, images, words):
     answers = {"my_images": images}
     answer("03", "exercise-memory-edit", "exercise-memory-cell", values, **answers)
     assert words in capsys.readouterr().out
+
+
+def test_03_says_nothing_to_who_counted_nothing(capsys):
+    values = {"room_gb": 4.0, "sample_bytes": 4e6, "jpeg_bytes": 4e5}
+    answer("03", "exercise-memory-edit", "exercise-memory-cell", values)
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(

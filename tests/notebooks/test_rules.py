@@ -28,14 +28,13 @@ MOST_CELLS = {
     "01_detect_bottleneck": 95,
     "02_preprocess_to_shards": 54,
     # Each way to bring data near, and each measure against full memory, has a cell of its own.
-    "03_copy_to_local_ssd": 70,
+    "03_copy_to_local_ssd": 50,
     "04_train_mask_rcnn": 72,
     # Each of twelve pieces of advice has a text and one or two cells.
     "05_compare_timings": 76,
 }
 MOST_NAMES = {
     "01_detect_bottleneck": 20,
-    "03_copy_to_local_ssd": 16,
     "04_train_mask_rcnn": 12,
     "05_compare_timings": 12,
 }

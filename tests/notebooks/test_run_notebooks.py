@@ -16,6 +16,7 @@ from colab_utils.comparison import COURSE_STRATEGIES
 from colab_utils.course.questions import QUESTIONS
 from colab_utils.errors import ColabUtilsError
 from tests.judged_pages import check_page
+from tools.pages import write_notebook_page
 from tools.run_notebooks import inject_parameters, run_demo
 
 TINY = {
@@ -144,8 +145,7 @@ def test_03_copies_once_and_reads_faster(results):
     result = results["03"]
     assert result["shards"] == results["02"]["shards"]
     assert result["first_step_s"] > 0
-    assert result["bad"] == 0
-    assert len(result["read_ms"]) >= 4
+    assert len(result["read_ms"]) == 4
     assert min(result["read_ms"].values()) < 59 / 2 < max(result["read_ms"].values())
 
 
@@ -258,6 +258,20 @@ def write_notebooks(folder, *sources):
             folder / f"{number:02d}_small.ipynb",
         )
     return folder
+
+
+def test_of_a_folded_cell_the_page_folds_the_code_and_shows_the_output(tmp_path):
+    import nbformat.v4 as v4
+
+    cell = v4.new_code_cell("# @title The last screen {}\nlook()", metadata={"cellView": "form"})
+    cell.outputs = [v4.new_output("stream", text="what you found")]
+    page = write_notebook_page(v4.new_notebook(cells=[cell]), tmp_path / "page.html")
+    folded, shown = page.read_text(encoding="utf-8").split("</details>")
+    assert "<summary>The last screen</summary>" in folded
+    assert "look" in folded
+    assert "look" not in shown
+    assert "what you found" in shown
+    assert "what you found" not in folded
 
 
 def test_settings_are_injected_after_the_tagged_cell(tmp_path):
