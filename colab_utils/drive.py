@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -11,8 +12,6 @@ from functools import partial, wraps
 from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar, cast
-
-import psutil
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableError
 from colab_utils.machine import COLAB_ROOT, is_colab
@@ -29,6 +28,7 @@ _GONE = (ENOTCONN, ECONNABORTED)
 _GONE_ON_DRIVE = (EIO, ETIMEDOUT, ESTALE, ENODEV)
 # The type of a mounted Drive in the system's table of mounts.
 _DRIVE_KIND = "fuse.drive"
+_MOUNTS = Path("/proc/self/mounts")
 # Names of the folders in each mounted Drive, and older names of both.
 _DRIVE_FOLDERS = ("MyDrive", "My Drive", "Shareddrives", "Shared drives")
 _Result = TypeVar("_Result")
@@ -130,12 +130,28 @@ def find_mounts(path: Any) -> Iterator[tuple[Path, Path, str]]:
 
     Only the system's table of mounts is read, because a read from Drive itself may hang.
     """
-    kinds = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
+    kinds = _read_mounts()
     # `abspath` comes first, because `realpath` reads the folders on the path, and may hang.
     for resolve in (os.path.abspath, os.path.realpath):
         place = Path(resolve(path))
         folder = next((up for up in (place, *place.parents) if str(up) in kinds), Path("/"))
         yield place, folder, kinds.get(str(folder), "")
+
+
+def _read_mounts() -> dict[str, str]:
+    """Return the type of each mounted disk by its folder, from the system's table of mounts.
+
+    psutil before version 6, such as Colab's 5.9.5, asks each disk for more. A Drive that hangs does
+    not answer, and such a question can not be interrupted.
+    """
+    kinds = {}
+    with suppress(OSError):
+        for line in _MOUNTS.read_text("utf-8", "surrogateescape").strip().split("\n"):
+            _, folder, kind, *_ = line.split(" ")
+            # Linux writes a space in a name as \040.
+            name = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), folder)
+            kinds[name] = kind
+    return kinds
 
 
 def find_mount(path: object) -> Path | None:

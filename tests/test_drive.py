@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import warnings
-from types import SimpleNamespace
 
 import pytest
 
@@ -83,14 +82,20 @@ def test_every_call_of_the_system_is_tried_again(tiny_dataset, monkeypatch, name
     assert len(calls) != number
 
 
+def write_mounts(path, kinds, monkeypatch):
+    """Write a table of mounts as Linux shows it, and let it be the system's."""
+    lines = [f"source {folder} {kind} rw,relatime 0 0\n" for folder, kind in kinds.items()]
+    path.write_text("".join(lines))
+    monkeypatch.setattr(drive, "_MOUNTS", path)
+
+
 class TestIsOnDrive:
     @pytest.fixture
-    def mounts(self, monkeypatch):
+    def mounts(self, tmp_path, monkeypatch):
         """The mounts of a machine whose Drive is at /content/gdrive and at a path with a space."""
-        kinds = {"/": "overlay", "/content/gdrive": "fuse.drive", "/mnt/my drive": "fuse.drive"}
+        kinds = {"/": "overlay", "/content/gdrive": "fuse.drive", "/mnt/my\\040drive": "fuse.drive"}
         kinds["/content/gdrive/local"] = "tmpfs"
-        table = [SimpleNamespace(mountpoint=at, fstype=kind) for at, kind in kinds.items()]
-        monkeypatch.setattr("psutil.disk_partitions", lambda all: table)
+        write_mounts(tmp_path / "mounts", kinds, monkeypatch)
 
     @pytest.mark.parametrize(
         ("path", "expected"),
@@ -109,6 +114,16 @@ class TestIsOnDrive:
     )
     def test_the_table_of_mounts_knows(self, mounts, path, expected):
         assert is_on_drive(path) is expected
+
+    def test_no_disk_is_asked_for_anything(self, monkeypatch):
+        """A Drive that hangs does not answer, and the question can not be interrupted."""
+        for name in ("pathconf", "statvfs"):
+            monkeypatch.delattr(os, name)
+        assert not is_on_drive("/tmp")
+
+    def test_without_a_table_of_mounts_nothing_is_on_drive(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(drive, "_MOUNTS", tmp_path / "missing")
+        assert not is_on_drive("/content/gdrive/MyDrive")
 
     def test_a_link_into_drive_lies_on_drive(self, mounts, tmp_path):
         (tmp_path / "link").symlink_to("/content/gdrive/MyDrive")
@@ -134,8 +149,7 @@ class TestAPathOnColabsDrive:
     def test_only_the_table_of_mounts_tells_a_mounted_drive(self, content, monkeypatch):
         """A plain folder of each name is refused under any mount point, and through a link."""
         mounted = content / "gdrive"
-        table = [SimpleNamespace(mountpoint=str(mounted), fstype="fuse.rclone")]
-        monkeypatch.setattr("psutil.disk_partitions", lambda all: table)
+        write_mounts(content / "mounts", {mounted: "fuse.rclone"}, monkeypatch)
         (content / "link").symlink_to(content / "drive/MyDrive")
         for name in ("drive/MyDrive", "drive/x", "data/My Drive", "a/Shareddrives/team", "link"):
             (content / name).resolve().mkdir(parents=True, exist_ok=True)

@@ -45,7 +45,7 @@ class FakeColabDrive:
         self.calls = []
         self.empty = False
         # The system's table of mounts.
-        self.table = []
+        self.table = {}
 
     def mount(self, mountpoint, force_remount=False, timeout_ms=120000, readonly=False):
         assert isinstance(mountpoint, str)
@@ -58,7 +58,7 @@ class FakeColabDrive:
         self.calls.append({"force_remount": force_remount, "timeout_ms": timeout_ms})
         if self.failure:
             raise self.failure
-        self.table.append(types.SimpleNamespace(mountpoint=mountpoint, fstype="fuse.drive"))
+        self.table[mountpoint] = "fuse.drive"
         if not self.empty:
             os.makedirs(os.path.join(mountpoint, "MyDrive"))
 
@@ -76,7 +76,7 @@ def colab(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "google", types.ModuleType("google"))
     monkeypatch.setitem(sys.modules, "google.colab", package)
     google_drive.content = content
-    monkeypatch.setattr("psutil.disk_partitions", lambda all: google_drive.table)
+    monkeypatch.setattr(drive, "_read_mounts", lambda: google_drive.table)
     return google_drive
 
 

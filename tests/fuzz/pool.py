@@ -26,7 +26,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from colab_utils import drive, files, machine, running
@@ -197,7 +196,7 @@ def _work(
     drive.RETRY_WAITS_S = (0.0, 0.0, 0.0, 0.0)
     files.RETRY_WAITS_S = drive.RETRY_WAITS_S
     # The machine is the same in all cases: its mounts and limits are read once.
-    psutil.disk_partitions = cache(psutil.disk_partitions)
+    drive._read_mounts = cache(drive._read_mounts)
     machine._read_groups = cache(machine._read_groups)
     # A forked process has lost OpenMP's threads, and would wait for them for ever.
     torch.set_num_threads(1)
