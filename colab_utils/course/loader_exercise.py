@@ -1,0 +1,337 @@
+"""The exercise "write your own loader", and its grader.
+
+Each trial of a loader runs in a forked process. A loader that hangs is ended with its threads.
+"""
+
+import gc
+import io
+import multiprocessing
+import random
+import re
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
+from statistics import median
+from tempfile import TemporaryDirectory
+from threading import active_count
+from time import perf_counter, sleep
+from typing import Any
+
+from colab_utils.course.sample_data import make_dataset
+from colab_utils.errors import ColabUtilsError, describe_error
+from colab_utils.files import read_file
+from colab_utils.loading.coco_folder import CocoFolder
+from colab_utils.loading.loader import make_loader
+from colab_utils.machine import require_linux
+from colab_utils.processes import end_process, end_with_parent, quiet_fork
+from colab_utils.progress import show_progress
+from colab_utils.show.table import make_table
+from colab_utils.slow_drive import DRIVE_PROFILES, slow_down
+
+MOST_UNREAD = 100
+"""Files that a loader may have asked for and not handed over yet."""
+LEAST_TIMES = 10
+"""How many times as fast as the plain loop a loader must be."""
+LEAST_SHARE = 0.7
+"""Share of the rate of `make_loader` that a loader must reach."""
+
+_FILES = 160
+_BATCH_SIZE = 4
+_ROUNDS = 3
+# A read takes this share of the time that it takes on the bad day.
+_TIME_SCALE = 0.1
+# A slow loader is stopped after so many seconds, and one that hangs is ended.
+_ROUND_S = 5.0
+_LIMIT_S = 12.0
+# The slow file comes when nothing else has happened for so many seconds.
+_STILL_S = 1.0
+# Seconds that threads may take to end after the loop.
+_ENDING_S = 2.0
+
+_MESSAGE = "file {} is broken"
+_SINGLE = "You read one file at a time. Reads only wait: let many threads wait at once."
+_WINDOW = "You waited for the first file of the window. Hand over what is ready."
+_ZIP = "Did zip take an index that nobody read?"
+_SWALLOWED = "You swallowed the error of the broken file. Pass it on, or name the file."
+_IDLE = "Reads ran dry. Begin another one whenever one ends."
+_SHORT = "a short epoch"
+_ONCE = "each file once"
+_WHOLE = "whole batches"
+_SLOW = "a slow file"
+_BROKEN = "a broken file"
+_MEMORY = f"at most {MOST_UNREAD} files in memory"
+_THREADS = "no thread runs on"
+_TIMES = f"{LEAST_TIMES} times the plain loop"
+_SHARE = f"{LEAST_SHARE} of make_loader"
+_CHECKS = (_SHORT, _ONCE, _WHOLE, _SLOW, _BROKEN, _MEMORY, _THREADS, _TIMES, _SHARE)
+
+
+@dataclass(frozen=True)
+class LoaderCheck:
+    """Something that a loader must do."""
+
+    check: str
+    passed: bool
+    seen: str
+    """A sentence about what was seen. If the check failed, it names the mistake."""
+
+
+@dataclass(frozen=True)
+class LoaderGrade:
+    """What `grade_loader` saw of a loader."""
+
+    checks: tuple[LoaderCheck, ...]
+    times_as_fast: float = 0.0
+    """Files per second, divided by those of the plain loop."""
+
+    def to_answer(self) -> dict[str, Any]:
+        """Return the grade as an answer to keep beside those of `collect_answers`."""
+        return {
+            "question": "How many checks does your own loader pass?",
+            "unit": f"of {len(self.checks)}",
+            "measured": sum(check.passed for check in self.checks),
+            "times_as_fast": self.times_as_fast,
+        }
+
+    def _repr_html_(self) -> str:
+        return make_table(list(map(asdict, self.checks))).to_html()
+
+    def __str__(self) -> str:
+        return str(make_table(list(map(asdict, self.checks))))
+
+
+@dataclass
+class _Trial:
+    """What a loader is asked to do, and what it did."""
+
+    checks: tuple[str, ...]
+    """What fails if the loader raises an error or hangs."""
+    order: Sequence[int]
+    slow: int = -1
+    """The file that comes when all else stands still. -1 is no file."""
+    broken: int = -1
+    """The file that cannot be read."""
+    stops: bool = False
+    """Whether the loop stops after its first batch and a pause."""
+    batches: list[list[int | None]] = field(default_factory=list)
+    """The numbers of the files in each batch; None for what ``read`` did not return."""
+    events: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
+    """What each event adds to the reads in flight, and to the files that are not handed over."""
+    error: str = ""
+    is_untouched: bool = False
+    is_complete: bool = False
+    """Whether the loader came to its end, without an error."""
+    names_broken: bool = False
+    """Whether the error of the broken file came through, or a message named the file."""
+    seconds: float = _LIMIT_S
+    threads: int = 0
+    """Threads that ran on after the loop."""
+
+    @property
+    def rate(self) -> float:
+        """Return the files per second that came."""
+        return sum(map(len, self.batches)) / self.seconds
+
+    def explain(self, mistake: str) -> str:
+        """Return a sentence for a loader that is slow: a mistake, unless it has no threads."""
+        reads = max(accumulate(change for change, _ in self.events))
+        return _SINGLE if reads == 1 else mistake
+
+    def watch(self, loader: Callable[..., Any], dataset: CocoFolder, sender: Any) -> None:
+        """Let the loader read, and send this trial with what it did."""
+        # Otherwise the garbage collector would free objects of the parent process.
+        gc.freeze()
+        end_with_parent()
+        output = io.StringIO()
+        with redirect_stdout(output), redirect_stderr(output):
+            warnings.simplefilter("always")
+            try:
+                self._consume(loader, dataset)
+                message = output.getvalue()
+            except BaseException as error:
+                message = traceback.format_exc()
+                if _MESSAGE.format(self.broken) not in message:
+                    self.error = f"It raised {describe_error(error)}."
+        self.names_broken = bool(re.search(rf"\b{self.broken}\b", message))
+        sender.send(self)
+
+    def _consume(self, loader: Callable[..., Any], dataset: CocoFolder) -> None:
+        # The samples are kept, because the id of a lost one may be used again.
+        samples = dict[int, tuple[int, Any]]()
+
+        def read(index: int) -> tuple[int, bytes]:
+            self.events.append((1, 1))
+            try:
+                if index == self.broken:
+                    raise OSError(_MESSAGE.format(index))
+                if index == self.slow:
+                    self._wait_for_stillness()
+                sample = index, read_file(dataset.find_path(index))
+                samples[id(sample)] = index, sample
+                return sample
+            finally:
+                self.events.append((-1, 0))
+
+        began_s = perf_counter()
+        batches = loader(read, list(self.order), _BATCH_SIZE)
+        if batches is None:
+            self.is_untouched = True
+            return
+        for batch in batches:
+            self.batches.append([samples.get(id(sample), (None,))[0] for sample in batch])
+            self.events.append((0, -len(batch)))
+            self.seconds = perf_counter() - began_s
+            if self.stops:
+                self._wait_for_stillness()
+            if self.stops or self.seconds > _ROUND_S:
+                break
+        else:
+            self.is_complete = True
+        # A list has nothing to close.
+        getattr(batches, "close", int)()
+        until_s = perf_counter() + _ENDING_S
+        while active_count() > 1 and perf_counter() < until_s:
+            sleep(0.01)
+        self.threads = active_count() - 1
+
+    def _wait_for_stillness(self) -> None:
+        before = 0
+        while before < len(self.events):
+            before = len(self.events)
+            sleep(_STILL_S)
+
+    def find_faults(self) -> dict[str, str]:
+        """Return a sentence for each check that fails."""
+        if self.error:
+            return dict.fromkeys(self.checks, self.error)
+        numbers = [number for batch in self.batches for number in batch]
+        sizes = [len(batch) for batch in self.batches]
+        odd = {size for size in sizes[:-1] if size != _BATCH_SIZE}
+        odd |= {size for size in sizes[-1:] if not 0 < size <= _BATCH_SIZE}
+        lost = len(self.order) - len(numbers) - (self.broken >= 0)
+        if not self.is_complete:
+            lost = 0
+        is_last_batch = lost == len(self.order) % _BATCH_SIZE
+        unread = max(accumulate(files for _, files in self.events))
+        suspects = (
+            (_ONCE, None in numbers, "A batch holds something that read did not return."),
+            (_ONCE, len(set(numbers)) < len(numbers), "A file came twice. Read each index once."),
+            (_ONCE, lost and not is_last_batch, f"You lost {lost} files. {_ZIP}"),
+            (_WHOLE, lost and is_last_batch, "You dropped the last batch. It may be smaller."),
+            (_WHOLE, odd, f"Batches of {odd} files came. Only the last may be smaller."),
+            (_SLOW, self.slow in numbers[: len(numbers) // 2], self.explain(_WINDOW)),
+            (_BROKEN, self.broken >= 0 and not self.names_broken, _SWALLOWED),
+            (_MEMORY, unread > MOST_UNREAD, f"You asked for all at once: {unread} lay unread."),
+            (_THREADS, self.threads, f"{self.threads} threads ran on. End them in a finally."),
+        )
+        return {check: sentence for check, fails, sentence in reversed(suspects) if fails}
+
+
+def grade_loader(loader: Callable[..., Any]) -> LoaderGrade | None:
+    """Try a loader on few, slow and broken files, and time it.
+
+    The reads wait as on the bad day, a tenth as long. The plain loop, your loader and `make_loader`
+    read the same files in turns, and medians are compared. It takes about 20 seconds.
+
+    Args:
+        loader: Your ``my_loader(read, order, batch_size)``. For the indices in ``order``, it yields
+            lists of what ``read(index)`` returned, in any order.
+
+    Returns:
+        The checks; None if the loader returns None, because the exercise is untouched.
+
+    Raises:
+        ColabUtilsError: The loader is not a function, or this is not Linux.
+    """
+    require_linux("end a loader that hangs")
+    if not callable(loader):
+        raise ColabUtilsError(
+            f"A loader must be a function; it is a {type(loader).__name__}. Pass my_loader itself, "
+            "and do not call it."
+        )
+    bad = DRIVE_PROFILES["bad"]
+    with TemporaryDirectory() as folder:
+        data = make_dataset(folder, n=_FILES, width=32, height=32, objects=(1, 1), workers=1)
+        slow_down(folder, replace(bad, name="exercise", open_s=bad.open_s * _TIME_SCALE))
+        try:
+            # Two workers have 48 streams together.
+            return _grade(loader, CocoFolder(data.images, data.annotations, streams=24))
+        finally:
+            slow_down(folder, None)
+
+
+def _grade(loader: Callable[..., Any], dataset: CocoFolder) -> LoaderGrade | None:
+    order = random.Random(0).sample(range(_FILES), _FILES)
+    trials = [
+        _Trial((_SHORT,), order[:6]),
+        _Trial((_SLOW,), order[:60], slow=order[0]),
+        _Trial((_BROKEN,), order[:61], broken=order[9]),
+        _Trial((_MEMORY, _THREADS), order, stops=True),
+        *[_Trial((_TIMES, _SHARE), order)] * _ROUNDS,
+    ]
+    faults = dict[str, str]()
+    # Files per second of the plain loop, of the loader and of `make_loader`, in each round.
+    rates = list[tuple[float, float, float]]()
+    for plan in show_progress("trying your loader", trials):
+        trial = _run(plan, loader, dataset)
+        if trial.is_untouched:
+            return None
+        faults = trial.find_faults() | faults
+        if _SHORT in faults:
+            return LoaderGrade((LoaderCheck(_SHORT, passed=False, seen=faults[_SHORT]),))
+        if _TIMES in plan.checks:
+            plain = _run(_Trial((), order[len(rates) :: _ROUNDS]), _load_in_turn, dataset)
+            rates.append((plain.rate, trial.rate, _time_make_loader(dataset)))
+            if trial.error or trial.seconds > _ROUND_S:
+                break
+    plain_rate, rate, best_rate = map(median, zip(*rates, strict=True))
+    times = rate / plain_rate
+    share = rate / best_rate
+    seen = {
+        _TIMES: f"It is {times:.1f} times as fast.",
+        _SHARE: f"It has {share:.2f} of its rate.",
+    }
+    for check, is_slow in ((_TIMES, times < LEAST_TIMES), (_SHARE, share < LEAST_SHARE)):
+        if is_slow:
+            faults.setdefault(check, f"{seen[check]} {trial.explain(_IDLE)}")
+    seen |= faults
+    checks = [LoaderCheck(name, name not in faults, seen.get(name, "")) for name in _CHECKS]
+    return LoaderGrade(tuple(checks), times)
+
+
+def _run(trial: _Trial, loader: Callable[..., Any], dataset: CocoFolder) -> _Trial:
+    """Run a trial in a process of its own, and return it with what the loader did."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=trial.watch, args=(loader, dataset, sender))
+    with quiet_fork():
+        process.start()
+    sender.close()
+    error = "It ended its own process."
+    try:
+        if receiver.poll(_LIMIT_S):
+            return receiver.recv()
+        error = "It hung: it waits for what never comes."
+    except EOFError:
+        pass
+    finally:
+        end_process(process)
+    return replace(trial, error=error)
+
+
+def _load_in_turn(read: Callable[[int], Any], order: Sequence[int], _: int) -> Iterator[list[Any]]:
+    for index in order:
+        yield [read(index)]
+
+
+def _time_make_loader(dataset: CocoFolder) -> float:
+    """Return the files per second of `make_loader`."""
+    loader = make_loader(dataset, batch_size=_BATCH_SIZE, workers=2)
+    began_s = perf_counter()
+    files = sum(len(images) for images, _ in loader)
+    rate = files / (perf_counter() - began_s)
+    loader.close()
+    return rate

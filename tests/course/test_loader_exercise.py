@@ -1,0 +1,287 @@
+"""The grader of own loaders: the solution passes, and each mistake of beginners has a sentence."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from itertools import islice
+from queue import Queue
+from threading import Thread
+
+import pytest
+
+from colab_utils.course import loader_exercise
+from colab_utils.course.loader_exercise import grade_loader
+from colab_utils.errors import ColabUtilsError
+from colab_utils.slow_drive import find_profile
+
+THREADS = 48
+
+
+@pytest.fixture
+def hurry(monkeypatch):
+    """Shorter reads and fewer rounds, for what does not depend on time."""
+    monkeypatch.setattr(loader_exercise, "_TIME_SCALE", 0.02)
+    monkeypatch.setattr(loader_exercise, "_ROUNDS", 1)
+    monkeypatch.setattr(loader_exercise, "_ROUND_S", 2.0)
+    monkeypatch.setattr(loader_exercise, "_LIMIT_S", 5.0)
+
+
+def solve(read, order, batch_size):
+    """Hand over what is ready, and begin a read for each that has ended."""
+    indices = iter(order)
+    ready = []
+    with ThreadPoolExecutor(THREADS) as pool:
+        waiting = {pool.submit(read, index) for index in islice(indices, THREADS)}
+        while waiting:
+            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            ready += [task.result() for task in done]
+            for index in islice(indices, THREADS - len(waiting)):
+                waiting.add(pool.submit(read, index))
+            while len(ready) >= batch_size:
+                yield ready[:batch_size]
+                ready = ready[batch_size:]
+    if ready:
+        yield ready
+
+
+def read_in_turn(read, order, batch_size):
+    batch = []
+    for index in order:
+        batch.append(read(index))
+        if len(batch) == batch_size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def wait_in_order(read, order, batch_size):
+    indices = iter(order)
+    with ThreadPoolExecutor(THREADS) as pool:
+        waiting = [pool.submit(read, index) for index in islice(indices, THREADS)]
+        while waiting:
+            yield [task.result() for task in waiting[:batch_size]]
+            waiting = waiting[batch_size:]
+            waiting += [pool.submit(read, index) for index in islice(indices, batch_size)]
+
+
+def ask_for_all(read, order, batch_size):
+    with ThreadPoolExecutor(THREADS) as pool:
+        waiting = {pool.submit(read, index) for index in order}
+        ready = []
+        while waiting:
+            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            ready += [task.result() for task in done]
+            while len(ready) >= batch_size:
+                yield ready[:batch_size]
+                ready = ready[batch_size:]
+        if ready:
+            yield ready
+
+
+def drop_the_last_batch(read, order, batch_size):
+    for batch in solve(read, order, batch_size):
+        if len(batch) == batch_size:
+            yield batch
+
+
+def lose_by_zip(read, order, batch_size):
+    indices = iter(order)
+    ready = []
+    with ThreadPoolExecutor(THREADS) as pool:
+        waiting = {pool.submit(read, i) for i, _ in zip(indices, range(THREADS), strict=False)}
+        while waiting:
+            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            ready += [task.result() for task in done]
+            waiting |= {pool.submit(read, i) for i, _ in zip(indices, done, strict=False)}
+            while len(ready) >= batch_size:
+                yield ready[:batch_size]
+                ready = ready[batch_size:]
+    if ready:
+        yield ready
+
+
+def fill_the_last_batch(read, order, batch_size):
+    for batch in solve(read, order, batch_size):
+        yield (batch * batch_size)[:batch_size]
+
+
+def leave_threads(read, order, batch_size):
+    samples = Queue(maxsize=THREADS)
+    indices = iter(order)
+    lock = threading.Lock()
+
+    def work():
+        while True:
+            with lock:
+                index = next(indices, None)
+            if index is None:
+                break
+            try:
+                samples.put(read(index))
+            except OSError as error:
+                samples.put(error)
+
+    for _ in range(THREADS):
+        Thread(target=work, daemon=True).start()
+    batch = []
+    for _ in order:
+        sample = samples.get()
+        if isinstance(sample, OSError):
+            raise sample
+        batch.append(sample)
+        if len(batch) == batch_size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def swallow_errors(read, order, batch_size):
+    def try_to_read(index):
+        try:
+            return read(index)
+        except OSError:
+            return None
+
+    ready = []
+    for batch in solve(try_to_read, order, 1):
+        ready += [sample for sample in batch if sample is not None]
+        if len(ready) == batch_size:
+            yield ready
+            ready = []
+    if ready:
+        yield ready
+
+
+def hand_over_none(read, order, batch_size):
+    def try_to_read(index):
+        try:
+            return read(index)
+        except OSError:
+            print(f"file {index} is bad")
+
+    yield from solve(try_to_read, order, batch_size)
+
+
+def leave_out_and_say_so(read, order, batch_size):
+    def try_to_read(index):
+        try:
+            return read(index)
+        except OSError as error:
+            print(f"left out {index}: {error}")
+
+    ready = []
+    for batch in solve(try_to_read, order, 1):
+        ready += [sample for sample in batch if sample is not None]
+        if len(ready) == batch_size:
+            yield ready
+            ready = []
+    if ready:
+        yield ready
+
+
+def hang_on_broken(read, order, batch_size):
+    samples = Queue()
+
+    def work(index):
+        samples.put(read(index))
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        for index in order:
+            pool.submit(work, index)
+        left = len(order)
+        while left:
+            size = min(batch_size, left)
+            yield [samples.get() for _ in range(size)]
+            left -= size
+
+
+def list_faults(grade):
+    return {check.check: check.seen for check in grade.checks if not check.passed}
+
+
+def test_the_solution_passes_every_check():
+    grade = grade_loader(solve)
+    assert list_faults(grade) == {}
+    assert len(grade.checks) == 9
+    assert grade.times_as_fast >= loader_exercise.LEAST_TIMES
+    assert grade.to_answer()["measured"] == 9
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize(
+    ("loader", "check", "sentence"),
+    [
+        (read_in_turn, "10 times the plain loop", "You read one file at a time"),
+        (wait_in_order, "a slow file", "You waited for the first file of the window"),
+        (ask_for_all, "at most 100 files in memory", "You asked for all at once"),
+        (drop_the_last_batch, "whole batches", "You dropped the last batch"),
+        (fill_the_last_batch, "each file once", "A file came twice"),
+        (lose_by_zip, "each file once", "Did zip take an index that nobody read?"),
+        (leave_threads, "no thread runs on", "threads ran on"),
+        (swallow_errors, "a broken file", "You swallowed the error of the broken file"),
+        (hang_on_broken, "a broken file", "It hung"),
+        (hand_over_none, "each file once", "something that read did not return"),
+    ],
+)
+def test_each_mistake_of_beginners_has_a_sentence(hurry, loader, check, sentence):
+    faults = list_faults(grade_loader(loader))
+    assert sentence in faults[check]
+    # A loader of many threads is told of its own mistake, and of no other one.
+    others = {"10 times the plain loop", "0.7 of make_loader"}
+    if loader is hang_on_broken:
+        others.add("at most 100 files in memory")
+    if loader is read_in_turn:
+        others.add("a slow file")
+    assert faults.keys() - others - {check} == set()
+
+
+def test_a_loader_may_leave_the_broken_file_out_if_it_says_so(hurry):
+    assert "a broken file" not in list_faults(grade_loader(leave_out_and_say_so))
+
+
+def test_an_untouched_exercise_says_nothing():
+    def my_loader(read, order, batch_size): ...
+
+    assert grade_loader(my_loader) is None
+    assert find_profile("anywhere") is None
+
+
+def raise_an_error(read, order, batch_size):
+    yield [read(order["first"])]
+
+
+def end_the_process(read, order, batch_size):
+    os._exit(1)
+
+
+def never_yield(read, order, batch_size):
+    while True:
+        time.sleep(1)
+
+
+@pytest.mark.parametrize(
+    ("loader", "sentence"),
+    [
+        (raise_an_error, "It raised TypeError: list indices must be integers"),
+        (end_the_process, "It ended its own process."),
+        (never_yield, "It hung"),
+    ],
+)
+def test_what_stops_a_loader_is_a_sentence(hurry, capfd, loader, sentence):
+    grade = grade_loader(loader)
+    assert [check.passed for check in grade.checks] == [False]
+    assert sentence in str(grade)
+    assert sentence in grade._repr_html_()
+    assert "Traceback" not in "".join(capfd.readouterr())
+    assert multiprocessing.active_children() == []
+
+
+def test_a_loader_that_is_called_is_refused():
+    with pytest.raises(ColabUtilsError, match="must be a function; it is a generator"):
+        grade_loader(solve(None, [], 4))
