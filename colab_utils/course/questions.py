@@ -50,6 +50,9 @@ QUESTIONS = {
 }
 """The five questions, by name."""
 
+OWN_LOADER = "own_loader"
+"""Name of the answer that ``LoaderGrade.to_answer`` returns. Nobody guesses it."""
+
 
 def collect_answers(
     guesses: Mapping[str, object],
@@ -65,8 +68,8 @@ def collect_answers(
         measured: Dict from the name of a question to its measured answer. The answer is None or
             missing if nothing was measured.
         before: Answers from an earlier time (see `read_answers`). Their guesses become
-            ``guess_before``, and their measurements are used where ``measured`` has none. Default:
-            None.
+            ``guess_before``, and their measurements are used where ``measured`` has none. The
+            answer of an own loader is kept. Default: None.
 
     Example:
         >>> answers = collect_answers({"times_8_workers": "8"}, {"times_8_workers": 5.0})
@@ -87,11 +90,13 @@ def collect_answers(
         }
         if before is not None:
             answers[name]["guess_before"] = earlier.get("guess", "")
+    if before and OWN_LOADER in before:
+        answers[OWN_LOADER] = before[OWN_LOADER]
     return answers
 
 
 def describe_answers(answers: Mapping[str, Any]) -> str:
-    """Return a text that compares the guess and the measurement of each question.
+    """Return a text that compares the guess and the measurement of each question of `QUESTIONS`.
 
     Example:
         >>> answers = collect_answers({"waits_percent": "50"}, {"waits_percent": 96.0})
@@ -99,7 +104,9 @@ def describe_answers(answers: Mapping[str, Any]) -> str:
             You guessed 50, it was 96 %: more than you thought.
     """
     lines = []
-    for answer in answers.values():
+    for name, answer in answers.items():
+        if name == OWN_LOADER:
+            continue
         lines.append(str(answer["question"]))
         measured = answer["measured"]
         if measured is None:
@@ -122,6 +129,6 @@ def read_answers(drive: str | Path) -> Answers:
     with suppress(OSError, ValueError, AttributeError):
         text = (Path(drive) / "results" / "01.json").read_text(encoding="utf-8")
         for name, answer in json.loads(text).get("questions", {}).items():
-            if name in QUESTIONS and isinstance(answer, dict):
+            if name in (*QUESTIONS, OWN_LOADER) and isinstance(answer, dict):
                 answers[name] = answer
     return answers

@@ -1,11 +1,13 @@
 """Receipts from many machines: a line of a table for each, and one chart of all."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from colab_utils.course.guesses import read_guess
+from colab_utils.course.questions import OWN_LOADER
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.places import require_local_path
 from colab_utils.show.charts import format_figure, plot_bars
@@ -26,25 +28,21 @@ def write_class(receipts: Sequence[str | Path], folder: str | Path) -> Table:
         ColabUtilsError: No file is given, or a file is not a receipt.
     """
     target = require_local_path(folder)
-    table = make_table(read_receipts(receipts))
+    lines = read_receipts(receipts)
     target.mkdir(parents=True, exist_ok=True)
-    plot_receipts(receipts).savefig(target / "receipts.png")
-    return table
+    plot_class(lines).savefig(target / "receipts.png")
+    return make_table(lines)
 
 
-def plot_receipts(receipts: Sequence[str | Path]) -> DescribedFigure:
+def plot_class(lines: Sequence[Mapping[str, Any]]) -> DescribedFigure:
     """Draw how many times as fast each machine trains with its best way of loading.
 
     Each bar also says for which share of the time the step waits, with the first and with the best
-    way of loading. The machine that gains most comes first.
+    way of loading. The title names the fastest own loader.
 
     Args:
-        receipts: ``comparison.json`` files of many machines.
-
-    Raises:
-        ColabUtilsError: No file is given, or a file is not a receipt.
+        lines: Result of `read_receipts`.
     """
-    lines = sorted(read_receipts(receipts), key=lambda line: -line["times as fast"])
     values = dict[str, float]()
     notes = dict[str, str]()
     for number, line in enumerate(lines, start=1):
@@ -57,18 +55,19 @@ def plot_receipts(receipts: Sequence[str | Path]) -> DescribedFigure:
         f"{format_count(len(lines), 'receipt')}: the step waits {before:.0%} → {after:.0%} of the "
         f"time, and trains {format_figure(median(values.values()))} times as fast (medians)"
     )
+    winner = max(lines, key=lambda line: line["own loader"] or 0)
+    if winner["own loader"]:
+        title += (
+            f". The fastest own loader: {winner['receipt']}, {winner['own loader']} times as fast "
+            "as the plain loop"
+        )
     unit = "times as many images/s as before"
-    return plot_bars(
-        values,
-        title=title,
-        unit=unit,
-        notes=notes,
-        highlight=values,
-    )
+    return plot_bars(values, title=title, unit=unit, notes=notes, highlight=values)
 
 
 def read_receipts(receipts: Sequence[str | Path]) -> list[dict[str, Any]]:
-    """Return the line that `summarise_receipt` makes of each file, with the receipt's name.
+    """Return the line that `summarise_receipt` makes of each file, with the receipt's name. The
+    machine that gains most comes first.
 
     The name is that of the file, or of its folder if the file is named ``comparison.json``.
 
@@ -89,12 +88,12 @@ def read_receipts(receipts: Sequence[str | Path]) -> list[dict[str, Any]]:
                 "compare wrote."
             ) from None
         lines.append({"receipt": name, **line})
-    return lines
+    return sorted(lines, key=lambda line: -line["times as fast"])
 
 
 def summarise_receipt(comparison: Content) -> dict[str, Any]:
-    """Return the line of one receipt in a table of many machines: the machine, and what its first
-    and its best strategy reached.
+    """Return the line of one receipt in a table of many machines: the machine, what its first and
+    its best strategy reached, and the speed of an own loader that passes all checks.
 
     Raises:
         ColabUtilsError: No strategy was timed.
@@ -103,15 +102,15 @@ def summarise_receipt(comparison: Content) -> dict[str, Any]:
     machine = content["machine"]
     busy = ", busy with other work" if content.get("busy") else ""
     before, after = find_gain(content)
+    own_loader = content.get("questions", {}).get(OWN_LOADER, {})
     return {
         "machine": f"{machine['gpu'] or 'no GPU'}, {machine['cores']} cores{busy}",
         "step": content["step"],
         "drive": content["drive"].partition(",")[0],
         "before": before["title"],
         "waits before": round(before["wait_share"], 3),
-        "images/s before": round(before["images_per_second"], 1),
         "after": after["title"],
         "waits after": round(after["wait_share"], 3),
-        "images/s after": round(after["images_per_second"], 1),
         "times as fast": round(after["images_per_second"] / before["images_per_second"], 1),
+        "own loader": read_guess(own_loader.get("times_as_fast")),
     }

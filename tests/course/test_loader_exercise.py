@@ -27,19 +27,20 @@ def hurry(monkeypatch):
     monkeypatch.setattr(loader_exercise, "_TIME_SCALE", 0.02)
     monkeypatch.setattr(loader_exercise, "_ROUNDS", 1)
     monkeypatch.setattr(loader_exercise, "_ROUND_S", 2.0)
-    monkeypatch.setattr(loader_exercise, "_LIMIT_S", 5.0)
+    monkeypatch.setattr(loader_exercise, "_LIMIT_S", 4.0)
+    monkeypatch.setattr(loader_exercise, "_STILL_S", 0.4)
 
 
-def solve(read, order, batch_size):
+def solve(read, order, batch_size, threads=THREADS):
     """Hand over what is ready, and begin a read for each that has ended."""
     indices = iter(order)
     ready = []
-    with ThreadPoolExecutor(THREADS) as pool:
-        waiting = {pool.submit(read, index) for index in islice(indices, THREADS)}
+    with ThreadPoolExecutor(threads) as pool:
+        waiting = {pool.submit(read, index) for index in islice(indices, threads)}
         while waiting:
             done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
             ready += [task.result() for task in done]
-            for index in islice(indices, THREADS - len(waiting)):
+            for index in islice(indices, threads - len(waiting)):
                 waiting.add(pool.submit(read, index))
             while len(ready) >= batch_size:
                 yield ready[:batch_size]
@@ -81,6 +82,10 @@ def ask_for_all(read, order, batch_size):
                 ready = ready[batch_size:]
         if ready:
             yield ready
+
+
+def use_few_threads(read, order, batch_size):
+    yield from solve(read, order, batch_size, threads=5)
 
 
 def drop_the_last_batch(read, order, batch_size):
@@ -218,6 +223,7 @@ def test_the_solution_passes_every_check():
     ("loader", "check", "sentence"),
     [
         (read_in_turn, "10 times the plain loop", "You read one file at a time"),
+        (use_few_threads, "10 times the plain loop", "Reads ran dry"),
         (wait_in_order, "a slow file", "You waited for the first file of the window"),
         (ask_for_all, "at most 100 files in memory", "You asked for all at once"),
         (drop_the_last_batch, "whole batches", "You dropped the last batch"),

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from colab_utils.course.questions import (
+    OWN_LOADER,
     QUESTIONS,
     collect_answers,
     describe_answers,
@@ -21,7 +22,9 @@ def publish(drive, answers):
 
 
 def test_guesses_survive_from_the_first_notebook_to_the_last(tmp_path):
-    publish(tmp_path, collect_answers({"waits_percent": "50"}, {"waits_percent": 96.0}))
+    own_loader = {"question": "How many?", "measured": 9, "times_as_fast": 20.3}
+    answers = collect_answers({"waits_percent": "50"}, {"waits_percent": 96.0})
+    publish(tmp_path, {**answers, OWN_LOADER: own_loader})
     before = read_answers(tmp_path)
     answers = collect_answers({"waits_percent": "90"}, {}, before=before)
     assert answers["waits_percent"] == {
@@ -31,7 +34,9 @@ def test_guesses_survive_from_the_first_notebook_to_the_last(tmp_path):
         "guess_before": "50",
         "measured": 96.0,
     }
-    assert list(answers) == list(QUESTIONS)
+    assert list(answers) == [*QUESTIONS, OWN_LOADER]
+    assert answers[OWN_LOADER] == own_loader
+    assert "How many?" not in describe_answers(answers)
 
 
 @pytest.mark.parametrize(
