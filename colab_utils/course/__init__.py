@@ -1,1 +1,3 @@
-"""What only the notebooks need: their folders, their dataset, questions, animations, receipts."""
+"""What only the notebooks need: their folders, their dataset, questions, an exercise's grader,
+animations, receipts.
+"""
