@@ -24,6 +24,7 @@ __all__ = [  # noqa: RUF022
     "build_mask_rcnn",
     "check_dataset",
     "compare",
+    "copy_images",
     "copy_shards",
     "diagnose",
     "finish_shards",
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from colab_utils.loading.arriving import ArrivingShards
     from colab_utils.loading.coco_folder import CocoFolder
     from colab_utils.loading.dataset import ShardDataset
+    from colab_utils.loading.image_copy import copy_images
     from colab_utils.loading.loader import make_loader
     from colab_utils.loading.opening import open_dataset
     from colab_utils.shards.copy import copy_shards
@@ -68,6 +70,7 @@ _MODULES = {
     "build_mask_rcnn": "colab_utils.training.model",
     "check_dataset": "colab_utils.data.checks",
     "compare": "colab_utils.comparison.compare",
+    "copy_images": "colab_utils.loading.image_copy",
     "copy_shards": "colab_utils.shards.copy",
     "diagnose": "colab_utils.diagnosis.diagnose",
     "finish_shards": "colab_utils.shards.parts",

@@ -27,6 +27,7 @@ from colab_utils.places import open_place, require_local_path
 from colab_utils.processes import explain_limits
 from colab_utils.require import require_part
 from colab_utils.slow_drive import find_profile
+from colab_utils.units import format_count
 
 _JSON_START = b'{\n "command": '
 _SCRIPT = "colab-utils"
@@ -74,7 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _finish(report: Any, command: str, target: str) -> int:
     """Print the report, write its JSON, and name what is wrong in it."""
-    for image in getattr(report, "skipped", ()):
+    missing = getattr(report, "missing", ())
+    for image in getattr(report, "skipped", missing):
         print(escape(f"skipped {image.file_name}: {image.reason}"), file=sys.stderr)
     content = {"command": command, **dataclasses.asdict(report)}
     # Programs that read the JSON know the stages under this older name.
@@ -90,6 +92,11 @@ def _finish(report: Any, command: str, target: str) -> int:
             with _end_after_cleaning():
                 write_file(Path(target), text.encode())
         _print("".join(f"{escape(line)}\n" for line in str(report).split("\n")))
+    if missing:
+        raise ColabUtilsError(
+            f"{format_count(len(missing), 'file')} could not be copied, such as "
+            f"{missing[0].file_name}. The others are in place, and the same command tries again."
+        )
     bad = getattr(report, "bad", ())
     if bad:
         raise ColabUtilsError(
@@ -255,7 +262,10 @@ shards DIR|URL: folder of shards
 """,
     "copy": """
 shards DIR|URL: folder of shards
+images DIR|URL: image folder, in place of --shards
+annotations FILE|URL: COCO instance JSON of --images: copy only the files that it names
 to DIR|URL: folder to copy to
+streams N|auto: files that are read at once (auto)
 """,
     "train": """
 run DIR|URL: folder for checkpoints
@@ -377,9 +387,13 @@ def verify(shards: str) -> Any:
     return colab_utils.verify_shards(shards)
 
 
-def copy(shards: str, to: str) -> Any:
-    """Copy shards from Drive to the local SSD."""
-    return colab_utils.copy_shards(shards, to)
+def copy(to: str, shards: str = "", images: str = "", **settings: Any) -> Any:
+    """Copy shards, or loose image files, from Drive to the local SSD."""
+    if bool(shards) == bool(images) or (shards and "annotations" in settings):
+        raise ColabUtilsError("Pass --shards alone, or --images. See --help.")
+    if shards:
+        return colab_utils.copy_shards(shards, to, **settings)
+    return colab_utils.copy_images(images, to, **settings)
 
 
 def train(run: str, **settings: Any) -> Any:

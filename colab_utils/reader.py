@@ -100,6 +100,7 @@ class Reader:
 
     Attributes:
         tuner: the `StreamTuner` that chooses the number of streams; None if you gave the number.
+        read_bytes: bytes of all files that were read.
 
     Raises:
         ColabUtilsError: ``streams`` is out of range.
@@ -144,7 +145,7 @@ class Reader:
         self._held: dict[Reading, int] = {}
         self._held_bytes = 0
         self._files = 0
-        self._all_bytes = 0
+        self.read_bytes = 0
         self._remembered = self.streams
 
     @property
@@ -260,7 +261,7 @@ class Reader:
     def _may_start(self) -> bool:
         if len(self._active) >= self.streams:
             return False
-        mean_bytes = self._all_bytes / self._files if self._files else 0
+        mean_bytes = self.read_bytes / self._files if self._files else 0
         ahead_bytes = self._held_bytes + mean_bytes * (len(self._active) + 1)
         return ahead_bytes <= self._most_bytes or not (self._active or self._held)
 
@@ -311,7 +312,7 @@ class Reader:
                 self._held[reading] = count
                 self._held_bytes += count
                 self._files += 1
-                self._all_bytes += count
+                self.read_bytes += count
                 self._tune()
                 self._start_more()
         if error is None:

@@ -140,6 +140,12 @@ class UrlMethods:
             if info["type"] == "file"
         }
 
+    @try_again
+    def list_tree(self, name: Any = "") -> list[str]:
+        """Return the path in the folder of each file below it."""
+        system, key = locate(name)
+        return [path.removeprefix(key).strip("/") for path in system.find(key)]
+
     def find_kind(self, name: Any = "") -> str:
         """Return "file" or "folder"; "" if there is neither."""
         path = self.locate(name)

@@ -124,6 +124,8 @@ BAD = [
     (["preprocess", "--images", "{}/nope", "--annotations", "{}/coco.json", *NEW], "nope"),
     (["verify", "--shards", "{}/nope"], "nope"),
     (["copy", "--shards", "{}/nope", "--to", "{}/target"], "nope"),
+    (["copy", "--images", "{}/nope", "--to", "{}/target"], "nope"),
+    (["copy", "--images", "{}/images", "--annotations", "{}/no.json", "--to", "{}/new"], "no.json"),
     (["train", "--shards", "{}/nope", "--run", "{}/run"], "nope"),
     (["train", "--shards", "{}/shards", "--val-shards", "{}/nope", "--run", "{}/run"], "nope"),
     (
@@ -223,6 +225,12 @@ BAD = [
     (["diagnose"], "or --shards alone"),
     (["copy", "--shards", "{}/shards", "--to", "{}/shards"], "source and target at once"),
     (["copy", "--shards", "{}/shards", "--to", "{}/coco.json"], "coco.json"),
+    (["copy", "--images", "{}/images", "--to", "{}/coco.json"], "coco.json"),
+    (["copy", "--images", "{}/images", "--to", "{}/images/new"], "lies in"),
+    (["copy", "--images", "{}/images", "--to", "s3://bucket/new"], "s3://bucket/new"),
+    (["copy", "--images", "{}/images", "--shards", "{}/shards", "--to", "{}/new"], "See --help"),
+    (["copy", *COCO[2:], "--shards", "{}/shards", "--to", "{}/new"], "See --help"),
+    (["copy", "--to", "{}/new"], "See --help"),
     (["preprocess", *COCO, "--shards", "{}/coco.json"], "coco.json"),
     # Other shards are there already.
     (["preprocess", *COCO, "--shards", "{}/shards", "--min-size", 64], "shards"),
@@ -252,6 +260,7 @@ BAD = [
     # Nothing can be written into these places.
     (["preprocess", *COCO, "--shards", "/proc/colab_utils"], "Writing into /proc"),
     (["copy", "--shards", "{}/shards", "--to", "/proc/colab_utils"], "/proc"),
+    (["copy", "--images", "{}/images", "--to", "/proc/colab_utils"], "/proc"),
     (["train", "--shards", "{}/shards", "--run", "/proc/colab_utils", "--steps", 1], "/proc"),
     (["compare", *COCO, "--report", "/proc/colab_utils"], "/proc"),
 ]
@@ -658,6 +667,29 @@ def test_ctrl_c_leaves_only_finished_shards_and_the_same_command_continues(many,
     assert {name: (target / name).stat().st_mtime_ns for name in finished} == finished
 
 
+def test_images_that_cannot_be_copied_are_named_in_the_end(world):
+    annotations = json.loads((world / "coco.json").read_text())
+    names = [image["file_name"] for image in annotations["images"]]
+    (world / "images" / names[1]).unlink()
+    images = ["--images", world / "images", "--annotations", world / "coco.json"]
+    status, out, err = finish("copy", *images, "--to", world / "to", "--json", "-")
+    assert status == 2
+    result = json.loads(out)
+    assert result["missing"][0].keys() == {"file_name", "reason"}
+    assert [entry["file_name"] for entry in result["missing"]] == [names[1]]
+    assert set(result) >= {"files", "bytes", "seconds", "skipped_files"}
+    assert (result["files"], result["skipped_files"]) == (11, 0)
+    *_, skipped, error = err.splitlines()
+    assert skipped.startswith(f"skipped {names[1]}: not in ")
+    assert error.startswith(f"error: 1 file could not be copied, such as {names[1]}. The others")
+    assert len([*(world / "to").iterdir()]) == 11
+    shutil.copy(world / "images" / names[0], world / "images" / names[1])
+    status, out, err = finish("copy", *images, "--to", world / "to", "--streams", "4")
+    assert (status, err) == (0, "")
+    assert out.startswith("12 files in place: ")
+    assert out.endswith("11 were there already\n")
+
+
 def limit_files():
     # The limit stands in for a disk that is full.
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
@@ -669,6 +701,7 @@ def limit_files():
         ["preprocess", *COCO, *NEW, "--storage", "keep", "--workers", 1],
         ["preprocess", *COCO, *NEW, "--storage", "keep", "--workers", 2],
         ["copy", "--shards", "{}/shards", "--to", "{}/to"],
+        ["copy", "--images", "{}/images", "--to", "{}/to"],
     ],
 )
 def test_a_full_disk_is_one_line(world, arguments):

@@ -2,22 +2,21 @@
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import torch
 
 from colab_utils.data.coco import read_coco, write_subset
 from colab_utils.drive import is_on_drive
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import read_file
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
+from colab_utils.loading.image_copy import copy_images
 from colab_utils.machine import require_space
 from colab_utils.places import require_local_path
 from colab_utils.processes import ThreadPool
@@ -28,8 +27,10 @@ from colab_utils.slow_drive import DriveProfile, read_at_full_speed, slow_down
 
 # What to do if the disk is full.
 _CURE = "or compare fewer images"
-# Number of files that are read at the same time.
+# Number of files that are read at the same time. `copy_images` reads at least the second number of
+# files at the same time.
 _STREAMS = 4
+_IMAGE_STREAMS = 16
 # Bytes of a shard of a large dataset: the default of `write_shards`.
 _SHARD_BYTES = 128e6
 
@@ -98,7 +99,9 @@ class PreparedData:
             self.ssd = Path(tempfile.gettempdir(), "colab_utils-ssd")
         rows = range(min(len(coco), count))
         dataset = CocoFolder(images, write_subset(coco, rows, self.folder / "all.json"), streams=1)
-        errors = _run_in_threads("decoding the images", partial(_explain_bad, dataset), rows)
+        with ThreadPool(_STREAMS) as pool:
+            reasons = pool.map(partial(_explain_bad, dataset), rows)
+            errors = list(show_progress("decoding the images", reasons, total=len(rows)))
         self.bad = [error for error in errors if error]
         usable = [row for row, error in enumerate(errors) if not error]
         if not usable:
@@ -182,25 +185,19 @@ class PreparedData:
         target = self.ssd / f"{name}-{self.name}"
         copies = tuple(target / path.relative_to(made.folder) for path in made.files)
         began_s = perf_counter()
-        opened = float(len(made.files))
+        shutil.rmtree(target, ignore_errors=True)
+        opened = len(made.files) / _IMAGE_STREAMS
         if name == "shards":
-            shutil.rmtree(target, ignore_errors=True)
             copy_shards(made.folder, target)
-            opened = 2 * made.bytes / _SHARD_BYTES
+            opened = 2 * made.bytes / _SHARD_BYTES / _STREAMS
         else:
-            require_space(target, made.bytes, _CURE)
-            _run_in_threads("copying", _copy_file, list(zip(made.files, copies, strict=True)))
+            annotations = self.annotations if name == "files" else None
+            copy_images(made.folder, target, annotations=annotations)
         seconds = perf_counter() - began_s
         if self.profile is not None:
-            seconds += opened * self.profile.open_s / _STREAMS
+            seconds += opened * self.profile.open_s
             seconds += made.bytes / self.profile.bytes_per_s
         return replace(made, folder=target, files=copies, session_s=seconds)
-
-
-def _run_in_threads(label: str, call: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    """Call ``call`` with each item, in several threads; return the results in order."""
-    with ThreadPool(_STREAMS) as pool:
-        return list(show_progress(label, pool.map(call, items), total=len(items), unit="file"))
 
 
 def _explain_bad(dataset: CocoFolder, row: int) -> str:
@@ -210,12 +207,6 @@ def _explain_bad(dataset: CocoFolder, row: int) -> str:
     except ColabUtilsError as error:
         return str(error)
     return ""
-
-
-def _copy_file(paths: tuple[Path, Path]) -> None:
-    source, copy = paths
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    copy.write_bytes(read_file(source))
 
 
 def _write_tensors(dataset: ShardDataset, target: Path) -> None:

@@ -228,7 +228,7 @@ _TABLE: tuple[tuple[str, str, str, str, Callable[..., Any]], ...] = (
     (
         "dataloader_on_ssd",
         "loose files on SSD",
-        "The image files are copied first.",
+        "The image files are copied first, by many streams (copy_images).",
         "files_on_ssd",
         _by_workers,
     ),

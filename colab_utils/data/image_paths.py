@@ -75,6 +75,11 @@ def _find_at_url(folder: Any, name: str) -> tuple[Place, bool]:
     if _leads_out(decoded):
         decoded = take_base_name(name)
     # A name such as "50%20off.jpg" may be the file's own name.
+    if _leads_out(decoded):
+        raise ColabUtilsError(
+            f"The file_name {name!r:.80} leads out of {folder}. Write the image's path in the "
+            "folder as file_name."
+        )
     is_name = decoded != name and not _leads_out(name)
     if is_name and open_store(folder).find_kind(name) == "file":
         return folder / name, False
@@ -200,26 +205,42 @@ def list_base_names(folder: str) -> dict[str, tuple[str, ...]]:
 
     At most two paths are given of a name that several files have.
 
-    No links are followed but Drive's shortcuts. Hidden folders are left out.
+    No links are followed but Drive's shortcuts. Hidden files and folders are left out.
 
     Raises:
         ColabUtilsError: if the folder cannot be listed.
     """
     places: dict[str, tuple[str, ...]] = {}
-    try:
-        with guard_drive(folder):
-            for entry in _walk(folder):
-                base = normalize("NFC", entry.name)
-                paths = (*places.get(base, ()), os.path.relpath(entry.path, folder))
-                places[base] = paths[:2]
-    except OSError as error:
-        reason = explain_os_error(error, "Check the folder.")
-        raise ColabUtilsError(f"The images in {folder} cannot be listed: {reason}") from None
+    for path in list_files(Path(folder)):
+        base = normalize("NFC", os.path.basename(path))
+        places[base] = (*places.get(base, ()), path)[:2]
     return places
 
 
-def _walk(folder: str) -> "Iterator[os.DirEntry[str]]":
-    """Yield the files below a folder, those of the outer folders first."""
+def list_files(folder: Place, *, links: bool = False) -> Iterator[str]:
+    """Yield the path in a folder of each file below it, those of the outer folders first.
+
+    Hidden files and folders are left out. No links are followed but Drive's shortcuts. With
+    ``links``, links are yielded as they are, and so is all else that is no file.
+
+    Raises:
+        ColabUtilsError: if the folder cannot be listed.
+        DriveLostError: if Drive went away.
+    """
+    if find_server(folder):
+        store: Any = open_store(folder)
+        yield from store.list_tree()
+        return
+    try:
+        with guard_drive(folder):
+            for entry in _walk(str(folder), links=links):
+                yield os.path.relpath(entry.path, str(folder))
+    except OSError as error:
+        reason = explain_os_error(error, "Check the folder.")
+        raise ColabUtilsError(f"The images in {folder} cannot be listed: {reason}") from None
+
+
+def _walk(folder: str, *, links: bool) -> "Iterator[os.DirEntry[str]]":
     waiting = deque([folder])
     followed = {os.path.realpath(folder)}
     while waiting:
@@ -230,10 +251,13 @@ def _walk(folder: str) -> "Iterator[os.DirEntry[str]]":
                 # A shortcut may lead to a folder that it lies in: follow it only once.
                 follows = real not in followed and _is_shortcut(folder, Path(real))
                 followed.add(real)
-            # Folders such as .Trash-0 hold what the user has deleted.
-            if entry.is_dir(follow_symlinks=follows) and not entry.name.startswith("."):
+            # Folders such as .Trash-0 hold what the user has deleted, and files such as ._1.jpg
+            # what macOS notes of others.
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir(follow_symlinks=follows):
                 waiting.append(entry.path)
-            elif entry.is_file(follow_symlinks=follows):
+            elif links or entry.is_file(follow_symlinks=follows):
                 yield entry
 
 

@@ -63,7 +63,7 @@ FIXES = {
     "prefetch": ("more prefetch", "Let each worker load more batches ahead"),
     "local_files": (
         "loose files on the local SSD",
-        "Keep the files there as they come: CocoFolder(..., cache=FOLDER)",
+        "Copy the files there by many streams: copy_images(FOLDER, SSD, annotations=FILE)",
     ),
     "shards": ("shards on the local SSD", "Run preprocess, then copy"),
     "packed_masks": (

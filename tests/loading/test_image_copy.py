@@ -1,0 +1,377 @@
+"""Copying loose images: what arrives, what is not read twice, what is named when it goes wrong."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, namedtuple
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+from unicodedata import normalize
+
+import fsspec
+import pytest
+
+from colab_utils import CocoFolder, copy_images, files, progress
+from colab_utils.data.coco import read_coco
+from colab_utils.drive import DriveLostError
+from colab_utils.errors import ColabUtilsError
+from colab_utils.shards.lock import lock_here
+from colab_utils.slow_drive import DriveProfile, slow_down
+from tests.stress.kill_copy_images import count_kills, read_tree
+
+usage = namedtuple("usage", "total used free")
+
+
+@pytest.fixture
+def source(tmp_path):
+    """Nine files in three folders, and what is hidden."""
+    folder = tmp_path / "drive"
+    for place in ("", "a", "a/b"):
+        (folder / place).mkdir(exist_ok=True)
+        for number in range(3):
+            (folder / place / f"{number}.jpg").write_bytes(os.urandom(1000 + number))
+    (folder / ".cache").mkdir()
+    (folder / ".cache" / "3.jpg").write_bytes(b"hidden")
+    (folder / "._0.jpg").write_bytes(b"hidden")
+    return folder
+
+
+@pytest.fixture
+def reads(tmp_path, monkeypatch):
+    """How often each file of this test was read."""
+    counts = Counter()
+    read_whole = files.read_whole
+
+    def read(path, **options):
+        counts[Path(path).name] += Path(path).is_relative_to(tmp_path)
+        return read_whole(path, **options)
+
+    monkeypatch.setattr(files, "read_whole", read)
+    return counts
+
+
+def list_visible(folder):
+    tree = read_tree(folder)
+    return {name: content for name, content in tree.items() if "/." not in f"/{name}"}
+
+
+def write_json(path, names):
+    """A COCO JSON of images with these names, without objects."""
+    images = [
+        {"id": number, "file_name": name, "width": 8, "height": 8}
+        for number, name in enumerate(names, 1)
+    ]
+    path.write_text(json.dumps({"images": images, "annotations": [], "categories": []}))
+    return path
+
+
+def test_all_files_arrive_in_their_folders_and_hidden_ones_stay(source, tmp_path):
+    report = copy_images(source, tmp_path / "ssd")
+    assert read_tree(tmp_path / "ssd") == list_visible(source)
+    assert (report.files, report.bytes, report.skipped_files) == (9, 9009, 0)
+    assert report.missing == ()
+    assert str(report).startswith("9 files in place: 9.0 kB copied in ")
+    with pytest.raises(FrozenInstanceError):
+        report.files = 0
+
+
+def test_each_file_is_read_once_and_never_again(source, tmp_path, reads):
+    copy_images(source, tmp_path / "ssd")
+    assert reads == {"0.jpg": 3, "1.jpg": 3, "2.jpg": 3}
+    reads.clear()
+    report = copy_images(source, tmp_path / "ssd")
+    assert not reads
+    assert (report.files, report.bytes, report.skipped_files) == (9, 0, 9)
+
+
+def test_many_files_are_read_at_once(source, tmp_path, monkeypatch):
+    together = threading.Barrier(9, timeout=60)
+    monkeypatch.setattr(files, "read_whole", lambda path, **_: str(together.wait()).encode())
+    assert copy_images(source, tmp_path / "ssd", streams=9).bytes == 9
+
+
+def test_a_file_whose_size_has_changed_is_copied_again(source, tmp_path, reads):
+    copy_images(source, tmp_path / "ssd")
+    (source / "a" / "1.jpg").write_bytes(b"longer or shorter")
+    # What was left half-written under its own name is copied again, too.
+    os.truncate(tmp_path / "ssd" / "2.jpg", 5)
+    reads.clear()
+    report = copy_images(source, tmp_path / "ssd")
+    assert reads == {"1.jpg": 1, "2.jpg": 1}
+    assert (report.files, report.skipped_files) == (9, 7)
+    assert read_tree(tmp_path / "ssd") == list_visible(source)
+
+
+def test_a_file_that_grows_while_it_is_copied_is_as_it_was_read(source, tmp_path, monkeypatch):
+    stamp = files.Store.stamp
+    grown = []
+
+    def grow(store, name):
+        status = stamp(store, name)
+        if str(name) == str(source / "0.jpg") and not grown:
+            grown.append((source / "0.jpg").write_bytes(b"new and much longer" * 1000))
+        return status
+
+    monkeypatch.setattr(files.Store, "stamp", grow)
+    report = copy_images(source, tmp_path / "ssd")
+    assert grown
+    assert report.bytes == 9009 - 1000 + 19_000
+    assert read_tree(tmp_path / "ssd") == list_visible(source)
+
+
+def test_only_what_the_json_names_is_copied(source, tmp_path, reads):
+    annotations = write_json(tmp_path / "some.json", ["a/1.jpg", "0.jpg", "a/1.jpg"])
+    report = copy_images(source, tmp_path / "ssd", annotations=annotations)
+    assert [*read_tree(tmp_path / "ssd")] == ["0.jpg", "a/1.jpg"]
+    assert reads == {"some.json": 1, "0.jpg": 1, "1.jpg": 1}
+    assert report.files == 2
+
+
+def test_names_mean_what_they_mean_to_coco_folder(tmp_path):
+    folder = tmp_path / "drive"
+    (folder / "sub").mkdir(parents=True)
+    cafe = normalize("NFD", "café.jpg")
+    for name in (cafe, "über.jpg", "my photo.jpg", "sub/plain.jpg", "sub/other.jpg"):
+        (folder / name).write_bytes(name.encode())
+    names = [
+        normalize("NFC", cafe),
+        normalize("NFD", "über.jpg"),
+        "my%20photo.jpg",
+        "C:\\photos\\plain.jpg",
+        "../../sub/other.jpg",
+        "../secret.jpg",
+    ]
+    (tmp_path / "secret.jpg").write_bytes(b"secret")
+    annotations = write_json(tmp_path / "names.json", names)
+    report = copy_images(folder, tmp_path / "ssd", annotations=annotations)
+    assert read_tree(tmp_path / "ssd") == read_tree(folder)
+    assert report.files == 5
+    (missing,) = report.missing
+    assert missing.file_name == "../secret.jpg"
+    assert "leads out" in missing.reason
+    coco = read_coco(annotations)
+    for row in range(5):
+        below = [coco.find_image(place, row)[0] for place in (folder, tmp_path / "ssd")]
+        assert below[0].relative_to(folder) == below[1].relative_to(tmp_path / "ssd")
+
+
+def test_the_copy_has_the_samples_of_the_source(tiny_dataset, tmp_path):
+    copy_images(tiny_dataset.images, tmp_path / "ssd", annotations=tiny_dataset.annotations)
+    here = CocoFolder(tmp_path / "ssd", tiny_dataset.annotations)
+    there = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
+    assert len(here) == 12
+    assert all((here[i][0] == there[i][0]).all() for i in range(12))
+
+
+def test_what_cannot_be_copied_is_named_and_the_rest_is_copied(source, tmp_path):
+    (source / "folder.jpg").mkdir()
+    os.mkfifo(source / "pipe.jpg")
+    (tmp_path / "elsewhere.jpg").write_bytes(b"elsewhere")
+    (source / "link.jpg").symlink_to(tmp_path / "elsewhere.jpg")
+    (source / "gone.jpg").symlink_to(source / "nothing.jpg")
+    odd = ["folder.jpg", "missing.jpg", "1.png", "x" * 300, "a\0.jpg"]
+    names = [*odd, "pipe.jpg", "link.jpg", "gone.jpg", "a/0.jpg"]
+    annotations = write_json(tmp_path / "names.json", names)
+    report = copy_images(source, tmp_path / "ssd", annotations=annotations)
+    reasons = {entry.file_name: entry.reason for entry in report.missing}
+    assert reasons.keys() == {*names} - {"a/0.jpg"}
+    assert "Is a directory" in reasons["folder.jpg"]
+    assert reasons["missing.jpg"] == f"not in {source}"
+    assert "a device or a pipe" in reasons["pipe.jpg"]
+    assert "leads out" in reasons["link.jpg"]
+    assert "too long" in reasons["x" * 300]
+    assert [*read_tree(tmp_path / "ssd")] == ["a/0.jpg"]
+    assert report.files == 1
+    assert ", 9 could not be copied" not in str(report)
+    assert ", 8 could not be copied" in str(report)
+    # Without a JSON, the same are named that the folder holds.
+    report = copy_images(source, tmp_path / "all")
+    assert {entry.file_name for entry in report.missing} == {"pipe.jpg", "link.jpg", "gone.jpg"}
+    assert read_tree(tmp_path / "all").keys() == list_visible(source).keys() - {"link.jpg"}
+
+
+def test_a_broken_disk_is_named_with_the_file(source, tmp_path, monkeypatch):
+    read_whole = files.read_whole
+
+    def fail(path, **options):
+        if path.name == "1.jpg":
+            raise OSError(errno.EIO, "Input/output error")
+        return read_whole(path, **options)
+
+    monkeypatch.setattr(files, "read_whole", fail)
+    report = copy_images(source, tmp_path / "ssd")
+    assert report.files == 6
+    assert {entry.file_name for entry in report.missing} == {"1.jpg", "a/1.jpg", "a/b/1.jpg"}
+    assert all("Input/output error" in entry.reason for entry in report.missing)
+
+
+def test_a_drive_that_fails_is_tried_again(source, tmp_path, monkeypatch, reads):
+    monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.01, 0.01, 0.01))
+    monkeypatch.setattr("colab_utils.drive.is_on_drive", lambda path: True)
+    read_whole = files.read_whole
+    failed = set()
+
+    def fail(path, **options):
+        if path not in failed:
+            failed.add(path)
+            with files.guard_drive(path):
+                raise OSError(errno.EIO, "Input/output error")
+        return read_whole(path, **options)
+
+    monkeypatch.setattr(files, "read_whole", fail)
+    assert copy_images(source, tmp_path / "ssd").files == 9
+    assert len(failed) == 9
+    assert reads.total() == 9
+
+
+def test_a_drive_that_is_lost_ends_the_copy_and_the_same_call_goes_on(
+    source, tmp_path, monkeypatch, reads
+):
+    read_whole = files.read_whole
+
+    def lose(path, **options):
+        if reads.total() >= 4:
+            with files.guard_drive(path):
+                raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+        return read_whole(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.01,))
+        patch.setattr(files, "read_whole", lose)
+        with pytest.raises(DriveLostError, match="what is done is safe"):
+            copy_images(source, tmp_path / "ssd", streams=1)
+    assert len(read_tree(tmp_path / "ssd")) == 4
+    reads.clear()
+    assert copy_images(source, tmp_path / "ssd").skipped_files == 4
+    assert reads.total() == 5
+    assert read_tree(tmp_path / "ssd") == list_visible(source)
+
+
+def test_too_little_disk_is_told_before_the_first_byte(source, tmp_path, monkeypatch, reads):
+    needed = 9009 + 9 * 4096
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**6, 0, needed - 1))
+    with pytest.raises(ColabUtilsError, match=r"45\.9 kB of free disk, and 45\.9 kB are.*JSON"):
+        copy_images(source, tmp_path / "ssd")
+    assert not reads
+    assert not (tmp_path / "ssd").exists()
+    # What is there already needs no room.
+    shutil.copytree(source / "a", tmp_path / "ssd" / "a")
+    assert copy_images(source, tmp_path / "ssd").skipped_files == 6
+
+
+def test_a_disk_that_gets_full_is_one_line_and_leaves_whole_files(source, tmp_path, monkeypatch):
+    write_bytes = Path.write_bytes
+    written = []
+
+    def fill(path, content):
+        written.append(path)
+        if len(written) > 3:
+            write_bytes(path, content[:100])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_bytes(path, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", fill)
+        with pytest.raises(ColabUtilsError, match=r"Writing into .*No space left.*continues"):
+            copy_images(source, tmp_path / "ssd")
+    tree = read_tree(tmp_path / "ssd")
+    assert len(tree) == 3
+    assert tree.items() <= read_tree(source).items()
+    assert copy_images(source, tmp_path / "ssd").skipped_files == 3
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_url_is_a_source(source, tmp_path, is_named):
+    system = fsspec.filesystem("memory")
+    system.rm("/", recursive=True)
+    system.put(f"{source}/", "/bucket/images/", recursive=True)
+    annotations = write_json(tmp_path / "names.json", ["a/b/2.jpg", "0.jpg", "9.jpg", "x/.."])
+    annotations = annotations if is_named else None
+    report = copy_images("memory://bucket/images", tmp_path / "ssd", annotations=annotations)
+    tree = read_tree(tmp_path / "ssd")
+    assert tree.items() <= read_tree(source).items()
+    if is_named:
+        assert {*tree} == {"a/b/2.jpg", "0.jpg"}
+        assert {entry.file_name for entry in report.missing} == {"9.jpg", "x/.."}
+    else:
+        assert tree.keys() >= list_visible(source).keys()
+    again = copy_images("memory://bucket/images", tmp_path / "ssd", annotations=annotations)
+    assert (again.bytes, again.skipped_files) == (0, len(tree))
+
+
+@pytest.mark.parametrize("name", ["", "a", "new/deep"])
+def test_a_target_in_the_source_is_refused(source, name):
+    with pytest.raises(ColabUtilsError, match=r"lies in .*Name another target"):
+        copy_images(source, source / name)
+
+
+def test_bad_input_is_one_line(source, tmp_path):
+    (tmp_path / "empty").mkdir()
+    nothing = write_json(tmp_path / "nothing.json", [])
+    for images, target, options, message in (
+        ("nope", "ssd", {}, "no image folder"),
+        ("drive/0.jpg", "ssd", {}, "It is a file"),
+        ("empty", "ssd", {}, "no file to copy in .*empty"),
+        ("drive", "ssd", {"annotations": tmp_path / "nope.json"}, "nope.json"),
+        ("drive", "ssd", {"annotations": nothing}, "no file to copy in .*nothing.json"),
+        ("drive", "ssd", {"streams": 0}, "streams"),
+        ("drive", "ssd", {"streams": "many"}, "streams"),
+        ("drive", "nothing.json", {}, r"Writing into .*nothing\.json"),
+    ):
+        with pytest.raises(ColabUtilsError, match=message):
+            copy_images(tmp_path / images, tmp_path / target, **options)
+        assert not (tmp_path / "ssd").exists()
+    with pytest.raises(ColabUtilsError, match="not a folder or file on this machine"):
+        copy_images(source, "s3://bucket/images")
+
+
+def test_a_second_copy_into_the_same_folder_is_refused(source, tmp_path):
+    with (
+        lock_here(tmp_path / "ssd"),
+        pytest.raises(ColabUtilsError, match="Another copy writes into"),
+    ):
+        copy_images(source, tmp_path / "ssd")
+    assert copy_images(source, tmp_path / "ssd").files == 9
+
+
+def test_the_bar_shows_files_and_megabytes_a_second(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "is_watched", lambda: True)
+    shown = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", shown)
+    copy_images(source, tmp_path / "ssd")
+    assert re.search(r"copying images: 100%.* 9/9 .*files/s, [\d.]+ [kM]B/s", shown.getvalue())
+
+
+def test_kills_at_random_moments_lead_to_the_same_folder(tmp_path):
+    assert count_kills(tmp_path, 4, random.Random(1)) >= 1
+
+
+def test_ctrl_c_leaves_whole_files_only(source, tmp_path):
+    slow_down(source, DriveProfile("slow", 0.3, 1e9, "test"))
+    target = tmp_path / "ssd"
+    command = [sys.executable, "-m", "colab_utils", "copy", "--images", source, "--to", target]
+    session = subprocess.Popen(
+        [*map(str, command), "--streams", "1"], stderr=subprocess.PIPE, text=True
+    )
+    deadline_s = time.monotonic() + 60
+    while not [*target.rglob("*.jpg")] and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    session.send_signal(signal.SIGINT)
+    _, err = session.communicate(timeout=60)
+    assert session.returncode == 130, err
+    tree = read_tree(target)
+    assert 0 < len(tree) < 9
+    assert tree.items() <= read_tree(source).items()
+    slow_down(source, None)
+    assert copy_images(source, target).skipped_files == len(tree)
