@@ -121,6 +121,7 @@ stress: setup
 	$(RUN) tests/stress/load_large_index.py
 	$(RUN) tests/stress/check_large_dataset.py
 	$(RUN) -m tests.stress.kill_preprocess
+	$(RUN) -m tests.stress.kill_copy_images
 	$(RUN) -m tests.stress.kill_open_dataset
 	$(RUN) -m tests.stress.run_gpu_scene
 
