@@ -170,10 +170,10 @@ def test_names_mean_what_they_mean_to_coco_folder(tmp_path):
 
 def test_the_copy_has_the_samples_of_the_source(tiny_dataset, tmp_path):
     copy_images(tiny_dataset.images, tmp_path / "ssd", annotations=tiny_dataset.annotations)
-    here = CocoFolder(tmp_path / "ssd", tiny_dataset.annotations)
-    there = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
-    assert len(here) == 12
-    assert all((here[i][0] == there[i][0]).all() for i in range(12))
+    copied = CocoFolder(tmp_path / "ssd", tiny_dataset.annotations)
+    original = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
+    assert len(copied) == 12
+    assert all((copied[i][0] == original[i][0]).all() for i in range(12))
 
 
 def test_what_cannot_be_copied_is_named_and_the_rest_is_copied(source, tmp_path):
