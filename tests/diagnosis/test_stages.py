@@ -68,6 +68,14 @@ def test_stages_of_a_folder_and_of_shards(tiny_dataset, tiny_shards):
     assert slow.file_bytes == np.mean([len(folder._read_file(index)) for index in slow.indices])
 
 
+def test_the_stage_decode_is_what_a_dataset_with_sizes_does(tiny_dataset):
+    folder = CocoFolder(tiny_dataset.images, tiny_dataset.annotations, min_size=16, streams=1)
+    # It decodes and shrinks by another function.
+    folder.decode = None
+    timed = time_dataset_stages(folder, range(6), dense=True, seconds=1)
+    assert list(timed.stages) == ["read", "decode", "masks"]
+
+
 @pytest.mark.clock
 @pytest.mark.parametrize(
     ("width", "limit"),
