@@ -22,6 +22,9 @@ FORMAT_VERSION = 2
 
 INDEX_NAME = "index.json"
 
+TRAIN_INDEX_NAME = "train-index.json"
+"""The index by which RF-DETR reads the same shards."""
+
 Storage = Literal["keep", "shrink"]
 """How a shard stores images: "keep" keeps their size, and "shrink" shrinks the larger ones once."""
 
@@ -216,7 +219,7 @@ def _parse_index(raw: Any, folder: Place) -> ShardIndex:
 
 
 def write_index(folder: Place, index: ShardIndex) -> None:
-    """Write ``index.json`` under a temporary name, then rename it."""
+    """Write ``train-index.json``, then ``index.json``, each under a temporary name first."""
     content = {
         "format": FORMAT_NAME,
         "format_version": FORMAT_VERSION,
@@ -227,7 +230,24 @@ def write_index(folder: Place, index: ShardIndex) -> None:
     if not index.faults:
         del content["faults"]
     content["xxh3_64"] = hash_bytes(_to_text(content))
-    open_store(folder).write(INDEX_NAME, json.dumps(content, indent=1).encode())
+    store = open_store(folder)
+    store.write(TRAIN_INDEX_NAME, json.dumps(_make_train_index(index), indent=1).encode())
+    store.write(INDEX_NAME, json.dumps(content, indent=1).encode())
+
+
+def _make_train_index(index: ShardIndex) -> dict[str, Any]:
+    return {
+        "version": 1,
+        "split": "train",
+        "shards": [shard.name for shard in index.shards],
+        "num_samples": index.images,
+        "categories": index.categories,
+        # RF-DETR leaves out others that are named as a group of categories. Here none is.
+        "annotated_category_ids": [category["id"] for category in index.categories],
+        # Labels are the ids of categories, as those of a `ShardDataset` are.
+        "category_ids": "raw",
+        "samples_per_shard": [shard.images for shard in index.shards],
+    }
 
 
 def _to_text(content: dict[str, Any]) -> bytes:

@@ -27,7 +27,14 @@ from colab_utils.progress import show_progress
 from colab_utils.require import require_max_bad, require_part
 from colab_utils.running import JobProgress, run_jobs
 from colab_utils.shards.folder_state import confirm_finished, inspect_folder
-from colab_utils.shards.index import INDEX_NAME, ShardIndex, SkippedImage, Storage, write_index
+from colab_utils.shards.index import (
+    INDEX_NAME,
+    TRAIN_INDEX_NAME,
+    ShardIndex,
+    SkippedImage,
+    Storage,
+    write_index,
+)
 from colab_utils.shards.jobs import ShardJob, name_shard, write_in_turn
 from colab_utils.shards.lock import hold_folder
 from colab_utils.shards.plan import (
@@ -245,7 +252,8 @@ def begin_folder(
     )
     cure = "name another folder, or store smaller images (--min-size)"
     store.require_room(missing * image_bytes, cure)
-    store.remove(INDEX_NAME)
+    for name in (INDEX_NAME, TRAIN_INDEX_NAME):
+        store.remove(name)
     return recipe
 
 

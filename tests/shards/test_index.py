@@ -46,11 +46,27 @@ def is_refused(folder, words):
     assert len(message) < 600
 
 
+def test_the_index_of_rf_detr_lies_beside_ours(tmp_path):
+    """`tests/data/test_formats.py` reads it with RF-DETR."""
+    second = replace(INFO, name="shard-000001.tar", arrays_name="shard-000001.arrays", images=2)
+    write_index(tmp_path, replace(INDEX, shards=(INFO, second)))
+    assert json.loads((tmp_path / "train-index.json").read_text()) == {
+        "version": 1,
+        "split": "train",
+        "shards": ["shard-000000.tar", "shard-000001.tar"],
+        "num_samples": 5,
+        "categories": [{"id": 1, "name": "car"}],
+        "annotated_category_ids": [1],
+        "category_ids": "raw",
+        "samples_per_shard": [3, 2],
+    }
+
+
 def test_index_comes_back(tmp_path):
     write_index(tmp_path, INDEX)
     assert read_index(tmp_path) == INDEX
     assert (INDEX.images, INDEX.bytes) == (3, 4608)
-    assert [path.name for path in tmp_path.iterdir()] == ["index.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["index.json", "train-index.json"]
     raw = json.loads((tmp_path / "index.json").read_text())
     assert (
         raw["format_version"],

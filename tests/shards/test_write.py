@@ -516,6 +516,21 @@ def keep_first_shard(folder):
     write_index(folder, replace(index, shards=index.shards[:1], partial=True))
 
 
+def test_no_index_names_shards_that_are_not_there_yet(
+    tiny_dataset, undisturbed, folder, monkeypatch
+):
+    shutil.copytree(undisturbed, folder)
+    keep_first_shard(folder)
+
+    def stop(*_):
+        raise ColabUtilsError("stopped")
+
+    monkeypatch.setattr(write, "write_all", stop)
+    with pytest.raises(ColabUtilsError, match="stopped"):
+        run((tiny_dataset.images, tiny_dataset.annotations), folder)
+    assert not list(folder.glob("*index.json"))
+
+
 def swap_arrays(folder):
     first = (folder / "shard-000000.arrays").read_bytes()
     (folder / "shard-000000.arrays").write_bytes((folder / "shard-000001.arrays").read_bytes())
