@@ -85,11 +85,12 @@ test-lowest: setup
 	$(RUN) -m pip --python $(LOWEST) install -q -c runs/lowest/constraints.txt -e '.[dev]'
 	PYTHONPATH=. $(LOWEST) -m pytest -W default -n 3 --dist loadfile -m "not clock and not browser"
 
-# The recipes of docs/FORMATS.md with the converters that they name, in an environment of their own;
-# downloads 300 MB
+# The recipes of docs/FORMATS.md with the converters that they name, and unchanged scripts of
+# frameworks under watch, in environments of their own; downloads 500 MB
 test-formats: setup
-	$(RUN) -m benchmarks.environments --work runs/benchmarks --only formats
+	$(RUN) -m benchmarks.environments --work runs/benchmarks --only formats --only frameworks
 	PYTHONPATH=. runs/benchmarks/envs/formats/bin/python -m pytest -W ignore tests/data/test_formats.py
+	PYTHONPATH=. EVERY_STALL=1 runs/benchmarks/envs/frameworks/bin/python -m pytest -W ignore tests/diagnosis/test_script.py
 
 # Shards by Dask and by Ray, in processes that are killed, and at S3, in an environment of
 # their own; downloads 210 MB

@@ -91,5 +91,12 @@ def __getattr__(name: str) -> object:
     return getattr(import_module(_MODULES[name]), name)
 
 
+def load_ipython_extension(shell: object) -> None:
+    """Watch the loaders of each cell from now on: ``%load_ext colab_utils``."""
+    from colab_utils.diagnosis.script import watch_notebook
+
+    watch_notebook(shell)
+
+
 def __dir__() -> list[str]:
     return sorted(__all__)

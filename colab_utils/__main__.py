@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, redirect_stdout
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Literal, NoReturn
@@ -44,8 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, and return its exit status.
 
     The status is 0 after success, 2 after bad input, and 130 after Ctrl-C. Training also ends with
-    143 after SIGTERM, and with 129 after SIGHUP.
+    143 after SIGTERM, and with 129 after SIGHUP. A script under watch has its own status.
     """
+    ended = _run_command(arguments)
+    return ended if isinstance(ended, int) else ended()
+
+
+def _run_command(arguments: Sequence[str] | None) -> int | Callable[[], int]:
+    """Run one command, and return its exit status, or the script that it has prepared."""
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         warnings.simplefilter("always", ColabUtilsWarning)
@@ -53,12 +60,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # Three entries are for this function. All others are arguments of the command's.
             options = vars(_make_parser().parse_args(arguments))
             command = options.pop("command")
-            run = options.pop("run_command")
+            call = options.pop("run_command")
             target = options.pop("json")
             _check_json(target)
             # Only the result belongs on standard output, and torch prints its downloads there.
             with redirect_stdout(sys.stderr), explain_limits():
-                report = run(**options)
+                report = call(**options)
+            if command == "run":
+                # The script has its own output, warnings and errors.
+                return partial(report, partial(_finish_script, target=target))
             return 0 if report is None else _finish(report, command, target)
         except ColabUtilsError as error:
             return _fail(error)
@@ -116,6 +126,15 @@ def _finish(report: Any, command: str, target: str) -> int:
             f"({problem.examples[0]}): {problem.effect}. {cure}"
         )
     return 0
+
+
+def _finish_script(report: Any, target: str) -> None:
+    """Print and write the report on a script. Whatever comes, the status is the script's."""
+    try:
+        with redirect_stdout(sys.stdout if target == "-" else sys.stderr):
+            _finish(report, "run", target)
+    except (ColabUtilsError, OSError) as error:
+        _fail(str(error))
 
 
 @contextmanager
@@ -441,6 +460,14 @@ def compare(
     return comparison
 
 
+def run(script: str, arguments: Sequence[str] = ()) -> Any:
+    """Run a Python script, unchanged, and say in the end what its loaders waited for, and why."""
+    from colab_utils.diagnosis.script import compile_script, run_script
+
+    compile_script(script)
+    return partial(run_script, script, arguments)
+
+
 def _make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     # The help names the command that you used. If you used the script colab-utils, `python` may be
@@ -452,12 +479,12 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=colab_utils.__version__)
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
-    for run in (check, diagnose, preprocess, verify, copy, train, compare):
-        meaning = (run.__doc__ or "").partition("\n")[0]
+    for function in (check, diagnose, preprocess, verify, copy, train, compare, run):
+        meaning = (function.__doc__ or "").partition("\n")[0]
         command = commands.add_parser(
-            run.__name__, help=meaning, description=meaning, argument_default=argparse.SUPPRESS
+            function.__name__, help=meaning, description=meaning, argument_default=argparse.SUPPRESS
         )
-        command.set_defaults(run_command=run)
+        command.set_defaults(run_command=function)
         command.add_argument(
             "--json",
             metavar="FILE",
@@ -465,14 +492,17 @@ def _make_parser() -> argparse.ArgumentParser:
             help="write the result as JSON (-: standard output)",
             default="",
         )
-        _add_options(command, run)
+        _add_options(command, function)
+        if function is run:
+            command.add_argument("script", metavar="SCRIPT", help="a Python script")
+            command.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     return parser
 
 
-def _add_options(command: _Parser, run: Callable[..., Any]) -> None:
+def _add_options(command: _Parser, function: Callable[..., Any]) -> None:
     """Add the options of a command. Those without a default in its function are required."""
-    parameters = inspect.signature(run).parameters
-    for name, value, meaning in _OPTION.findall(_OPTIONS[run.__name__]):
+    parameters = inspect.signature(function).parameters
+    for name, value, meaning in _OPTION.findall(_OPTIONS.get(function.__name__, "")):
         parameter = parameters.get(name)
         settings: dict[str, Any] = {}
         if not value:

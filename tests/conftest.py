@@ -21,6 +21,8 @@ from colab_utils.course.sample_data import BuiltinDataset, make_dataset
 from colab_utils.machine import count_cores
 from colab_utils.shards.write import write_shards
 
+# Each of these is run as a script.
+collect_ignore = ["diagnosis/scripts"]
 SHARED = Path(os.environ.get("COLAB_UTILS_SHARED", Path(__file__).parents[2] / "shared"))
 
 

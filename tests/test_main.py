@@ -30,7 +30,7 @@ from tests.tiny_model import TINY_MODEL
 from tools.cells import build_wheel
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMANDS = ("check", "diagnose", "preprocess", "verify", "copy", "train", "compare")
+COMMANDS = ("check", "diagnose", "preprocess", "verify", "copy", "train", "compare", "run")
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from linecache import getline
+from traceback import walk_stack
 
 from colab_utils.diagnosis.processes import SERVES, Activity, WorkerMonitor
 from colab_utils.diagnosis.system_calls import find_wait, read_call
@@ -103,6 +104,14 @@ class Places:
             for line, count in [*self._lines[caller].items()]
             if _read_number(line) < first and not _read_code(line).startswith(" `for ")
         )
+
+
+def find_own_line() -> tuple[str, int]:
+    """Return the file and the line of the innermost code that runs now and is no library's."""
+    frames = [*walk_stack(None)]
+    own = [frame for frame in frames if not _LIBRARY.match(frame[0].f_code.co_filename)]
+    frame, line = (own or frames)[0]
+    return frame.f_code.co_filename, line
 
 
 def _shorten(line: str) -> str:

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter, sleep
@@ -42,6 +42,9 @@ _TICK_S = 0.1
 _BUSY_S = 0.025
 # After this many seconds of a wait, the sample that the worker is loading is noted.
 _LATE_S = 0.1
+# A loop that asks for its first batch so many seconds after it has opened the loader did other work
+# in between.
+_GAP_S = 0.01
 # A process that has opened this share of the files that it may open has none left for a batch.
 _MANY_FILES = 0.9
 # This signal interrupts a system call that the main thread is in. By default, the signal is
@@ -69,16 +72,25 @@ class _Wait:
 
 
 class Pass:
-    """One pass over a `WatchedLoader`, which lives at least as long as the pass."""
+    """One pass over a `WatchedLoader`, which lives at least as long as the pass.
 
-    def __init__(self, watched: Any) -> None:
+    Args:
+        watched: The loader under watch.
+        plain: If nobody asked for the watch, this opens the loader. The pass then prints nothing,
+            and its errors are those of the loader, with a note.
+    """
+
+    def __init__(self, watched: Any, plain: Callable[[Any], Iterator[Any]] | None = None) -> None:
         self._watched = watched
+        self._open = plain or iter
+        self._keeps_errors = plain is not None
         self._loader = watched._loader
         self._record: LoopRecord = watched._record
         self._timeout_s = watched.timeout_s
         self._raises = watched.on_stall == "raise"
         self._monitor = self._record.monitor
-        self._batches: Iterator[Any] | None = None
+        self._batches: Any = None
+        self._opened_s = 0.0
         self._count = 0
         self._over = threading.Event()
         self._oom_kills = count_oom_kills()
@@ -90,31 +102,39 @@ class Pass:
         self._knows_jobs = hasattr(self._loader, "list_jobs")
 
     def run(self) -> Iterator[Any]:
-        """Yield the batches."""
+        """Yield the iterator of the loader, which is opened at once, and then the batches."""
         self._monitor.forget_ended()
         thread = start_thread(self._watch, "watch")
         try:
-            with self._record.measure_pass():
-                while True:
-                    batch = self._fetch(_Wait(self._record.ask(), self._timeout_s))
-                    if batch is _END:
-                        break
+            with self._record.measure_pass(self._loader):
+                wait = self._ask()
+                yield self._fetch(wait)
+                if perf_counter() - self._opened_s > _GAP_S:
+                    self._record.phase = ""
+                    wait = self._ask()
+                while (batch := self._fetch(wait)) is not _END:
                     self._count += 1
                     self._record.receive(batch)
                     yield batch
+                    wait = self._ask()
         except GeneratorExit:
             self._record.left_at_once += self._count == 1
             raise
         finally:
             self._over.set()
-            thread.join()
-            if self._watched._prints and not sys.is_finalizing():
-                self._record.print_summary(only_news=True)
+            # At the end of Python, the thread may never end.
+            if not sys.is_finalizing():
+                thread.join()
+                if self._watched._prints and not self._keeps_errors:
+                    self._record.print_summary(only_news=True)
 
     # --- the thread that waits
 
+    def _ask(self) -> _Wait:
+        return _Wait(self._record.ask(), self._timeout_s)
+
     def _fetch(self, wait: _Wait) -> Any:
-        """Return the next batch, or `_END`.
+        """Return the iterator of the loader if it is not open yet, else the next batch, or `_END`.
 
         Raises:
             ColabUtilsError: a worker ended, or the wait was given up. The message says why.
@@ -133,10 +153,13 @@ class Pass:
             if isinstance(error, EOFError | OSError | RuntimeError):
                 is_sure = re.search("ancdata|Too many open files", str(error)) is not None
                 reason = reason or self._describe_files(is_sure=is_sure)
-            if not reason:
+            if reason and not self._keeps_errors:
+                raise ColabUtilsError(reason) from error
+            if reason:
+                error.add_note(reason)
+            else:
                 self._name_sample(error)
-                raise
-            raise ColabUtilsError(reason) from error
+            raise
         if wait.reason is not None:
             raise ColabUtilsError(str(wait.reason))
         return batch
@@ -189,7 +212,9 @@ class Pass:
         )
 
     def _take(self, wait: _Wait) -> Any:
-        """Return the next batch. The monitor sees workers that are forked meanwhile."""
+        """Open the loader, or return the next batch. The monitor sees workers that are forked
+        meanwhile.
+        """
         self._thread = threading.current_thread()
         ident = threading.get_ident()
         waiting[ident] = self._monitor
@@ -199,12 +224,15 @@ class Pass:
             outer_handler = signal.signal(INTERRUPT, self._interrupt)
         self._wait = wait
         try:
-            if self._batches is not None:
+            if self._count:
                 return next(self._batches)
             # A generator forks its workers at its first batch.
             with quiet_fork():
-                self._batches = iter(self._loader)
-                return next(self._batches)
+                if self._batches is not None:
+                    return next(self._batches)
+                self._batches = self._open(self._loader)
+                self._opened_s = perf_counter()
+                return self._batches
         finally:
             self._wait = None
             waiting.pop(ident, None)

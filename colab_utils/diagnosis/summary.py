@@ -1,7 +1,9 @@
 """Where the time of a run went: to waits, to steps and between steps; and what caused the waits."""
 
 import json
+import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -82,6 +84,8 @@ class Summary:
     """
     rank: int | None
     """Rank of this process if several train together, else None."""
+    loader: str
+    """The dataset and the settings of the loader, and the line of code that iterates over it."""
 
     @property
     def wait_share(self) -> float:
@@ -89,9 +93,14 @@ class Summary:
         return self.parts[0].share + self.start_s / self.seconds
 
     @property
+    def loop_s(self) -> float:
+        """Return the seconds of all passes, without the time between them."""
+        return self.seconds - self.ends_s
+
+    @property
     def images_per_second(self) -> float:
         """Return the rate over the whole loop, without the time between passes."""
-        return self.images / max(self.seconds - self.ends_s, 1e-9)
+        return self.images / max(self.loop_s, 1e-9)
 
     def __str__(self) -> str:
         largest = max(self.parts, key=lambda part: part.share)
@@ -128,6 +137,7 @@ class LoopRecord(LoopFacts):
 
     Args:
         loader: The loader that is watched.
+        line: File and line of the code that watches it, or iterates over it.
 
     Attributes:
         clock: Times of batches.
@@ -138,7 +148,8 @@ class LoopRecord(LoopFacts):
             step", "step" or "between"; "" outside of passes.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, line: tuple[str, int] = ("", 0)) -> None:
+        self.line = line
         self.clock = LoopClock()
         dataset = getattr(loader, "dataset", None)
         # An iterable dataset may work between the samples of a dataset within it, so these samples
@@ -147,50 +158,52 @@ class LoopRecord(LoopFacts):
         self.monitor = WorkerMonitor(
             None if self.is_stream else dataset, hides_dataset=dataset is None
         )
-        self._settings = count_workers(loader), getattr(loader, "batch_size", None)
-        # A list cannot be referred to like this, so its loaders are never the same again.
+        self._settings = _read_settings(loader)
+        # A list cannot be referred to like this.
         self._dataset: Callable[[], Any] = lambda: None
         with suppress(TypeError):
             self._dataset = weakref.ref(dataset)
         self.memory = MemoryLog()
         self.phase = ""
+        self._thread = 0
         self._printed: Summary | None = None
         self._worker_pids = set[int]()
-        workers, _ = self._settings
+        workers = self._settings[0]
         restarts = workers > 0 and not getattr(loader, "persistent_workers", True)
         is_slowed = _is_slowed(getattr(self.monitor.dataset, "folder", None))
         super().__init__(workers, restarts, is_slowed, Looks(self.monitor))
 
-    def goes_on(self, loader: Any) -> bool:
+    def goes_on(self, loader: Any, *, is_like: bool = False) -> bool:
         """Return whether a loader is the recorded one, made anew: it has the same dataset, workers
-        and batch size. Its passes are then recorded here, too.
-        """
-        dataset = self._dataset()
-        is_same = dataset is not None and dataset is getattr(loader, "dataset", None)
-        settings = count_workers(loader), getattr(loader, "batch_size", None)
-        if not is_same or not self.clock.count or settings != self._settings:
-            return False
-        self.monitor.follow(None if self.is_stream else dataset)
-        return True
+        and batch size. Its passes are then recorded here, too. With ``is_like``, a dataset that is
+        gone may have been made anew, as well.
 
-    def end(self) -> None:
-        """Print a last summary, and let go of the dataset."""
-        self.print_summary(only_news=False)
-        self.monitor.follow(None)
+        A loop that takes batches from two loaders at once has two records.
+        """
+        known = self._dataset()
+        dataset = getattr(loader, "dataset", None)
+        is_same = dataset is not None and (known is dataset or (is_like and known is None))
+        is_free = self.clock.count > 0 and not self.phase
+        return is_same and is_free and _read_settings(loader) == self._settings
 
     @contextmanager
-    def measure_pass(self) -> Iterator[None]:
-        """Note the ends of steps, and measure the use of the cores, while a pass runs."""
+    def measure_pass(self, loader: Any) -> Iterator[None]:
+        """Note samples, the ends of steps, and the use of the cores, while a pass runs."""
+        self.monitor.follow(None if self.is_stream else getattr(loader, "dataset", None))
         clock = CpuClock()
         handle = register_optimizer_step_post_hook(self._end_step)
         try:
             yield
         finally:
-            self.phase = ""
-            self.clock.stop()
-            self._note_workers()
-            handle.remove()
-            self.use = CpuUse(*np.add(self.use, clock.read()).tolist())
+            # A pass that is open when Python ends has no modules left.
+            if not sys.is_finalizing():
+                self.phase = ""
+                self.clock.stop()
+                self._note_workers()
+                handle.remove()
+                self.use = CpuUse(*np.add(self.use, clock.read()).tolist())
+                # The dataset may be large.
+                self.monitor.follow(None)
 
     def _note_workers(self) -> None:
         """Note how many workers there are, which a generator around a ``DataLoader`` does not say,
@@ -212,6 +225,7 @@ class LoopRecord(LoopFacts):
 
     def ask(self) -> float:
         """Note that the loop asks for its next batch. Return the time, by `time.perf_counter`."""
+        self._thread = threading.get_ident()
         if self.phase:
             self.phase = "wait"
         else:
@@ -226,9 +240,10 @@ class LoopRecord(LoopFacts):
         self.clock.receive(count_images(batch))
 
     def _end_step(self, *_: Any) -> None:
-        """Note that the optimizer stepped."""
-        self.phase = "between"
-        self.clock.end_step()
+        """Note that the optimizer stepped. A thread that only takes batches makes no steps."""
+        if threading.get_ident() == self._thread:
+            self.phase = "between"
+            self.clock.end_step()
 
     def note_samples(self, samples: Sequence[int]) -> None:
         """Note the samples that workers are loading while the loop waits for a batch."""
@@ -280,7 +295,15 @@ class LoopRecord(LoopFacts):
             unseen=unseen,
             lost_share=find_lost_share(loop_s, self),
             rank=ranks.rank if ranks.count > 1 else None,
+            loader=self._describe_loader(),
         )
+
+    def _describe_loader(self) -> str:
+        workers, _, kind, length = self._settings
+        size = "" if length is None else f" ({length:,} samples)"
+        file, line = self.line
+        place = f"{os.path.basename(file)}:{line}"
+        return f"{kind.__name__}{size}, {workers} workers, at {place}"
 
     def _list_unseen(self, parts_s: _Array) -> tuple[str, ...]:
         """Return sentences that say what could not be seen of the loop. ``parts_s`` is as in
@@ -323,6 +346,18 @@ class LoopRecord(LoopFacts):
             self._printed = summary
             # Other processes may print, too: a single write keeps these lines together.
             (sys.stdout if is_notebook() else sys.stderr).write(f"{summary}\n")
+
+
+def _read_settings(loader: Any) -> tuple[Any, ...]:
+    """Return the number of workers, the batch size, and what a dataset made anew has in common with
+    the one before: its class and its length. The length of a stream is not asked for.
+    """
+    dataset = getattr(loader, "dataset", None)
+    length = None
+    # A dataset need not have a length.
+    with suppress(Exception):
+        length = None if isinstance(dataset, IterableDataset) else len(dataset)  # type: ignore[arg-type]
+    return count_workers(loader), getattr(loader, "batch_size", None), type(dataset), length
 
 
 def _is_slowed(folder: Any) -> bool:

@@ -73,7 +73,7 @@ def watch(
     caller = sys._getframe(1)
     record = _find_record(loader, (caller.f_code.co_filename, caller.f_lineno))
     watched = kind(loader, timeout_s, on_stall, record=record)
-    weakref.finalize(watched, record.end)
+    weakref.finalize(watched, record.print_summary, only_news=False)
     return watched
 
 
@@ -83,7 +83,7 @@ def _find_record(loader: Any, line: tuple[str, int]) -> LoopRecord:
     """
     record = _RECORDS.get(line)
     if record is None or not record.goes_on(loader):
-        record = LoopRecord(loader)
+        record = LoopRecord(loader, line)
         _RECORDS[line] = record
     return record
 
@@ -142,7 +142,10 @@ class WatchedLoader:
             setattr(self._loader, name, value)
 
     def __iter__(self) -> Iterator[Any]:
-        return Pass(self).run()
+        batches = Pass(self).run()
+        # A DataLoader starts its workers when it is asked for an iterator, so this one does, too.
+        next(batches)
+        return batches
 
 
 class WatchedDataLoader(WatchedLoader, DataLoader[Any]):  # type: ignore[misc]

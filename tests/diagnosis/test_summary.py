@@ -178,7 +178,7 @@ def test_workers_have_started_when_each_has_given_a_batch():
     record = module.LoopRecord(DataLoader(_Items(8), num_workers=2))
     starts = []
     for _ in range(2):
-        with record.measure_pass():
+        with record.measure_pass([]):
             for _ in range(3):
                 record.ask()
                 starts.append(record.starts)

@@ -1,0 +1,38 @@
+"""A thread takes batches from a DataLoader ahead of the loop."""
+
+import queue
+import threading
+
+import planted
+import torch
+from torch.utils.data import DataLoader
+
+
+class Prefetcher:
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        batches = queue.Queue(2)
+        threading.Thread(target=self.fill, args=[batches], daemon=True).start()
+        return iter(batches.get, None)
+
+    def fill(self, batches):
+        for batch in self.loader:
+            batches.put(batch)
+        batches.put(None)
+
+
+def main():
+    model = planted.Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = DataLoader(planted.Photos(), planted.BATCH_SIZE, num_workers=2)
+    for images, labels in Prefetcher(loader):
+        optimizer.zero_grad()
+        planted.loss(model(images), labels).backward()
+        optimizer.step()
+        planted.write_log()
+
+
+if __name__ == "__main__":
+    main()
