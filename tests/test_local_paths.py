@@ -275,7 +275,7 @@ def list_path_options():
 def test_the_options_that_name_places_are_all_there():
     options = list_path_options()
     assert {command for command, *_ in options} == set(COMMANDS)
-    assert (len(options), sum(takes_url for *_, takes_url in options)) == (32, 17)
+    assert (len(options), sum(takes_url for *_, takes_url in options)) == (34, 19)
 
 
 @pytest.mark.parametrize(("command", "option", "takes_url"), list_path_options())
