@@ -26,11 +26,6 @@ _REMOTE_STREAMS = 16
 _REMOTE_KINDS = ("nfs", "cifs", "smb", "9p", "fuse.", "lustre", "ceph", "gpfs", "beegfs")
 # A larger number of streams is kept if files come faster by at least this factor.
 _GAIN = 1.1
-# A trial multiplies the number of streams by the first factor, or by the second if a read was
-# refused since the last trial that succeeded. While the tuner remembers the number that was
-# refused, a trial uses no factor: it takes the middle between the current number and that one.
-_FACTOR = 2.0
-_FACTOR_AFTER_REFUSAL = 1.5
 # One measurement is a window: it counts this many files for each stream, and at least
 # `_LEAST_FILES` in all. The first file of each stream is not counted.
 _FILES_A_STREAM = 2
@@ -83,7 +78,6 @@ class StreamTuner:
         self.trials: list[StreamTrial] = []
         self._accepted = streams
         self._accepted_rate = 0.0
-        self._factor = _FACTOR
         # The number of streams that was refused last; None once the refusal is forgotten.
         self._refused: int | None = None
         self._patience = 0
@@ -137,7 +131,6 @@ class StreamTuner:
             self.streams = max(1, self.streams // 2)
             self._accepted = self.streams
         self._is_trial = False
-        self._factor = _FACTOR_AFTER_REFUSAL
         self._patience = 0
         self._restart()
 
@@ -154,10 +147,6 @@ class StreamTuner:
             self.streams = self._accepted
             self._is_trial = False
             self._settle()
-        elif self._is_trial:
-            self._accept(rate)
-            self._factor = _FACTOR
-            self._try_wider()
         else:
             self._accept(rate)
             self._patience -= 1
@@ -170,13 +159,13 @@ class StreamTuner:
         self._accepted_rate = rate
 
     def _try_wider(self) -> None:
-        wider = round(self.streams * self._factor)
+        wider = 2 * self.streams
         if self._refused is not None:
             wider = (self.streams + self._refused) // 2
             if wider < _GAIN * self.streams:
                 self._settle()
                 return
-        self.streams = min(self._most_streams, max(self.streams + 1, wider))
+        self.streams = min(self._most_streams, wider)
         self._is_trial = self.streams > self._accepted
 
     def _settle(self) -> None:

@@ -7,12 +7,11 @@ from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from colab_utils.data.coco import CocoDataset
 from colab_utils.drive import DriveLostError, explain_write
 from colab_utils.errors import DAMAGE, ColabUtilsError
-from colab_utils.file_cache import FileCache
 from colab_utils.files import Store, hash_bytes, open_store
 from colab_utils.places import Place
 from colab_utils.reader import Reader, Reading
@@ -21,6 +20,9 @@ from colab_utils.shards.arrays import ArraysBuilder, describe_shard, dump_arrays
 from colab_utils.shards.copy import Copying
 from colab_utils.shards.index import ShardIndex, SkippedImage
 from colab_utils.shards.records import name_image, read_image, try_sample
+
+if TYPE_CHECKING:
+    from colab_utils.file_cache import FileCache
 
 # A file of arrays with more bytes than this is refused. The arrays of the largest shard have fewer.
 _MOST_ARRAYS_BYTES = 1e10
@@ -51,7 +53,7 @@ class ShardJob(NamedTuple):
     """Whether to keep the arrays of a shard that has no usable image. They tell another machine
     that this shard is done.
     """
-    cache: FileCache | None = None
+    cache: "FileCache | None" = None
     """Keeps the image files; None if they are not kept."""
 
 

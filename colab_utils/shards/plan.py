@@ -3,7 +3,7 @@
 from functools import partial
 from itertools import accumulate
 from statistics import fmean
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,6 @@ from colab_utils.data.coco import CocoDataset, open_coco
 from colab_utils.data.orientation import Exif, choose_turn
 from colab_utils.data.sizes import SIDE_RANGE
 from colab_utils.errors import ColabUtilsError
-from colab_utils.file_cache import FileCache
 from colab_utils.files import open_store
 from colab_utils.machine import count_cores
 from colab_utils.places import Place
@@ -21,6 +20,9 @@ from colab_utils.require import require_choice, require_count, require_number
 from colab_utils.shards.arrays import ArraysBuilder
 from colab_utils.shards.index import SkippedImage, Storage
 from colab_utils.shards.records import Sample, read_image, try_sample
+
+if TYPE_CHECKING:
+    from colab_utils.file_cache import FileCache
 
 # Target size of the first shard.
 _FIRST_SHARD_MB = 4
@@ -132,7 +134,7 @@ def open_annotations(images: str | Place, annotations: str | Place) -> CocoDatas
 
 
 def plan_recipe(
-    images: Place, dataset: CocoDataset, recipe: dict[str, Any], cache: FileCache | None = None
+    images: Place, dataset: CocoDataset, recipe: dict[str, Any], cache: "FileCache | None" = None
 ) -> dict[str, Any]:
     """Return the recipe with the entries of `complete_recipe`. For them, a few images that are
     spread over the dataset are read and made into samples. Their files are kept in ``cache``.

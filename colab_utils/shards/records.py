@@ -6,18 +6,20 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from errno import EDQUOT, ENOSPC
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from colab_utils.data.coco import CocoDataset
 from colab_utils.data.masks import encode_segmentation, resize_rles
 from colab_utils.data.object_checks import count_faults
 from colab_utils.data.segmentations import is_nothing
 from colab_utils.errors import ColabUtilsError, UnavailableError
-from colab_utils.file_cache import FileCache
 from colab_utils.files import Store
 from colab_utils.places import Place
 from colab_utils.shards.index import SkippedImage
 from colab_utils.shards.stored_images import StoredImage, store_image
+
+if TYPE_CHECKING:
+    from colab_utils.file_cache import FileCache
 
 MISSING = "the file is missing"
 """The reason for leaving out an image whose file was not found."""
@@ -116,7 +118,9 @@ def name_image(images: Place, dataset: CocoDataset, i: int) -> str:
     return f"{images.absolute()}/{dataset.file_name(i)}"
 
 
-def read_image(store: Store, dataset: CocoDataset, i: int, cache: FileCache | None = None) -> bytes:
+def read_image(
+    store: Store, dataset: CocoDataset, i: int, cache: "FileCache | None" = None
+) -> bytes:
     """Read the bytes of one image's file. With ``cache``, they are kept there.
 
     Raises:
