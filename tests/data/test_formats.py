@@ -18,7 +18,7 @@ from colab_utils.loading.coco_folder import CocoFolder
 
 RECIPES = re.findall(
     r"^## (.*?)\n.*?```python\n(.*?)```",
-    Path("docs/FORMATS.md").read_text(),
+    Path("docs/FORMATS.md").read_text().partition("## Out of COCO")[0],
     re.DOTALL | re.MULTILINE,
 )
 WIDTH = 256
