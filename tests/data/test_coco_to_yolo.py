@@ -12,7 +12,8 @@ from pycocotools import mask as coco_mask
 
 RECIPE = Path(__file__).parents[2] / "docs/recipes/coco_to_yolo.py"
 convert_coco = runpy.run_path(str(RECIPE))["convert_coco"]
-HEIGHT, WIDTH = 80, 120
+HEIGHT = 80
+WIDTH = 120
 ROWS, COLUMNS = np.mgrid[:HEIGHT, :WIDTH]
 DISC = np.hypot(ROWS - 40, COLUMNS - 40) < 25
 RING = DISC & (np.hypot(ROWS - 40, COLUMNS - 40) > 8)
