@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import inspect
 import json
 import pkgutil
 import re
@@ -25,7 +26,14 @@ from tools.cells import PLACEHOLDER, ROOT, read_slug, set_title
 from tools.pages import WIDGET, collapse_progress
 from tools.run_notebooks import run_demo
 
-__all__ = ["build_site", "find_broken_links", "main", "prepare_notebook", "write_first_page"]
+__all__ = [
+    "build_site",
+    "find_broken_links",
+    "main",
+    "prepare_notebook",
+    "write_first_page",
+    "write_llms",
+]
 
 _TEXTS = (
     "SCRIPT.md",
@@ -36,6 +44,8 @@ _TEXTS = (
     "SCALE.md",
     "errors.md",
 )
+# The calls that a program which helps somebody needs first.
+_CALLS = ("watch", "diagnose", "open_dataset", "make_loader", "train")
 _FLOORS = {
     "data": "COCO files, masks and images",
     "shards": "Write, verify and copy shards",
@@ -78,6 +88,7 @@ def build_site(demo: Path, output: Path, *, root: Path = ROOT) -> list[str]:
     _write_source(source, demo, names, slug, root)
     _run_sphinx(source, output)
     write_first_page(output, slug, root=root)
+    write_llms(output, slug, root=root)
     return find_broken_links(output)
 
 
@@ -221,15 +232,11 @@ def _write_api() -> str:
         "",
     ]
     for name in sorted(set(colab_utils.__all__) - {"__version__"}, key=str.lower):
-        value = getattr(colab_utils, name)
-        parts += _show_object(f"colab_utils.{name}", is_class=isinstance(value, type))
+        if isinstance(getattr(colab_utils, name), type):
+            parts += [f".. autoclass:: colab_utils.{name}", "   :members:", ""]
+        else:
+            parts += [f".. autofunction:: colab_utils.{name}", ""]
     return "\n".join([*parts, "```", ""])
-
-
-def _show_object(name: str, *, is_class: bool) -> list[str]:
-    if is_class:
-        return [f".. autoclass:: {name}", "   :members:", ""]
-    return [f".. autofunction:: {name}", ""]
 
 
 def _write_modules(source: Path) -> str:
@@ -295,6 +302,47 @@ def write_first_page(output: Path, slug: str, *, root: Path = ROOT) -> Path:
             text = _fill_door(text, name, door)
     page.write_text(text, encoding="utf-8")
     return page
+
+
+def write_llms(output: Path, slug: str, *, root: Path = ROOT) -> Path:
+    """Write ``llms.txt``, the page for programs that help somebody: what the package does, its
+    first calls, its commands and its pages, in the words of README, docstrings and docs.
+
+    Args:
+        output: the folder of the site.
+        slug: the repository, as ``owner/name``; the placeholder where there is none.
+        root: the checkout.
+    """
+    readme = (root / "README.md").read_text(encoding="utf-8").replace(PLACEHOLDER, slug)
+    title, _, summary = readme.split("\n\n")[:3]
+    lines = [
+        title,
+        f"\n> {_join(summary)}\n",
+        *re.findall("^pip install .+$", readme, re.MULTILINE),
+    ]
+    lines.append("\n## The first five calls\n")
+    for name in _CALLS:
+        meaning = (inspect.getdoc(getattr(colab_utils, name)) or "").split("\n\n")[0]
+        lines.append(f"- `colab_utils.{name}`: {_join(meaning)}")
+    lines.append("\n## Commands\n")
+    pages = {name: (root / "docs" / name).read_text(encoding="utf-8") for name in _TEXTS}
+    for section in re.split("^## ", pages["COMMANDS.md"], flags=re.MULTILINE)[1:]:
+        # The name of a command, its usage, and what it does.
+        name, _, meaning = section.split("\n\n")[:3]
+        lines.append(f"- `python -m colab_utils {name}`: {_join(meaning)}")
+    lines.append("\n## Pages\n")
+    for name, text in pages.items():
+        heading = text.partition("\n")[0].removeprefix("# ")
+        lines.append(f"- [{heading}]({name.removesuffix('.md')}.html)")
+    points = re.findall(r"^- \*\*.+(?:\n  .+)*", readme, re.MULTILINE)
+    lines += ["\n## What this does not speed up\n", *map(_join, points), ""]
+    path = output / "llms.txt"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def _join(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _fill_door(text: str, name: str, content: str) -> str:

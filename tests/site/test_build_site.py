@@ -11,7 +11,13 @@ import pytest
 
 import colab_utils
 from colab_utils.errors import ColabUtilsError
-from tools.build_site import build_site, find_broken_links, prepare_notebook, write_first_page
+from tools.build_site import (
+    build_site,
+    find_broken_links,
+    prepare_notebook,
+    write_first_page,
+    write_llms,
+)
 from tools.cells import PLACEHOLDER, ROOT
 from tools.write_commands import PAGE, write_page
 
@@ -98,6 +104,28 @@ def test_the_doors_of_the_first_page_lead_somewhere(tmp_path, slug):
     assert ("Upload notebook" in page) == (slug == PLACEHOLDER)
     assert ("git clone https://github.com/me/fast" in page) == (slug == "me/fast")
     assert ("git+https://github.com/me/fast" in page) == (slug == "me/fast")
+
+
+def test_a_program_reads_what_the_package_does(tmp_path):
+    text = write_llms(tmp_path, "me/fast").read_text()
+    lines = text.splitlines()
+    assert len(lines) <= 45
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert readme.startswith(lines[0])
+    assert lines[2].removeprefix("> ") in readme
+    assert "pip install --no-deps git+https://github.com/me/fast" in lines
+    calls = re.findall(r"^- `colab_utils\.(\w+)`: (\w.+)\.$", text, re.MULTILINE)
+    assert len(calls) == 5
+    assert {name for name, _ in calls} < set(colab_utils.__all__)
+    commands = dict(re.findall(r"^- `python -m colab_utils (\w+)`: (\w.+)\.$", text, re.MULTILINE))
+    assert [*commands] == re.findall(r"^## (\w+)$", PAGE.read_text(), re.MULTILINE)
+    assert all(meaning in PAGE.read_text() for meaning in commands.values())
+    pages = re.findall(r"^- \[(.+)\]\((\w+)\.html\)$", text, re.MULTILINE)
+    assert len(pages) == 7
+    for heading, name in pages:
+        assert (ROOT / f"docs/{name}.md").read_text().startswith(f"# {heading}\n")
+    # Each limit of README stands there, too.
+    assert text.count("\n- **") == (ROOT / "README.md").read_text().count("\n- **") == 3
 
 
 def test_links_that_lead_nowhere_are_found(tmp_path):
