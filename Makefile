@@ -82,7 +82,7 @@ test-lowest: setup
 	mkdir -p runs/lowest
 	sed 's/>=/==/' requirements.txt > runs/lowest/constraints.txt
 	test -x $(LOWEST) || $(RUN) -m venv --without-pip runs/lowest
-	$(RUN) -m pip --python $(LOWEST) install -q -c runs/lowest/constraints.txt -e '.[dev]'
+	$(RUN) -m pip --python $(LOWEST) install -q -c runs/lowest/constraints.txt -e '.[dev]' pip 'setuptools>=77'
 	PYTHONPATH=. $(LOWEST) -m pytest -W default -n 3 --dist loadfile -m "not clock and not browser"
 
 # The recipes of docs/FORMATS.md with the converters that they name, and unchanged scripts of
