@@ -329,8 +329,10 @@ def ensure_shards(data: EnsuredDataset) -> ShardReport:
         # If another notebook stopped half-way, its settings are used again. Small shards of the
         # small built-in dataset arrive one after the other, as those of a large one do.
         begun = inspect_folder(folder).recipe or {"shard_mb": 3 if data.name == BUILT_IN else 128}
-        names = begun.keys() & {"storage", "min_size", "max_size", "shard_mb"}
-        settings = {name: begun[name] for name in names}
+        settings = {
+            name: begun[name]
+            for name in begun.keys() & {"storage", "min_size", "max_size", "shard_mb"}
+        }
         return write_shards(data.images, data.annotations, shards=folder, **settings)
 
 
