@@ -87,13 +87,13 @@ class LoaderGrade:
     """Files per second, divided by those of the plain loop."""
 
     def to_answer(self) -> dict[str, Any]:
-        """Return the answer to keep as `OWN_LOADER` among those of `collect_answers`."""
-        passed = [check.passed for check in self.checks]
-        return {
-            "question": f"How many of {len(passed)} checks does your own loader pass?",
-            "measured": sum(passed),
-            "times_as_fast": round(self.times_as_fast, 1) if all(passed) else None,
-        }
+        """Return the grade as an answer to keep, named `OWN_LOADER`, among those of
+        `collect_answers`. It has a speed only if all checks are passed.
+        """
+        answer = asdict(self)
+        if not all(check.passed for check in self.checks):
+            answer["times_as_fast"] = None
+        return answer
 
     def _repr_html_(self) -> str:
         return make_table(list(map(asdict, self.checks))).to_html()

@@ -57,10 +57,8 @@ def plot_class(lines: Sequence[Mapping[str, Any]]) -> DescribedFigure:
     )
     winner = max(lines, key=lambda line: line["own loader"] or 0)
     if winner["own loader"]:
-        title += (
-            f". The fastest own loader: {winner['receipt']}, {winner['own loader']} times as fast "
-            "as the plain loop"
-        )
+        times = format_figure(winner["own loader"])
+        title += f". The fastest own loader: {winner['receipt']}, {times} times the plain loop"
     unit = "times as many images/s as before"
     return plot_bars(values, title=title, unit=unit, notes=notes, highlight=values)
 

@@ -215,7 +215,7 @@ def test_the_solution_passes_every_check():
     assert list_faults(grade) == {}
     assert len(grade.checks) == 9
     assert grade.times_as_fast >= loader_exercise.LEAST_TIMES
-    assert grade.to_answer()["measured"] == 9
+    assert grade.to_answer()["times_as_fast"] == grade.times_as_fast
     assert multiprocessing.active_children() == []
 
 
