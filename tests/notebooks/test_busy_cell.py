@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from colab_utils.loading.emulated_step import describe_busy
 from tests.notebooks.test_rules import FOLDER
 
 
@@ -47,7 +46,6 @@ def machine():
         ),
         "suppress": suppress,
         "workspace": state,
-        "describe_busy": describe_busy,
         "EMULATED_STEP_MS": 100,
     }
     exec(read_functions(), names)

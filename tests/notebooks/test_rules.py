@@ -25,7 +25,7 @@ NAMES = [
 ]
 # Notebook 01 measures each term of the law in a cell of its own, and 02 each kind of work.
 MOST_CELLS = {
-    "01_detect_bottleneck": 95,
+    "01_detect_bottleneck": 71,
     "02_preprocess_to_shards": 54,
     # Each way to bring data near, and each measure against full memory, has a cell of its own.
     "03_copy_to_local_ssd": 50,
@@ -34,7 +34,6 @@ MOST_CELLS = {
     "05_compare_timings": 76,
 }
 MOST_NAMES = {
-    "01_detect_bottleneck": 20,
     "04_train_mask_rcnn": 12,
     "05_compare_timings": 12,
 }
