@@ -85,7 +85,7 @@ test-lowest: setup
 	$(RUN) -m pip --python $(LOWEST) install -q -c runs/lowest/constraints.txt -e '.[dev]' pip 'setuptools>=77'
 	PYTHONPATH=. $(LOWEST) -m pytest -W default -n 3 --dist loadfile -m "not clock and not browser"
 
-# The recipes of docs/FORMATS.md with the converters that they name, and unchanged scripts of
+# The recipes of docs/FORMATS.md with the converters and trainers that they name, and unchanged scripts of
 # frameworks under watch, in environments of their own; downloads 500 MB
 test-formats: setup
 	$(RUN) -m benchmarks.environments --work runs/benchmarks --only formats --only frameworks

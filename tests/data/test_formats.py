@@ -1,9 +1,10 @@
 """The recipes of docs/FORMATS.md, run as they stand there: `make test-formats` installs the
-converters they name.
+converters and the trainers they name.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import re
@@ -11,10 +12,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image, ImageDraw
+from torch.utils.data import DataLoader
+from torchvision.transforms.v2.functional import pil_to_tensor
 
+from colab_utils.course.sample_data import make_dataset
 from colab_utils.data.checks import check_dataset
 from colab_utils.loading.coco_folder import CocoFolder
+from colab_utils.loading.dataset import ShardDataset
+from colab_utils.shards.write import write_shards
 
 RECIPES = re.findall(
     r"^## (.*?)\n.*?```python\n(.*?)```",
@@ -323,3 +330,121 @@ def test_circles_ellipses_and_boxes_to_check_of_via(tmp_path, monkeypatch):
     assert np.allclose(target["boxes"][1], [140, 50, 160, 130], atol=1.5)
     areas = target["masks"].sum((1, 2)).tolist()
     assert np.allclose(areas, [np.pi * 400, np.pi * 400, 600], rtol=0.05)
+
+
+# The code of the page for other trainers, by its heading.
+TRAINERS = dict(
+    re.findall(
+        r"^### (.*?)\n.*?```python\n(.*?)```",
+        Path("docs/FORMATS.md").read_text(),
+        re.DOTALL | re.MULTILINE,
+    )
+)
+
+
+@pytest.fixture(scope="module", params=["built-in", "COCO"])
+def folder(request, tmp_path_factory):
+    """A folder with the shards of 60 images in `shards/train` and `shards/val`."""
+    folder = tmp_path_factory.mktemp("trainers")
+    if request.param == "COCO":
+        source = request.getfixturevalue("coco_mini_val")
+        coco = json.loads(source.annotations.read_text())
+        coco["images"] = coco["images"][:60]
+        kept = {image["id"] for image in coco["images"]}
+        coco["annotations"] = [row for row in coco["annotations"] if row["image_id"] in kept]
+        annotations = folder / "coco.json"
+        annotations.write_text(json.dumps(coco))
+        images = source.images
+    else:
+        made = make_dataset(folder / "data", n=60, width=320, height=240, workers=1)
+        images = made.images
+        annotations = made.annotations
+    for split in ("train", "val"):
+        shards = folder / "shards" / split
+        report = write_shards(images, annotations, shards=shards, shard_mb=1, workers=1)
+        assert report.images == 60
+        assert report.shards > 1
+    return folder
+
+
+def read_ours(folder, **options):
+    dataset = ShardDataset(folder / "shards/train", **options)
+    return [dataset[index] for index in range(len(dataset))]
+
+
+def read_with_data_loader(folder, **options):
+    dataset = ShardDataset(folder / "shards/train", **options)
+    batches = DataLoader(dataset, batch_size=7, num_workers=2, collate_fn=list)
+    return [sample for batch in batches for sample in batch]
+
+
+def run_lines(name, code=None):
+    """Run the lines of a trainer as the page has them, or changed ones; return their names."""
+    package = {"WebDataset": "webdataset", "RF-DETR": "rfdetr"}[name]
+    pytest.importorskip(package, reason=f"no {package}: make test-formats installs it")
+    names = {}
+    exec(compile(code or TRAINERS[name], name, "exec"), names)
+    return names
+
+
+def read_with_rf_detr(code, *, split="train"):
+    """Return what RF-DETR's own reader gives; no model of it is loaded."""
+    run_lines("RF-DETR", code)
+    from rfdetr.datasets.webdataset.load import WebDatasetDetection
+
+    dataset = WebDatasetDetection("shards", split, None, include_masks=True)
+    assert dataset.total_samples == 60
+    return [(pil_to_tensor(image), target) for image, target in dataset]
+
+
+def assert_same(samples, expected, *, first_label=0):
+    """Compare images, masks, boxes and labels of all samples, whose order is free."""
+    samples = {int(target["image_id"]): (image, target) for image, target in samples}
+    assert len(samples) == len(expected) == 60
+    objects = 0
+    for image, target in expected:
+        other, found = samples[int(target["image_id"])]
+        keep = target["iscrowd"] == 0
+        objects += int(keep.sum())
+        assert torch.equal(other, image)
+        assert torch.equal(found["masks"].to(torch.uint8), target["masks"][keep])
+        assert torch.equal(found["boxes"], target["boxes"][keep])
+        assert torch.equal(found["labels"] + first_label, target["labels"][keep])
+    assert objects > 60
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_a_stock_data_loader_reads_the_same(folder, contiguous):
+    options = {"contiguous_labels": contiguous}
+    assert_same(read_with_data_loader(folder, **options), read_ours(folder, **options))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_webdataset_reads_the_same(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    assert_same(run_lines("WebDataset")["dataset"], read_ours(folder))
+    # It leaves the last tar open.
+    gc.collect()
+
+
+def test_rf_detr_reads_the_same(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    code = TRAINERS["RF-DETR"]
+    assert_same(read_with_rf_detr(code), read_ours(folder))
+    # Ours count from 1, as torchvision's models want it.
+    remapped = code.replace('"raw"', '"remap"')
+    expected = read_ours(folder, contiguous_labels=True)
+    assert_same(read_with_rf_detr(remapped), expected, first_label=1)
+    assert_same(read_with_rf_detr(remapped, split="val"), expected, first_label=1)
+
+
+def test_rf_detr_reads_the_folder_itself(folder):
+    run_lines("RF-DETR", "pass")
+    from rfdetr.datasets.webdataset.load import WebDatasetDetection
+
+    train = folder / "shards/train"
+    dataset = WebDatasetDetection(train, "train", None, include_masks=True)
+    names = ShardDataset(train).class_names
+    assert {label: name for label, name in enumerate(dataset.class_names) if name} == names
+    samples = [(pil_to_tensor(image), target) for image, target in dataset]
+    assert_same(samples, read_ours(folder))
