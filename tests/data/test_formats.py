@@ -403,13 +403,13 @@ def assert_same(samples, expected, *, first_label=0):
     assert len(samples) == len(expected) == 60
     objects = 0
     for image, target in expected:
-        other, found = samples[int(target["image_id"])]
+        other_image, other = samples[int(target["image_id"])]
         keep = target["iscrowd"] == 0
         objects += int(keep.sum())
-        assert torch.equal(other, image)
-        assert torch.equal(found["masks"].to(torch.uint8), target["masks"][keep])
-        assert torch.equal(found["boxes"], target["boxes"][keep])
-        assert torch.equal(found["labels"] + first_label, target["labels"][keep])
+        assert torch.equal(other_image, image)
+        assert torch.equal(other["masks"].to(torch.uint8), target["masks"][keep])
+        assert torch.equal(other["boxes"], target["boxes"][keep])
+        assert torch.equal(other["labels"] + first_label, target["labels"][keep])
     assert objects > 60
 
 
