@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -21,7 +21,7 @@ from colab_utils.comparison.prepared import PreparedData, PreparedFiles
 from colab_utils.comparison.strategies import Strategy, choose_strategies
 from colab_utils.data.masks import nearest_indices
 from colab_utils.diagnosis.diagnose import put_back
-from colab_utils.diagnosis.noise import LEAST_NOISE, find_noise, is_faster, measure_spread
+from colab_utils.diagnosis.noise import LEAST_NOISE, measure_spread
 from colab_utils.diagnosis.timing import BatchTimes, time_batches
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.files import drop_cached
@@ -138,15 +138,6 @@ class Comparison:
     """What is missing in the result, and how many bad images were left out."""
     busy: str = ""
     """A warning that other work took the cores of this machine; empty if the step was on time."""
-
-    def describe_steps(self) -> list[str]:
-        """Return a sentence for each strategy but the first: how it compares with the one before.
-
-        Two strategies count as equally fast if they differ by less than 5 %, or by less than the
-        ``spread`` of one of them.
-        """
-        timed = [row for row in self.strategies if row.images_per_second is not None]
-        return [_describe_step(before, after) for before, after in pairwise(timed)]
 
     def __str__(self) -> str:
         head = (
@@ -410,19 +401,6 @@ class _Row:
             cold_ms_per_image=1000 * float(later_s.mean()) / self.setting.batch_size,
             timeline=tuple(zip(begins_s.tolist(), ends_s.tolist(), strict=True)),
         )
-
-
-def _describe_step(before: StrategyTiming, after: StrategyTiming) -> str:
-    rate = after.images_per_second or 0.0
-    earlier = before.images_per_second or 1.0
-    spreads = (before.spread, after.spread)
-    if is_faster(rate, earlier, *spreads):
-        words = f"trains {rate / earlier:.1f} times as many images/s as"
-    elif is_faster(earlier, rate, *spreads):
-        words = f"trains {1 - rate / earlier:.0%} fewer images/s than"
-    else:
-        words = f"is, within {find_noise(*spreads):.0%}, as fast as"
-    return f"{after.title} {words} {before.title}"
 
 
 def _run_in_turns(rows: Sequence[_Row], repeats: int) -> Iterator[None]:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from itertools import pairwise
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -177,19 +176,19 @@ def run_script(path: str, arguments: Sequence[str], finish: Callable[[ScriptRepo
 def _show_without_us(error: BaseException) -> None:
     """Let Python's own hook, or the script's, show an error without the frames of this folder."""
     show = sys.excepthook
-    kept = []
-    trace = error.__traceback__
-    while trace:
-        kept.append(trace)
-        trace = trace.tb_next
-    kept = [link for link in kept if not link.tb_frame.f_code.co_filename.startswith(_HERE)]
-    for link, after in pairwise(kept):
-        link.tb_next = after
+    # The first frame is that of `run_script`.
+    link: Any = error.__traceback__
+    trace = link.tb_next
+    while link.tb_next:
+        if link.tb_next.tb_frame.f_code.co_filename.startswith(_HERE):
+            link.tb_next = link.tb_next.tb_next
+        else:
+            link = link.tb_next
 
     def show_error(kind: Any, error: BaseException, _: Any) -> None:
         # The frames hold all that the script has.
         sys.excepthook = show
-        show(kind, error.with_traceback(kept[0]), kept[0])
+        show(kind, error.with_traceback(trace), trace)
 
     sys.excepthook = show_error
 
