@@ -4,7 +4,8 @@ FILE`.
 - ``loading``: loaders on loose files, for some seconds.
 - ``epoch``: the first epoch of `open_dataset`, beside reading the same files and nothing else.
 - ``arrival``: two epochs of loose files, of shards that are copied first, and of arriving shards.
-- ``writing``, ``copy``: `write_shards` and `copy_shards` with few streams, and with "auto".
+- ``writing``, ``copy``, ``images``: `write_shards`, `copy_shards` and `copy_images` with few
+  streams, and with "auto".
 - ``width``: the streams that "auto" finds on a mounted Drive whose limit changes.
 
 Each run has a slowed folder of its own, so that it does not know which streams served the others.
@@ -36,6 +37,7 @@ from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.emulated_step import EmulatedStep
+from colab_utils.loading.image_copy import copy_images
 from colab_utils.loading.loader import make_loader
 from colab_utils.loading.opening import open_dataset
 from colab_utils.reader import Reader
@@ -204,7 +206,6 @@ def time_epochs(open_loader: Callable[[Setting], Any], setting: Setting) -> Figu
 
 def time_writing(streams: int | str, setting: Setting) -> Figures:
     """Return images a second of writing shards, and the reads in flight that this takes."""
-    began_s = perf_counter()
     report = write_shards(
         setting.drive / "images",
         setting.annotations,
@@ -212,7 +213,7 @@ def time_writing(streams: int | str, setting: Setting) -> Figures:
         shard_mb=setting.options.shard_mb,
         streams=streams,
     )
-    rate = report.images / (perf_counter() - began_s)
+    rate = report.images / report.seconds
     profile = get_profile(setting.options.profile)
     # By Little's law: reads a second times the seconds of a read.
     return {"images/s": rate, "reads in flight": rate * (profile.open_s if profile else 0.0)}
@@ -220,9 +221,14 @@ def time_writing(streams: int | str, setting: Setting) -> Figures:
 
 def time_copy(streams: int | str, setting: Setting) -> Figures:
     """Return the megabytes a second of a copy."""
-    began_s = perf_counter()
     report = copy_shards(setting.drive / "shards", setting.ssd, streams=streams)
-    return {"MB/s": report.bytes / 1e6 / (perf_counter() - began_s)}
+    return {"MB/s": report.bytes / 1e6 / report.seconds}
+
+
+def time_images(streams: int | str, setting: Setting) -> Figures:
+    """Return the files a second of a copy of loose files."""
+    report = copy_images(setting.drive / "images", setting.ssd, streams=streams)
+    return {"files/s": report.files / report.seconds}
 
 
 class CountingReader:
@@ -304,6 +310,7 @@ MEASURES: dict[str, tuple[Callable[[Any, Setting], Figures], dict[str, Any]]] = 
     ),
     "writing": (time_writing, {"4 streams": 4, "auto": "auto"}),
     "copy": (time_copy, {"one stream": 1, "auto": "auto"}),
+    "images": (time_images, {"one stream": 1, "auto": "auto"}),
     "width": (measure_width, {"as many streams": True, "auto": False}),
 }
 """What measures, and the ways that are compared with the first of them."""
