@@ -382,7 +382,7 @@ def preprocess(
     if finish and part:
         raise ColabUtilsError("Pass one of --part and --finish, and leave out the other.")
     if finish:
-        chosen = _pick(settings, "max_bad")
+        chosen = {name: value for name, value in settings.items() if name == "max_bad"}
         return colab_utils.finish_shards(images, annotations, shards=shards, **chosen)
     # If some shards are written already, the others are stored the same way.
     begun = inspect_folder(shards).recipe
@@ -395,10 +395,6 @@ def preprocess(
             file=sys.stderr,
         )
     return report
-
-
-def _pick(settings: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: settings[name] for name in names if name in settings}
 
 
 def verify(shards: str) -> Any:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Generator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from itertools import starmap
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -13,7 +14,6 @@ from colab_utils.data.image_paths import explain_missing, find_file, list_files,
 from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError, UnavailableError
 from colab_utils.files import Store, open_store
-from colab_utils.machine import require_linux
 from colab_utils.os_errors import explain_os_error
 from colab_utils.places import Place, identify_place, name_below, open_place, require_local_path
 from colab_utils.progress import show_progress
@@ -86,7 +86,6 @@ def copy_images(
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: There is no image folder at ...no/such/folder. ...
     """
-    require_linux("copy images")
     folder = open_place(source).absolute()
     ssd = require_local_path(target).absolute()
     streams = require_streams(streams)
@@ -124,7 +123,7 @@ def _copy_files(
     Threads read, and this thread writes. So nothing is written after an error or Ctrl-C.
     """
     began_s = perf_counter()
-    missing: list[SkippedImage] = []
+    missing: dict[str, str] = {}
     read_all = partial(_read_all, source, missing)
     find = partial(_find, source, target, shared_names)
     # How fast sizes come does not tell how many files to read at once.
@@ -151,13 +150,13 @@ def _copy_files(
         bytes=sum(copied),
         seconds=perf_counter() - began_s,
         skipped_files=skipped,
-        missing=tuple(missing),
+        missing=tuple(starmap(SkippedImage, missing.items())),
     )
 
 
 def _read_all(
     source: Store,
-    missing: list[SkippedImage],
+    missing: dict[str, str],
     label: str,
     read: Callable[[str], Any],
     names: Collection[str],
@@ -165,33 +164,28 @@ def _read_all(
 ) -> Generator[tuple[str, Any], None, None]:
     """Yield each name with what ``read``, which threads call, returns for it.
 
-    Files that cannot be read are added to ``missing``.
+    For each file that cannot be read, ``missing`` gets the reason.
     """
     began_s = perf_counter()
     reader = Reader(read, place=source.place, streams=streams, retries=source.retries)
     with closing(reader), show_progress(label, total=len(names), unit=" files") as bar:
         for reading in reader.read_all(names):
+            name = reading.name
             try:
                 content = reading.take()
             except UnavailableError:
                 raise
-            except (ColabUtilsError, OSError) as error:
-                reason = _explain(source.place, reading.name, error)
-                missing.append(SkippedImage(reading.name, reason))
+            except FileNotFoundError:
+                missing[name] = explain_missing(source.place, name)
+            except ColabUtilsError as error:
+                missing[name] = str(error)
+            except OSError as error:
+                missing[name] = explain_os_error(error, "Run check on the dataset.")
             else:
-                yield reading.name, content
+                yield name, content
             speed = format_bytes(reader.read_bytes / (perf_counter() - began_s))
             bar.set_postfix_str(f"{speed}/s {source.retries}", refresh=False)
             bar.update()
-
-
-def _explain(folder: Place, name: str, error: Exception) -> str:
-    """Say why a file cannot be copied."""
-    if isinstance(error, FileNotFoundError):
-        return explain_missing(folder, name)
-    if isinstance(error, ColabUtilsError):
-        return str(error)
-    return explain_os_error(error, "Run check on the dataset.")
 
 
 def _find(

@@ -71,7 +71,6 @@ def hold_folder(folder: Place) -> Iterator[None]:
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: Another writer is at work in ...
     """
-    require_linux("lock a folder")
     store = open_store(folder)
     # The block writes to the same folder, and meets the errors of what is done beside it.
     impatient = open_store(folder, patience_s=0)
@@ -122,6 +121,7 @@ def lock_here(folder: Place) -> Iterator[bool]:
         ...     is_free, is_free_again
         (True, False)
     """
+    require_linux("lock a folder")
     import fcntl
 
     place = hash_bytes(os.fsencode(identify_place(folder)))
