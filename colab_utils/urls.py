@@ -144,7 +144,18 @@ class UrlMethods:
     def list_tree(self, name: Any = "") -> list[str]:
         """Return the path in the folder of each file below it."""
         system, key = locate(name)
-        return [path.removeprefix(key).strip("/") for path in system.find(key)]
+        paths: list[str] = []
+        # The list grows while the loop goes over it. fsspec's own walk leaves out what fails.
+        folders = [key]
+        for folder in folders:
+            for info in system.ls(folder, detail=True):
+                path = info["name"].rstrip("/")
+                if info["type"] != "directory":
+                    paths.append(path.removeprefix(key).strip("/"))
+                # Some servers list a folder in itself.
+                elif path != folder.rstrip("/"):
+                    folders.append(path)
+        return paths
 
     def find_kind(self, name: Any = "") -> str:
         """Return "file" or "folder"; "" if there is neither."""

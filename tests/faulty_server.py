@@ -46,7 +46,7 @@ class FaultyFileSystem(LocalFileSystem):
             cls.fault(call, path)
 
     def info(self, path, **kwargs):
-        self._begin("info", path)
+        self._begin("info", os.fspath(path))
         return super().info(path, **kwargs)
 
     def ls(self, path, detail=True, **kwargs):

@@ -100,6 +100,7 @@ CALLS = {
     "open_dataset ssd": lambda url: colab_utils.open_dataset(
         "images", "a.json", drive="drive", ssd=url
     ),
+    "copy_images target": lambda url: colab_utils.copy_images("images", url),
     "train ssd": lambda url: colab_utils.train("shards", "run", ssd=url),
     "compare images": lambda url: colab_utils.compare(url, "a.json", folder="work"),
     "compare annotations": lambda url: colab_utils.compare("images", url, folder="work"),
@@ -138,6 +139,10 @@ REMOTE_CALLS = {
     "verify_shards": colab_utils.verify_shards,
     "copy_shards source": lambda url: colab_utils.copy_shards(url, "ssd"),
     "copy_shards target": lambda url: colab_utils.copy_shards("shards", url),
+    "copy_images source": lambda url: colab_utils.copy_images(url, "ssd"),
+    "copy_images annotations": lambda url: colab_utils.copy_images(
+        "images", "ssd", annotations=url
+    ),
     "CocoFolder images": lambda url: colab_utils.CocoFolder(url, "a.json"),
     "CocoFolder annotations": lambda url: colab_utils.CocoFolder("images", url),
     "ShardDataset": colab_utils.ShardDataset,

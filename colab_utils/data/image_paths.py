@@ -227,11 +227,11 @@ def list_files(folder: Place, *, links: bool = False) -> Iterator[str]:
         ColabUtilsError: if the folder cannot be listed.
         DriveLostError: if Drive went away.
     """
-    if find_server(folder):
-        store: Any = open_store(folder)
-        yield from store.list_tree()
-        return
     try:
+        if find_server(folder):
+            store: Any = open_store(folder)
+            yield from store.list_tree()
+            return
         with guard_drive(folder):
             for entry in _walk(str(folder), links=links):
                 yield os.path.relpath(entry.path, str(folder))

@@ -17,7 +17,8 @@ The life of a sample, from COCO JSON to a batch on the device:
    The readers of `ArrivingShards` (`colab_utils.loading.arriving`) wait for the files. Only one
    process of a machine copies. Without shards, `open_dataset` (`colab_utils.loading.opening`)
    opens loose files, and the process of a `Writing` (`colab_utils.loading.writing`) does steps 3
-   and 4 meanwhile. A `FileCache` (`colab_utils.file_cache`) keeps the bytes for both.
+   and 4 meanwhile. A `FileCache` (`colab_utils.file_cache`) keeps the bytes for both. For other
+   trainers, `copy_images` (`colab_utils.loading.image_copy`) copies loose files.
 6. **Dataset** (`colab_utils.loading.dataset`): `ShardDataset` opens the arrays of all shards, and
    reads their files with `ShardFiles`. ``dataset[i]`` returns
    ``(image, target)`` as in torchvision's references (`colab_utils.loading.contract`). Two faster

@@ -28,6 +28,7 @@ from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
 from colab_utils.shards.lock import lock_here
 from colab_utils.slow_drive import DriveProfile, slow_down
+from tests.file_server import FileServer
 from tests.stress.kill_copy_images import count_kills, read_tree
 
 usage = namedtuple("usage", "total used free")
@@ -254,9 +255,8 @@ def test_a_drive_that_is_lost_ends_the_copy_and_the_same_call_goes_on(
         with pytest.raises(DriveLostError, match="what is done is safe"):
             copy_images(source, tmp_path / "ssd", streams=1)
     assert len(read_tree(tmp_path / "ssd")) == 4
-    reads.clear()
-    assert copy_images(source, tmp_path / "ssd").skipped_files == 4
-    assert reads.total() == 5
+    report = copy_images(source, tmp_path / "ssd")
+    assert (report.files, report.skipped_files) == (9, 4)
     assert read_tree(tmp_path / "ssd") == list_visible(source)
 
 
@@ -310,6 +310,23 @@ def test_a_url_is_a_source(source, tmp_path, is_named):
         assert tree.keys() >= list_visible(source).keys()
     again = copy_images("memory://bucket/images", tmp_path / "ssd", annotations=annotations)
     assert (again.bytes, again.skipped_files) == (0, len(tree))
+
+
+def test_a_web_server_gives_the_files_that_a_json_names(source, tmp_path):
+    with FileServer(source, tmp_path / "faults.json") as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        annotations = write_json(tmp_path / "names.json", ["a/b/2.jpg", "0.jpg", "9.jpg"])
+        try:
+            report = copy_images(url, tmp_path / "ssd", annotations=annotations)
+            with pytest.raises(ColabUtilsError, match=r"cannot be listed|no file to copy"):
+                copy_images(url, tmp_path / "other")
+        finally:
+            server.shutdown()
+            thread.join()
+    assert {*read_tree(tmp_path / "ssd")} == {"a/b/2.jpg", "0.jpg"}
+    assert [entry.file_name for entry in report.missing] == ["9.jpg"]
 
 
 @pytest.mark.parametrize("name", ["", "a", "new/deep"])

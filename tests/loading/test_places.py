@@ -12,6 +12,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
+from colab_utils.loading.image_copy import copy_images
 from colab_utils.loading.loader import make_loader
 from colab_utils.loading.opening import LooseFiles, open_dataset
 from tests.faulty_server import FaultyFileSystem, fail_from, fail_times
@@ -112,6 +113,27 @@ def test_shards_are_written_from_loose_files_at_a_url_and_sent_to_one(bucket, tm
     assert_same_samples(again, dataset)
 
 
+def test_images_are_copied_from_a_server_that_fails_now_and_then(tmp_path, bucket, monkeypatch):
+    monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.01, 0.01, 0.01))
+    lost = ConnectionError("lost")
+    inner = bucket / "images" / "inner"
+    inner.mkdir()
+    shutil.copy(min((bucket / "images").glob("*.jpg")), inner / "other.jpg")
+    for call, annotations, name in (
+        ("info", None, ".jpg"),
+        ("info", JSON, ".jpg"),
+        ("read", None, ".jpg"),
+        ("ls", None, "inner"),
+    ):
+        target = tmp_path / f"{call} {annotations is None}"
+        FaultyFileSystem.fault = fail_times(2, lost, call=call, name=name)
+        report = copy_images(IMAGES, target, annotations=annotations)
+        assert report.files == (13 if annotations is None else 12)
+        for path in target.rglob("*.jpg"):
+            original = bucket / "images" / path.relative_to(target)
+            assert path.read_bytes() == original.read_bytes()
+
+
 def test_a_url_without_data_is_told(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -121,6 +143,8 @@ def test_a_url_without_data_is_told(tmp_path):
             lambda: CocoFolder("faulty://bucket/nothing", JSON),
             lambda: CocoFolder(IMAGES, "faulty://bucket/nothing.json"),
             lambda: check_dataset("faulty://bucket/nothing", JSON),
+            lambda: copy_images("faulty://bucket/nothing", tmp_path / "ssd"),
+            lambda: copy_images(IMAGES, tmp_path / "ssd", annotations=f"{JSON}.txt"),
         ):
             with pytest.raises(
                 ColabUtilsError, match=r"(There is no (image )?folder|cannot be read)"
