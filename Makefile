@@ -85,11 +85,12 @@ test-lowest: setup
 	$(RUN) -m pip --python $(LOWEST) install -q -c runs/lowest/constraints.txt -e '.[dev]' pip 'setuptools>=77'
 	PYTHONPATH=. $(LOWEST) -m pytest -W default -n 3 --dist loadfile -m "not clock and not browser"
 
-# The recipes of docs/FORMATS.md with the converters and trainers that they name, and unchanged scripts of
-# frameworks under watch, in environments of their own; downloads 500 MB
+# The recipes of docs/FORMATS.md with the converters and trainers that they name, shards at a stand-in
+# for the Hugging Face Hub, and unchanged scripts of frameworks under watch, in environments of their
+# own; downloads 500 MB
 test-formats: setup
 	$(RUN) -m benchmarks.environments --work runs/benchmarks --only formats --only frameworks
-	PYTHONPATH=. runs/benchmarks/envs/formats/bin/python -m pytest -W ignore tests/data/test_formats.py
+	PYTHONPATH=. runs/benchmarks/envs/formats/bin/python -m pytest -W ignore tests/data/test_formats.py tests/shards/test_hub.py
 	PYTHONPATH=. EVERY_STALL=1 runs/benchmarks/envs/frameworks/bin/python -m pytest -W ignore tests/diagnosis/test_script.py
 
 # Shards by Dask and by Ray, in processes that are killed, and at S3, in an environment of

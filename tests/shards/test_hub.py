@@ -1,0 +1,93 @@
+"""Shards at ``hf://``, on a stand-in for the Hugging Face Hub: `make test-formats` runs this."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from colab_utils.course.sample_data import make_dataset
+from colab_utils.shards.write import write_shards
+from tests.hub_server import HubServer
+from tests.snapshots import snapshot
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("huggingface_hub") is None,
+    reason="no huggingface_hub: make test-formats installs it",
+)
+URL = "hf://datasets/me/data"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    return make_dataset(folder, n=12, width=96, height=80, workers=1)
+
+
+@pytest.fixture(scope="module")
+def local(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("local") / "shards"
+    report = write_shards(data.images, data.annotations, shards=folder, shard_mb=0.05, workers=1)
+    assert report.shards > 1
+    return folder
+
+
+@pytest.fixture
+def hub(tmp_path):
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    with HubServer(folder) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def run(hub, *arguments):
+    """Run a command in a process of its own, since huggingface_hub reads its address once."""
+    return subprocess.run(
+        [sys.executable, "-m", "colab_utils", *map(str, arguments)],
+        env={**os.environ, **hub.environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_shards_are_written_there_verified_and_copied(hub, data, local, tmp_path):
+    shutil.copytree(data.images, hub.folder / "photos")
+    shutil.copy(data.annotations, hub.folder / "photos.json")
+    source = ["--images", f"{URL}/photos", "--annotations", f"{URL}/photos.json"]
+    options = ["--shards", f"{URL}/shards", "--shard-mb", 0.05, "--workers", 1]
+    done = run(hub, "preprocess", *source, *options)
+    assert done.returncode == 0, done.stderr
+    assert snapshot(hub.folder / "shards") == snapshot(local)
+    done = run(hub, "verify", "--shards", f"{URL}/shards")
+    assert done.returncode == 0, done.stderr
+    assert "all complete" in done.stdout
+    # Requests that fail are made again.
+    hub.failures = 3
+    done = run(hub, "copy", "--shards", f"{URL}/shards", "--to", tmp_path / "ssd")
+    assert done.returncode == 0, done.stderr
+    assert hub.failures == 0
+    assert snapshot(tmp_path / "ssd") == snapshot(local)
+
+
+def test_shards_are_sent_there(hub, local):
+    done = run(hub, "copy", "--shards", local, "--to", f"{URL}/sent")
+    assert done.returncode == 0, done.stderr
+    assert snapshot(hub.folder / "sent") == snapshot(local)
+
+
+@pytest.mark.parametrize("url", [f"{URL}/none", "hf://datasets/you/none/shards"])
+def test_what_is_not_there_is_said_in_one_line(hub, url):
+    done = run(hub, "verify", "--shards", url)
+    assert done.returncode == 2
+    assert f"There is no folder of shards at {url}" in done.stderr
+    assert done.stderr.count("\n") == 1
