@@ -128,6 +128,8 @@ class _Trial:
     names_broken: bool = False
     """Whether the error of the broken file came through, or a message named the file."""
     seconds: float = _LIMIT_S
+    overtaking: int = 0
+    """Files that were handed over before the slow file came."""
     threads: int = 0
     """Threads that ran on after the loop."""
 
@@ -164,6 +166,7 @@ class _Trial:
                     raise OSError(_MESSAGE.format(index))
                 if index == self.slow:
                     self._wait_for_stillness()
+                    self.overtaking = sum(map(len, self.batches))
                 sample = index, read_file(dataset.find_path(index))
                 samples[id(sample)] = index, sample
                 return sample
@@ -209,6 +212,7 @@ class _Trial:
         is_odd = bool(odd) and (odd != sizes[-1:] or not 0 < odd[0] < _BATCH_SIZE)
         lost = self.is_complete and len(self.order) - len(numbers) - (self.broken >= 0)
         is_last_batch = lost == len(self.order) % _BATCH_SIZE
+        is_blocked = self.slow >= 0 and self.overtaking < len(self.order) / 2
         unread = max(accumulate(files for _, files in self.events))
         suspects = (
             (_ONCE, None in numbers, "A batch holds something that read did not return."),
@@ -216,7 +220,8 @@ class _Trial:
             (_ONCE, lost and not is_last_batch, f"You lost {lost} files. {_ZIP}"),
             (_WHOLE, lost and is_last_batch, "You dropped the last batch. It may be smaller."),
             (_WHOLE, is_odd, f"Batches of {set(odd)} files came. Only the last may be smaller."),
-            (_SLOW, self.slow in numbers[: len(numbers) // 2], self.explain(_WINDOW)),
+            (_SLOW, is_blocked and not self.overtaking, self.explain(_WINDOW)),
+            (_SLOW, is_blocked, f"You waited for a slow file when {self.overtaking} had come."),
             (_BROKEN, self.broken >= 0 and not self.names_broken, _SWALLOWED),
             (_MEMORY, unread > MOST_UNREAD, f"You asked for all at once: {unread} lay unread."),
             (_THREADS, self.threads, f"{self.threads} threads ran on. End them in a finally."),
