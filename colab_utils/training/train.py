@@ -126,8 +126,9 @@ def train(
             written in a thread while training goes on.
         budget: Time that this call may take, such as ``"2h"``, ``"90m"``, ``"1h30m"``, or a number
             of seconds. Training stops so early that its last checkpoint is written by then, as
-            measured by its steps and checkpoints, but not before its first step. The same call
-            goes on in the next session. An evaluation for which there is no time is left out.
+            measured by its steps and checkpoints, but not before its first step (its tenth, with
+            several processes). The same call goes on in the next session. An evaluation for which
+            there is no time is left out.
         learning_rate: The highest learning rate, reached after the warm-up. Default:
             ``choose_rate`` of the batch size.
         min_size: Shorter side in pixels. Default: 800; 192 for the light model on a CPU; 128 for

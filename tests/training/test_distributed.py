@@ -162,6 +162,14 @@ def test_each_image_once_an_epoch_over_all_ranks_and_one_writer(shards, tmp_path
     assert len([name for name in names if name.startswith("best")]) == 1
 
 
+def test_all_ranks_stop_for_the_budget_after_the_same_step(shards, tmp_path):
+    """They ask each other every ten steps."""
+    options = {"model": TINY_MODEL, "steps": 30, "batch_size": 4, "budget": 0.1}
+    reports = run_ranks(train_and_look, 2, tmp_path / "out", shards, tmp_path / "run", options)
+    assert [len(report["losses"]) for report in reports] == [10, 10]
+    assert CheckpointFolder(tmp_path / "run").newest.name == "checkpoint-00000010.pt"
+
+
 def test_another_number_of_ranks_goes_on_where_it_was(shards, tmp_path):
     options = {"model": TINY_MODEL, "steps": 3, "batch_size": 4}
     first = run_ranks(train_and_look, 2, tmp_path / "out", shards, tmp_path / "run", options)
