@@ -156,6 +156,7 @@ def require_folder(images: PlaceLike) -> None:
         raise ColabUtilsError(f"There is no image folder at {images}. {cure}")
     list_base_names.cache_clear()
     _list_stems.cache_clear()
+    _find_zip.cache_clear()
 
 
 def take_base_name(name: str) -> str:
@@ -277,9 +278,9 @@ def explain_missing(folder: PlaceLike, name: str) -> str:
         alike = _list_stems(str(folder)).get(_take_stem(base))
         if alike:
             return f"not in {folder}, but {alike} is there: write file_name as the file is called"
-        for other in list_base_names(str(folder)):
-            if other.lower().endswith(".zip"):
-                return f"not in {folder}, which holds {other}: unpack it first"
+        packed = _find_zip(str(folder))
+        if packed:
+            return f"not in {folder}, which holds {packed}: unpack it first"
     return f"not in {folder}"
 
 
@@ -287,6 +288,12 @@ def explain_missing(folder: PlaceLike, name: str) -> str:
 def _list_stems(folder: str) -> dict[str, str]:
     """Return a dict from each stem of `_take_stem` to the name of a file that has this stem."""
     return {_take_stem(base): base for base in list_base_names(folder)}
+
+
+@lru_cache(4)
+def _find_zip(folder: str) -> str:
+    """Return the name of a zip in a folder; "" if there is none."""
+    return next((base for base in list_base_names(folder) if base.lower().endswith(".zip")), "")
 
 
 def _take_stem(base: str) -> str:
