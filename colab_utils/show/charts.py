@@ -1,14 +1,12 @@
 """Charts that are understood in five seconds: the title states the finding, with its numbers."""
 
 from collections.abc import Collection, Mapping, Sequence
-from statistics import median
 
 import numpy as np
 from matplotlib.axes import Axes
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.show.pictures import PALETTE, DescribedFigure, make_figure
-from colab_utils.streams import StreamTrial
 from colab_utils.units import format_count
 
 # The start and the end of each step, in seconds.
@@ -18,8 +16,6 @@ ORANGE = PALETTE[1]
 GREY = "#949494"
 INK = "#1a1a1a"
 _RED = PALETTE[3]
-# The fewest streams that reach this share of the best rate are enough.
-_NEAR_MOST = 0.9
 # A bar that is shorter than this share of the axis would vanish between its two white edges.
 _THIN = 0.004
 
@@ -210,39 +206,6 @@ def _draw_limit(axis: Axes, value: float, name: str) -> None:
         va="bottom",
         transform=axis.get_xaxis_transform(),
     )
-
-
-def plot_streams(trials: Sequence[StreamTrial], *, name: str = "Drive") -> DescribedFigure:
-    """Draw how many files a second each number of streams reads, and how many streams are enough.
-
-    Args:
-        trials: Measured trials, such as ``StreamTuner.trials``. If several have the same number of
-            streams, their median is drawn.
-        name: Name of the place that was read. Default: "Drive".
-
-    Raises:
-        ColabUtilsError: There is no trial to draw.
-
-    Example:
-        >>> trials = [StreamTrial(8, 13.0), StreamTrial(16, 24.0), StreamTrial(32, 25.0)]
-        >>> plot_streams(trials).get_suptitle()
-        'Drive gives 24 files a second with 16 streams; more win little'
-    """
-    if not trials:
-        raise ColabUtilsError("There is no trial to draw. Read more files first.")
-    measured: dict[int, list[float]] = {}
-    for trial in sorted(trials, key=lambda trial: trial.streams):
-        measured.setdefault(trial.streams, []).append(trial.files_per_s)
-    medians = {streams: median(rates) for streams, rates in measured.items()}
-    highest = max(medians.values())
-    enough = min(streams for streams, rate in medians.items() if rate >= _NEAR_MOST * highest)
-    ending = "more win little" if enough < max(medians) else "more were not tried"
-    title = (
-        f"{name} gives {format_figure(medians[enough])} files a second with "
-        f"{enough} streams; {ending}"
-    )
-    rates = {f"{streams} streams": rate for streams, rate in medians.items()}
-    return plot_bars(rates, title=title, unit="files a second", highlight=[f"{enough} streams"])
 
 
 def _write(

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from matplotlib import colors
 from matplotlib.text import Text
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.show import charts
 from colab_utils.show.charts import plot_bars
 from colab_utils.show.pictures import draw_samples
-from colab_utils.streams import StreamTrial
 
 
 def read_bars(figure):
@@ -207,30 +205,6 @@ def test_names_in_figures_are_shown_as_they_are():
         shown = {text.get_text().strip() for text in texts}
         assert all(any(name in text for text in shown) for name in NAMES), shown
         assert not [text for text in texts if "$" in text.get_text() and text.get_parse_math()]
-
-
-def test_streams_are_drawn_up_to_where_more_win_little():
-    trials = [StreamTrial(8, 13.0), StreamTrial(32, 40.0), StreamTrial(16, 24.0)]
-    trials += [StreamTrial(64, 41.0), StreamTrial(32, 42.0)]
-    figure = charts.plot_streams(trials, name="My Drive")
-    title = "My Drive gives 41 files a second with 32 streams; more win little"
-    assert figure.get_suptitle() == title
-    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert labels == ["8 streams", "16 streams", "32 streams", "64 streams"]
-    bars = figure.axes[0].patches
-    assert [bar.get_width() for bar in bars] == [13, 24, 41, 41]
-    blue = colors.to_rgba(charts.BLUE)
-    assert [bar.get_facecolor() == blue for bar in bars] == [False, False, True, False]
-
-
-def test_streams_that_go_on_winning_are_told_as_such():
-    figure = charts.plot_streams([StreamTrial(8, 13.0), StreamTrial(16, 24.0)])
-    assert figure.get_suptitle().endswith("with 16 streams; more were not tried")
-
-
-def test_no_streams_are_refused():
-    with pytest.raises(ColabUtilsError, match="no trial"):
-        charts.plot_streams([])
 
 
 @pytest.mark.parametrize(
