@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -356,7 +356,8 @@ def _read_settings(loader: Any) -> tuple[Any, ...]:
     length = None
     # A dataset need not have a length.
     with suppress(Exception):
-        length = None if isinstance(dataset, IterableDataset) else len(dataset)  # type: ignore[arg-type]
+        if not isinstance(dataset, IterableDataset):
+            length = len(cast("Any", dataset))
     return count_workers(loader), getattr(loader, "batch_size", None), type(dataset), length
 
 
