@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -108,7 +109,7 @@ class Places:
 
 def find_own_line() -> tuple[str, int]:
     """Return the file and the line of the innermost code that runs now and is no library's."""
-    frames = [*walk_stack(None)]
+    frames = [*walk_stack(sys._getframe())]
     own = [frame for frame in frames if not _LIBRARY.match(frame[0].f_code.co_filename)]
     frame, line = (own or frames)[0]
     return frame.f_code.co_filename, line

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter, sleep
@@ -101,7 +101,19 @@ class Pass:
         # Our own loader knows the batches that it has asked its workers for.
         self._knows_jobs = hasattr(self._loader, "list_jobs")
 
-    def run(self) -> Iterator[Any]:
+    def note_other(self) -> None:
+        """Note that another loader is begun."""
+        self._record.note_other()
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether all batches have come. It is not known of a stream."""
+        # A loader need not have a length.
+        with suppress(Exception):
+            return not self._record.is_stream and self._count >= len(self._loader)
+        return False
+
+    def run(self) -> Generator[Any, None, None]:
         """Yield the iterator of the loader, which is opened at once, and then the batches."""
         self._monitor.forget_ended()
         thread = start_thread(self._watch, "watch")

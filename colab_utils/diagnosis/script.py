@@ -3,7 +3,9 @@
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -16,6 +18,7 @@ from colab_utils.machine import require_linux
 from colab_utils.os_errors import explain_os_error
 
 if TYPE_CHECKING:
+    from colab_utils.diagnosis.passes import Pass
     from colab_utils.diagnosis.summary import LoopRecord, Summary
 
 # The loaders that are watched: a class, and the module that defines it.
@@ -48,9 +51,18 @@ class ScriptReport:
 class _Batches:
     """The batches of a loader under watch, with all attributes of the loader's own iterator."""
 
-    def __init__(self, batches: Iterator[Any]) -> None:
-        self._batches = batches
-        self._plain = next(batches)
+    def __init__(self, watching: "Pass") -> None:
+        self._pass = watching
+        self._batches = watching.run()
+        self._plain = next(self._batches)
+
+    def end_if_complete(self) -> None:
+        """End the pass if all batches have come: a framework need not ask for one more."""
+        self._pass.note_other()
+        if self._pass.is_complete:
+            # Another thread may ask for one at this moment.
+            with suppress(ValueError):
+                self._batches.close()
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -75,6 +87,7 @@ class LoaderWatch(MetaPathFinder):
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._records: list[LoopRecord] = []
+        self._open = weakref.WeakSet[_Batches]()
         for name in _KINDS.keys() & sys.modules.keys():
             self._replace(sys.modules[name])
         sys.meta_path.insert(0, self)
@@ -107,8 +120,15 @@ class LoaderWatch(MetaPathFinder):
         # Loaders in other processes, and those within a loader under watch, are left alone.
         if os.getpid() != self._pid or threading.get_ident() in waiting:
             return plain(loader)
+        self._end_complete()
         watched = WatchedLoader(loader, _TIMEOUT_S, "report", record=self._find_record(loader))
-        return _Batches(Pass(watched, plain).run())
+        batches = _Batches(Pass(watched, plain))
+        self._open.add(batches)
+        return batches
+
+    def _end_complete(self) -> None:
+        for batches in [*self._open]:
+            batches.end_if_complete()
 
     def _find_record(self, loader: Any) -> "LoopRecord":
         """Return the record of the same loop over the same loader; a new one if there is none."""
@@ -124,6 +144,7 @@ class LoaderWatch(MetaPathFinder):
 
     def take_report(self) -> ScriptReport:
         """Return the report on all loops since the last call."""
+        self._end_complete()
         summaries = [summary for record in self._records if (summary := record.summarise())]
         self._records.clear()
         longest_s = max((summary.loop_s for summary in summaries), default=0.0)

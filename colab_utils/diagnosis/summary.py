@@ -145,7 +145,7 @@ class LoopRecord(LoopFacts):
         monitor: What workers note of their samples.
         memory: Readings of the memory of this process and its children.
         phase: What the loop does now: "first start", "start" (of a later pass), "wait", "first
-            step", "step" or "between"; "" outside of passes.
+            step", "step" or "between"; "away" if it may be another loop; "" outside of passes.
     """
 
     def __init__(self, loader: Any, line: tuple[str, int] = ("", 0)) -> None:
@@ -166,6 +166,10 @@ class LoopRecord(LoopFacts):
         self.memory = MemoryLog()
         self.phase = ""
         self._thread = 0
+        # Whether another loader was begun since the last request.
+        self._is_left = False
+        # Whether an optimizer has stepped in this pass.
+        self._steps = False
         self._printed: Summary | None = None
         self._worker_pids = set[int]()
         workers = self._settings[0]
@@ -190,6 +194,7 @@ class LoopRecord(LoopFacts):
     def measure_pass(self, loader: Any) -> Iterator[None]:
         """Note samples, the ends of steps, and the use of the cores, while a pass runs."""
         self.monitor.follow(None if self.is_stream else getattr(loader, "dataset", None))
+        self._steps = False
         clock = CpuClock()
         handle = register_optimizer_step_post_hook(self._end_step)
         try:
@@ -198,7 +203,7 @@ class LoopRecord(LoopFacts):
             # A pass that is open when Python ends has no modules left.
             if not sys.is_finalizing():
                 self.phase = ""
-                self.clock.stop()
+                self.clock.stop(is_left=self._is_left)
                 self._note_workers()
                 handle.remove()
                 self.use = CpuUse(*np.add(self.use, clock.read()).tolist())
@@ -226,6 +231,7 @@ class LoopRecord(LoopFacts):
     def ask(self) -> float:
         """Note that the loop asks for its next batch. Return the time, by `time.perf_counter`."""
         self._thread = threading.get_ident()
+        self._is_left = False
         if self.phase:
             self.phase = "wait"
         else:
@@ -241,9 +247,17 @@ class LoopRecord(LoopFacts):
 
     def _end_step(self, *_: Any) -> None:
         """Note that the optimizer stepped. A thread that only takes batches makes no steps."""
-        if threading.get_ident() == self._thread:
+        if threading.get_ident() == self._thread and self.phase != "away":
+            self._steps = True
             self.phase = "between"
             self.clock.end_step()
+
+    def note_other(self) -> None:
+        """Note that another loader is begun. If no request follows, the loop has left this one."""
+        self._is_left = True
+        # A loop that trains may evaluate in between. What follows another loop is not its own.
+        if not self._steps:
+            self.phase = "away"
 
     def note_samples(self, samples: Sequence[int]) -> None:
         """Note the samples that workers are loading while the loop waits for a batch."""

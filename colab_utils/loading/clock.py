@@ -104,12 +104,17 @@ class LoopClock:
         if len(self._moments) > 1:
             self._moments[2:] = [self._note_moment()]
 
-    def stop(self) -> None:
-        """Note that the pass has ended, or that the loop has left it."""
+    def stop(self, *, is_left: bool = False) -> None:
+        """Note that the pass has ended, or that the loop has left it. With ``is_left``, it has left
+        it earlier, so the step of the last batch is not known.
+        """
         if not self._moments:
             return
+        if is_left:
+            del self._moments[2:]
         # If the last request returned no batch, the pass ended at that request.
-        left = self._note_moment() if len(self._moments) > 1 else self._moments[0]
+        is_open = len(self._moments) > 1 and not is_left
+        left = self._note_moment() if is_open else self._moments[-1]
         self._end_batch(left)
         self._settle()
         if self.firsts:

@@ -267,10 +267,19 @@ def train(loader):
         time.sleep(0.06)
 
 train(make_loader(Photos(20), batch_size=2, workers=0))
+dataset = TensorDataset(torch.zeros(12))
 for _ in range(2):
-    train(DataLoader(TensorDataset(torch.zeros(12)), 2))
+    # As Lightning does, this keeps an iterator that has given all its batches.
+    kept = iter(DataLoader(dataset, 2))
+    train(next(kept) for _ in range(6))
 train(watch(DataLoader(TensorDataset(torch.zeros(11)), 1)))
+# And this begins another loader before it lets go of an iterator.
 batches = iter(DataLoader(TensorDataset(torch.zeros(9)), 1))
+next(batches)
+train(DataLoader(TensorDataset(torch.zeros(1)), 1))
+time.sleep(0.6)
+del batches
+batches = iter(DataLoader(TensorDataset(torch.zeros(8)), 1))
 next(batches)
 """
 
@@ -284,7 +293,7 @@ def test_each_loader_that_mattered_has_one_summary(tmp_path):
     own, anew = json.loads((tmp_path / "out.json").read_text())["loaders"]
     assert shown == [own["loader"], anew["loader"]]
     assert own["loader"] == "Photos (20 samples), 0 workers, at script.py:22"
-    assert anew["loader"] == "TensorDataset (12 samples), 0 workers, at script.py:22"
+    assert anew["loader"] == "TensorDataset (12 samples), 0 workers, at script.py:29"
     assert (own["batches"], anew["batches"], anew["passes"]) == (10, 12, 2)
     # That of the loader that the script itself watches is printed by `watch`.
     assert ended.stderr.count(" images/s") == 3

@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader
 
 
 def make_loader():
-    return DataLoader(planted.Photos(20), planted.BATCH_SIZE, num_workers=2)
+    return DataLoader(planted.Photos(30), planted.BATCH_SIZE, num_workers=2)
 
 
 def main():
