@@ -39,6 +39,7 @@ _TEXTS = (
     "SCRIPT.md",
     "COMMANDS.md",
     "TEACHING.md",
+    "HANDOUT.md",
     "GLOSSARY.md",
     "FORMATS.md",
     "SCALE.md",

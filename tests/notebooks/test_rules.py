@@ -7,7 +7,9 @@ import importlib.util
 import json
 import re
 import statistics
+from itertools import pairwise
 from pathlib import Path
+from time import perf_counter
 
 import pytest
 
@@ -16,6 +18,7 @@ from tests.density import count_nodes, find_packed_lines
 from tools.run_notebooks import find_labs
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
+DOCS = FOLDER.parent / "docs"
 NAMES = [
     "01_detect_bottleneck",
     "02_preprocess_to_shards",
@@ -413,3 +416,33 @@ def test_the_words_are_plain(prose):
 
 def test_no_path_of_another_machine(text):
     assert not re.search(r'"[^"]*(/work/|/home/|/tmp/|C:\\\\)', text)
+
+
+def test_the_ninety_minutes_name_cells_of_the_spine(name, spine):
+    """A class that runs the cells that TEACHING names skips none of which a later one needs."""
+    rows = re.findall(r"^\| \d+ \| .*$", (DOCS / "TEACHING.md").read_text("utf-8"), re.MULTILINE)
+    ranges = []
+    for row in rows:
+        section, cells = re.split(r" *\| *", row)[3:5]
+        if section.startswith(name[:2]) and re.fullmatch(r"[\d, -]+", cells):
+            ranges += [(int(a), int(b)) for a, b in re.findall(r"(\d+)-(\d+)", cells)]
+    if name[:2] == "04":
+        assert not ranges
+        return
+    assert ranges == sorted(ranges)
+    assert ranges[-1][1] < len(spine)
+    for (_, last), (first, _) in pairwise(ranges):
+        assert first > last
+        assert first == last + 1 or name[:2] == "02"
+    if name[:2] != "02":
+        assert all("## " in spine[first][1] for first, _ in ranges)
+
+
+def test_the_two_clocks_of_the_handout_run(capsys):
+    text = (DOCS / "HANDOUT.md").read_text("utf-8")
+    [block] = re.findall(r"^```python\n(.+?)^```$", text, re.MULTILINE | re.DOTALL)
+    steps = []
+    names = {"loader": [(1, 2), (3, 4)], "perf_counter": perf_counter}
+    exec(block, {**names, "step": lambda images, targets: steps.append((images, targets))})
+    assert steps == [(1, 2), (3, 4)]
+    assert re.fullmatch(r"waits \d+% of the time\n", capsys.readouterr().out)
