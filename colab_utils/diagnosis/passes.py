@@ -136,7 +136,9 @@ class Pass:
             self._over.set()
             # At the end of Python, the thread may never end.
             if not sys.is_finalizing():
-                thread.join()
+                # A thread that looks at the loop may be the last to let go of this.
+                if thread is not threading.current_thread():
+                    thread.join()
                 if self._watched._prints and not self._keeps_errors:
                     self._record.print_summary(only_news=True)
 
