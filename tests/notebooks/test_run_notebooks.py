@@ -58,6 +58,10 @@ class Page(HTMLParser):
         self.text += data
 
 
+# The five notebooks have ten minutes of work on a machine that is busy with other tests.
+pytestmark = pytest.mark.timeout(1800)
+
+
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     return run_demo(tmp_path_factory.mktemp("demo"), parameters=TINY)

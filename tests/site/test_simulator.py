@@ -81,11 +81,11 @@ def assert_same_trace(spans, trace, seconds):
     np.testing.assert_allclose(np.minimum(ends, seconds), trace.end_s, rtol=1e-9, atol=1e-6)
 
 
-def test_a_thousand_random_settings_give_the_batches_of_python():
+def test_random_settings_give_the_batches_of_python():
     generator = random.Random(0)
-    settings = [draw_setting(generator) for _ in range(1000)]
+    settings = [draw_setting(generator) for _ in range(300)]
     runs = simulate_in_node(settings)
-    assert len(runs) == 1000
+    assert len(runs) == 300
     total = 0
     for setting, run in zip(settings, runs, strict=True):
         expected = simulate(**setting)
@@ -100,7 +100,7 @@ def test_a_thousand_random_settings_give_the_batches_of_python():
             assert_same_trace(spans, trace, setting["seconds"])
         assert_same_trace(run["steps"], expected.steps, setting["seconds"])
     # Settings under which nothing is trained would prove nothing.
-    assert total > 20_000
+    assert total > 6_000
 
 
 def test_the_settings_of_the_first_page_give_the_batches_that_it_tells():
