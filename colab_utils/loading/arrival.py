@@ -258,11 +258,13 @@ def wait_for_file(path: Path, size: int) -> None:
     """
     seen_s = monotonic()
     store = open_store(path.parent)
-    while not store.has_files([(path.name, size, "")]):
+    wanted = [(path.name, size, "")]
+    while not store.has_files(wanted):
         with lock_here(path.with_name(INDEX_NAME)) as is_free:
             if not is_free:
                 seen_s = monotonic()
-        if monotonic() - seen_s > _GRACE_S:
+        # On a disk that stalls, the last file may have come since the look above.
+        if monotonic() - seen_s > _GRACE_S and not store.has_files(wanted):
             raise ColabUtilsError(
                 f"{path} has not arrived, and the process that brings shards to its folder has "
                 "ended. Make the dataset again: the work continues there."

@@ -300,7 +300,9 @@ def test_each_loader_that_mattered_has_one_summary(tmp_path):
 
 
 def test_rank_0_reports(tmp_path):
-    (tmp_path / "script.py").write_text("import os\nprint('rank', os.environ['RANK'], __name__)")
+    (tmp_path / "script.py").write_text(
+        "import os, sys\nsys.stdout.write(f\"rank {os.environ['RANK']} {__name__}\\n\")"
+    )
     launch = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
     ended = subprocess.run(
         [sys.executable, "-m", *launch, "--", "colab_utils", "run", "script.py"],

@@ -275,6 +275,8 @@ def test_workers_of_a_stock_dataloader_wait_for_shards(drive, tmp_path, monkeypa
     batches = iter(loader)
     time.sleep(0.2)
     gate.set()
+    # A copy that fails says why.
+    dataset.arrival.wait()
     assert flatten(batches) == sum_up(whole)
     dataset.stop()
 
@@ -324,7 +326,11 @@ def test_no_copy_goes_on_where_the_tables_cannot_be_read(drive, tmp_path, monkey
     slow_down(drive, SLOW)
     with pytest.raises(ColabUtilsError, match="There are no tables"):
         ArrivingShards(drive, tmp_path / "ssd")
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("arrival")]
+    for thread in threading.enumerate():
+        if thread.name.startswith("arrival"):
+            # On a disk that stalls, a copy ends late.
+            thread.join(60)
+            assert not thread.is_alive()
     copy_shards(drive, tmp_path / "ssd")
     assert verify_shards(tmp_path / "ssd").bad == ()
 

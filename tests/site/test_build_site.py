@@ -12,6 +12,7 @@ import pytest
 import colab_utils
 from colab_utils.errors import ColabUtilsError
 from tools.build_site import (
+    _TEXTS,
     build_site,
     find_broken_links,
     prepare_notebook,
@@ -121,7 +122,7 @@ def test_a_program_reads_what_the_package_does(tmp_path):
     assert [*commands] == re.findall(r"^## (\w+)$", PAGE.read_text(), re.MULTILINE)
     assert all(meaning in PAGE.read_text() for meaning in commands.values())
     pages = re.findall(r"^- \[(.+)\]\((\w+)\.html\)$", text, re.MULTILINE)
-    assert len(pages) == 7
+    assert len(pages) == len(_TEXTS)
     for heading, name in pages:
         assert (ROOT / f"docs/{name}.md").read_text().startswith(f"# {heading}\n")
     # Each limit of README stands there, too.
