@@ -21,7 +21,7 @@ from colab_utils.processes import start_thread
 
 WRITER_NAME = "writer.txt"
 _OURS = (
-    r"shard-\d+\.(?:tar|arrays)|index\.json|writer\.txt|"
+    r"shard-\d+\.(?:tar|arrays)|(?:train-)?index\.json|writer\.txt|"
     r"begun\.txt|(?:checkpoint|best)-\d{8,}\.pt"
 )
 _PART = re.compile(rf"\.(?:{_OURS})\.([0-9a-f]{{8,24}})-(\d{{1,9}})-\d+\.part")

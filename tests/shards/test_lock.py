@@ -30,6 +30,7 @@ def test_leftovers_of_dead_processes_go_and_nothing_else(tmp_path):
     gone = [
         f".shard-000001.tar.{host}-{dead}-{dead}.part",
         f".index.json.{host}-{dead}-{dead}.part",
+        f".train-index.json.{host}-{dead}-{dead}.part",
         f".begun.txt.{host}-{dead}-{dead}.part",
         f".checkpoint-00000030.pt.{host}-{dead}-{dead}.part",
         f".best-00000030.pt.{host}-{dead}-{dead}.part",
