@@ -165,14 +165,13 @@ def test_labs_are_folded_on_opening(sources, spine, notebook):
     headings = [cell for _, source, cell in labs if source.startswith("## ")]
     assert all("".join(cell["source"]).startswith("## Lab ") for cell in headings)
     ids = [cell["id"] for cell in headings]
-    assert notebook["metadata"]["colab"].get("collapsed_sections", []) == ids
+    assert notebook["metadata"]["colab"]["collapsed_sections"] == ids
     # Colab has its ids in the metadata.
     assert [cell["metadata"]["id"] for cell in headings] == ids
 
 
 def test_a_class_can_run_the_spine(name, sources, spine):
-    if len(spine) == len(sources):
-        pytest.skip("no labs yet")
+    assert len(spine) < len(sources)
     most_cells, most_lines, most_words = MOST_OF_A_SPINE[name]
     texts = [source for kind, source, _ in spine if kind == "markdown"]
     # A check of a sentence is not read.
@@ -206,7 +205,7 @@ def test_the_code_keeps_its_budget(sources):
     codes = [source for kind, source, cell in sources if kind == "code" and cell["id"] != "setup"]
     nodes = [count_nodes(ast.parse(strip_magics(source))) for source in codes]
     # The technique is shown as code, and not called by name.
-    assert 20 <= statistics.median(nodes) <= 100
+    assert 20 <= statistics.median(nodes) <= 91
     cells = [code for code in find_open_cells(sources) if not code.startswith("%%writefile")]
     assert max(count_nodes(ast.parse(strip_magics(code))) for code in cells) <= 170
     assert max(len(line) for source in codes for line in source.splitlines()) <= 120
@@ -233,7 +232,7 @@ def test_cells_are_plain_python(sources):
             nodes += count_nodes(ast.parse(strip_magics(source)))
             lines += len(list_code_lines(source))
     # Each cell prints what it measured, and an f-string holds many nodes.
-    assert round(nodes / lines, 1) <= 6.8
+    assert round(nodes / lines, 1) <= 6.7
     for source in find_open_cells(sources):
         tree = ast.parse(strip_magics(source))
         assert not list(find_packed_lines(tree)), source
