@@ -142,7 +142,7 @@ def _read_mounts() -> dict[str, str]:
     """Return the type of each mounted disk by its folder, from the system's table of mounts.
 
     psutil before version 6, such as Colab's 5.9.5, asks each disk for more. A Drive that hangs does
-    not answer, and such a question can not be interrupted.
+    not answer, and such a question cannot be interrupted.
     """
     kinds = {}
     with suppress(OSError):

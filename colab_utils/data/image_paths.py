@@ -74,12 +74,12 @@ def _find_at_url(folder: Any, name: str) -> tuple[Place, bool]:
     decoded = _decode_name(name).replace("\\", "/")
     if _leads_out(decoded):
         decoded = take_base_name(name)
-    # A name such as "50%20off.jpg" may be the file's own name.
     if _leads_out(decoded):
         raise ColabUtilsError(
             f"The file_name {name!r:.80} leads out of {folder}. Write the image's path in the "
             "folder as file_name."
         )
+    # A name such as "50%20off.jpg" may be the file's own name.
     is_name = decoded != name and not _leads_out(name)
     if is_name and open_store(folder).find_kind(name) == "file":
         return folder / name, False

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -366,12 +366,12 @@ def _read_settings(loader: Any) -> tuple[Any, ...]:
     """Return the number of workers, the batch size, and what a dataset made anew has in common with
     the one before: its class and its length. The length of a stream is not asked for.
     """
-    dataset = getattr(loader, "dataset", None)
+    dataset: Any = getattr(loader, "dataset", None)
     length = None
     # A dataset need not have a length.
     with suppress(Exception):
         if not isinstance(dataset, IterableDataset):
-            length = len(cast("Any", dataset))
+            length = len(dataset)
     return count_workers(loader), getattr(loader, "batch_size", None), type(dataset), length
 
 
