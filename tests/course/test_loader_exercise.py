@@ -33,33 +33,37 @@ def hurry(monkeypatch):
     monkeypatch.setattr(loader_exercise, "_STILL_S", 0.4)
 
 
-def solve(read, order, batch_size, threads=THREADS):
-    """Hand over what is ready, and begin a read for each that has ended."""
-    indices = iter(order)
-    ready = []
-    with ThreadPoolExecutor(threads) as pool:
-        waiting = {pool.submit(read, index) for index in islice(indices, threads)}
-        while waiting:
-            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-            ready += [task.result() for task in done]
-            for index in islice(indices, threads - len(waiting)):
-                waiting.add(pool.submit(read, index))
-            while len(ready) >= batch_size:
-                yield ready[:batch_size]
-                ready = ready[batch_size:]
-    if ready:
-        yield ready
-
-
-def read_in_turn(read, order, batch_size):
+def cut(samples, batch_size):
+    """Cut samples into batches. Only the last one may be smaller."""
     batch = []
-    for index in order:
-        batch.append(read(index))
+    for sample in samples:
+        batch.append(sample)
         if len(batch) == batch_size:
             yield batch
             batch = []
     if batch:
         yield batch
+
+
+def take_ready(read, order, most_reads):
+    """Yield what is ready, and begin a read for each that has ended."""
+    indices = iter(order)
+    with ThreadPoolExecutor(min(most_reads, THREADS)) as pool:
+        waiting = {pool.submit(read, index) for index in islice(indices, most_reads)}
+        while waiting:
+            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            for index in islice(indices, most_reads - len(waiting)):
+                waiting.add(pool.submit(read, index))
+            for task in done:
+                yield task.result()
+
+
+def solve(read, order, batch_size):
+    yield from cut(take_ready(read, order, THREADS), batch_size)
+
+
+def read_in_turn(read, order, batch_size):
+    yield from cut(map(read, order), batch_size)
 
 
 def wait_in_order(read, order, batch_size):
@@ -80,27 +84,15 @@ def wait_at_the_end(read, order, batch_size):
             pool.submit(read, index).add_done_callback(ready.put)
             if asked > THREADS and asked % batch_size == 0:
                 yield [ready.get().result() for _ in range(batch_size)]
-    rest = [ready.get().result() for _ in range(ready.qsize())]
-    for start in range(0, len(rest), batch_size):
-        yield rest[start : start + batch_size]
+    yield from cut([ready.get().result() for _ in range(ready.qsize())], batch_size)
 
 
 def ask_for_all(read, order, batch_size):
-    with ThreadPoolExecutor(THREADS) as pool:
-        waiting = {pool.submit(read, index) for index in order}
-        ready = []
-        while waiting:
-            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-            ready += [task.result() for task in done]
-            while len(ready) >= batch_size:
-                yield ready[:batch_size]
-                ready = ready[batch_size:]
-        if ready:
-            yield ready
+    yield from cut(take_ready(read, order, len(order)), batch_size)
 
 
 def use_few_threads(read, order, batch_size):
-    yield from solve(read, order, batch_size, threads=5)
+    yield from cut(take_ready(read, order, 5), batch_size)
 
 
 def drop_the_last_batch(read, order, batch_size):
@@ -109,20 +101,19 @@ def drop_the_last_batch(read, order, batch_size):
             yield batch
 
 
-def lose_by_zip(read, order, batch_size):
+def take_by_zip(read, order):
     indices = iter(order)
-    ready = []
     with ThreadPoolExecutor(THREADS) as pool:
         waiting = {pool.submit(read, i) for i, _ in zip(indices, range(THREADS), strict=False)}
         while waiting:
             done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-            ready += [task.result() for task in done]
             waiting |= {pool.submit(read, i) for i, _ in zip(indices, done, strict=False)}
-            while len(ready) >= batch_size:
-                yield ready[:batch_size]
-                ready = ready[batch_size:]
-    if ready:
-        yield ready
+            for task in done:
+                yield task.result()
+
+
+def lose_by_zip(read, order, batch_size):
+    yield from cut(take_by_zip(read, order), batch_size)
 
 
 def fill_the_last_batch(read, order, batch_size):
@@ -148,17 +139,14 @@ def leave_threads(read, order, batch_size):
 
     for _ in range(THREADS):
         Thread(target=work, daemon=True).start()
-    batch = []
-    for _ in order:
+
+    def take(_):
         sample = samples.get()
         if isinstance(sample, OSError):
             raise sample
-        batch.append(sample)
-        if len(batch) == batch_size:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
+        return sample
+
+    yield from cut(map(take, order), batch_size)
 
 
 def swallow_errors(read, order, batch_size):
@@ -168,14 +156,8 @@ def swallow_errors(read, order, batch_size):
         except OSError:
             return None
 
-    ready = []
-    for batch in solve(try_to_read, order, 1):
-        ready += [sample for sample in batch if sample is not None]
-        if len(ready) == batch_size:
-            yield ready
-            ready = []
-    if ready:
-        yield ready
+    samples = take_ready(try_to_read, order, THREADS)
+    yield from cut((sample for sample in samples if sample is not None), batch_size)
 
 
 def hand_over_none(read, order, batch_size):
@@ -195,14 +177,8 @@ def leave_out_and_say_so(read, order, batch_size):
         except OSError as error:
             print(f"left out {index}: {error}")
 
-    ready = []
-    for batch in solve(try_to_read, order, 1):
-        ready += [sample for sample in batch if sample is not None]
-        if len(ready) == batch_size:
-            yield ready
-            ready = []
-    if ready:
-        yield ready
+    samples = take_ready(try_to_read, order, THREADS)
+    yield from cut((sample for sample in samples if sample is not None), batch_size)
 
 
 def hang_on_broken(read, order, batch_size):

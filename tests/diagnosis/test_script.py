@@ -21,7 +21,7 @@ pytestmark = [
 ]
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).with_name("scripts")
-RUN = [sys.executable, "-m", "colab_utils", "run"]
+RUN = ["-m", "colab_utils", "run"]
 # Every script with every stall takes minutes. `make test` runs each script of torch alone once.
 EVERY = bool(os.environ.get("EVERY_STALL"))
 USUAL = [
@@ -79,16 +79,20 @@ def pipes(tmp_path_factory):
     server.wait()
 
 
-def run(*arguments, **options):
+def call(*command, cwd, **variables):
     return subprocess.run(
-        [*RUN, *map(str, arguments)],
-        env=ENVIRONMENT,
+        [sys.executable, *map(str, command)],
+        cwd=cwd,
+        env=ENVIRONMENT | variables,
         capture_output=True,
         text=True,
         timeout=100,
         check=False,
-        **options,
     )
+
+
+def run(*arguments, cwd):
+    return call(*RUN, *arguments, cwd=cwd)
 
 
 def list_runs():
@@ -140,19 +144,8 @@ def run_both(code, tmp_path, *arguments):
     folder = tmp_path / "folder"
     folder.mkdir(exist_ok=True)
     (folder / "script.py").write_text(code)
-    commands = ([sys.executable], RUN)
-    return [
-        subprocess.run(
-            [*command, "folder/script.py", *arguments],
-            cwd=tmp_path,
-            env=ENVIRONMENT,
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
-        for command in commands
-    ]
+    script = ["folder/script.py", *arguments]
+    return [call(*command, *script, cwd=tmp_path) for command in ([], RUN)]
 
 
 NOTHING = "No DataLoader was in use for 0.5 s: there is nothing to say of waits.\n"
@@ -303,16 +296,8 @@ def test_rank_0_reports(tmp_path):
     (tmp_path / "script.py").write_text(
         "import os, sys\nsys.stdout.write(f\"rank {os.environ['RANK']} {__name__}\\n\")"
     )
-    launch = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
-    ended = subprocess.run(
-        [sys.executable, "-m", *launch, "--", "colab_utils", "run", "script.py"],
-        cwd=tmp_path,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    launch = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "--"]
+    ended = call("-m", *launch, "colab_utils", "run", "script.py", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert sorted(ended.stdout.splitlines()) == ["rank 0 __main__", "rank 1 __main__"]
     assert ended.stderr.count(NOTHING) == 1
@@ -332,15 +317,7 @@ shell.run_cell("print('done')")
 
 
 def test_a_notebook_is_watched_cell_by_cell(tmp_path):
-    ended = subprocess.run(
-        [sys.executable, "-c", CELLS],
-        cwd=tmp_path,
-        env=ENVIRONMENT | {"IPYTHONDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    ended = call("-c", CELLS, cwd=tmp_path, IPYTHONDIR=str(tmp_path))
     assert ended.returncode == 0, ended.stderr
     lines = ended.stdout.splitlines()
     shown = [number for number, line in enumerate(lines) if line.startswith("== range (12")]

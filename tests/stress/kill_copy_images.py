@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import argparse
 import random
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 from colab_utils.slow_drive import DriveProfile, slow_down
-from tests.stress.kill_preprocess import kill_session
+from tests.stress.kill_preprocess import kill_session, start_session
 
 FILES = 200
 # About a hundred files a second come with these streams, so that a kill meets a copy at work.
@@ -61,13 +60,7 @@ def count_kills(folder: Path, kills: int, chance: random.Random) -> int:
         command = [sys.executable, "-m", "colab_utils", "copy", *map(str, options)]
         is_killed = True
         while is_killed:
-            session = subprocess.Popen(
-                command,
-                start_new_session=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
+            session = start_session(command)
             before = len([*target.rglob("*.jpg")])
             while session.poll() is None and len([*target.rglob("*.jpg")]) == before:
                 time.sleep(0.01)

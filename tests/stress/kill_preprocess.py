@@ -66,16 +66,20 @@ def find_difference(left: dict[str, str], expected: dict[str, str]) -> str:
     return ""
 
 
-def kill_once(command: list[str], after_s: float, chance: random.Random) -> bool:
-    """Run the command and kill it as `kill_session` does; says whether it was alive."""
-    session = subprocess.Popen(
+def start_session(command: list[str]) -> subprocess.Popen[str]:
+    """Start a command in a group of its own, which `kill_session` ends."""
+    return subprocess.Popen(
         command,
         start_new_session=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    return kill_session(session, after_s, chance)
+
+
+def kill_once(command: list[str], after_s: float, chance: random.Random) -> bool:
+    """Run the command and kill it as `kill_session` does; says whether it was alive."""
+    return kill_session(start_session(command), after_s, chance)
 
 
 def kill_session(session: subprocess.Popen[str], after_s: float, chance: random.Random) -> bool:
