@@ -23,8 +23,9 @@ $(INSTALLED): requirements.txt pyproject.toml
 	touch $@
 
 # The five notebooks on the built-in dataset, or on yours: make demo IMAGES=photos
-# ANNOTATIONS=photos.json. LABS=0 leaves out the labs behind each notebook. Where the run contradicts a sentence, its page says so. With STRICT=1
-# such a notebook runs again, and the demo fails where both runs contradict the sentence
+# ANNOTATIONS=photos.json. LABS=0 leaves out the labs behind each notebook. Where the run contradicts
+# a sentence, its page says so. With STRICT=1 such a notebook runs again, and the demo fails where
+# both runs contradict the sentence
 demo: setup
 	$(RUN) -m tools.run_notebooks --output runs/demo $(if $(IMAGES),--images "$(IMAGES)") $(if $(ANNOTATIONS),--annotations "$(ANNOTATIONS)") $(if $(filter 0,$(LABS)),--no-labs) $(if $(filter-out 0,$(STRICT)),--strict)
 

@@ -18,7 +18,7 @@ function simulate({
   const reads = [].concat(read_s);
   const read_ahead = workers ? AHEAD_IMAGES : streams;
   const loop = {
-    workers, step_s, prefetch, batch_size, streams, work_s, handoff_s, cores, in_order, read_ahead,
+    workers, prefetch, batch_size, streams, work_s, handoff_s, cores, in_order, read_ahead,
     waits: load_s > 0,
     load: drawByNumber(drawTimes(load_s, load_cv, seed, 0)),
     step: drawTimes(step_s, step_cv, seed, 1),
