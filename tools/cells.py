@@ -1,5 +1,6 @@
 """What is written into cells of the notebooks: the setup cell, whose text is in ``setup_cell.txt``;
-the repository that badges and addresses name; and, for a class, the package itself.
+the drawings of ``docs/drawings``; the repository that badges and addresses name; and, for a class,
+the package itself.
 
 Usage: python -m tools.cells setup | badges OWNER/NAME | workshop [DIR]
 """
@@ -29,6 +30,7 @@ __all__ = [
     "ROOT",
     "build_wheel",
     "carry_wheel",
+    "embed_drawings",
     "find_slugs",
     "list_files",
     "main",
@@ -51,6 +53,8 @@ _MARKS = re.compile(
 """The two places that name our repository: a badge, and the install line."""
 _BADGE = re.compile(r"^\[!\[Open In Colab\].*\n?", re.MULTILINE)
 _SOURCE = re.compile(r"^SOURCE = .*$", re.MULTILINE)
+_DRAWING = re.compile(r"\((?:data:image/svg\+xml;base64,\S*|\S*\.svg) \"(\w+)\"\)")
+"""The address of a drawing in a cell, with its name as the title."""
 _PARTS = ("pyproject.toml", "README.md", "LICENSE", "requirements.txt")
 
 
@@ -65,20 +69,39 @@ def _write_notebook(path: Path, notebook: dict[str, Any]) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def write_setup_cells(root: Path) -> list[Path]:
-    """Put the text into the cell ``setup`` of each notebook; return the notebooks that changed.
+def embed_drawings(text: str, root: Path) -> str:
+    """Return the text of a cell with its drawings inside, since Colab opens a notebook alone.
 
     Args:
-        root: the checkout, with the folder ``notebooks``.
+        text: of a Markdown cell; ``![what is drawn](queue.svg "queue")`` names a drawing.
+        root: the checkout, with the folder ``docs/drawings``.
+    """
+
+    def encode(match: re.Match[str]) -> str:
+        drawing = (root / "docs" / "drawings" / f"{match[1]}.svg").read_bytes()
+        return f'(data:image/svg+xml;base64,{base64.b64encode(drawing).decode()} "{match[1]}")'
+
+    return _DRAWING.sub(encode, text)
+
+
+def write_setup_cells(root: Path) -> list[Path]:
+    """Put the text into the cell ``setup`` of each notebook, and drawings into the others; return
+    the notebooks that changed.
+
+    Args:
+        root: the checkout, with the folders ``notebooks`` and ``docs/drawings``.
     """
     changed = []
     for path in sorted(root.glob("notebooks/*.ipynb")):
-        notebook = json.loads(path.read_text(encoding="utf-8"))
-        cell = next(cell for cell in notebook["cells"] if cell["id"] == "setup")
-        lines = read_setup_cell().splitlines(keepends=True)
-        if cell["source"] != lines:
-            cell["source"] = lines
-            _write_notebook(path, notebook)
+        old = path.read_text(encoding="utf-8")
+        notebook = json.loads(old)
+        for cell in notebook["cells"]:
+            text = embed_drawings("".join(cell["source"]), root)
+            if cell["id"] == "setup":
+                text = read_setup_cell()
+            cell["source"] = text.splitlines(keepends=True)
+        _write_notebook(path, notebook)
+        if path.read_text(encoding="utf-8") != old:
             changed.append(path)
     return changed
 

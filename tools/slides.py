@@ -1,6 +1,4 @@
-"""Slides of an executed demo: each figure on a page of its own, as a PNG file and in one PDF. The
-animations move in ``animations.html``.
-"""
+"""Slides of an executed demo: each figure on a page of its own, as a PNG file and in one PDF."""
 
 from __future__ import annotations
 
@@ -21,13 +19,11 @@ import numpy as np
 from PIL import Image
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import write_file
-from colab_utils.show import render
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Slide", "find_animations", "find_slides", "main", "write_slides"]
+__all__ = ["Slide", "find_slides", "main", "write_slides"]
 
 # A projector shows 16:9.
 _PAGE_INCHES = (13.333, 7.5)
@@ -105,20 +101,6 @@ def find_slides(notebook: Path) -> list[Slide]:
     return slides
 
 
-def find_animations(notebook: Path) -> list[tuple[str, str]]:
-    """Return the animations of an executed notebook: the section of each, and its HTML.
-
-    Args:
-        notebook: an ``.ipynb`` file with outputs.
-    """
-    animations = []
-    for output in _list_outputs(notebook):
-        html = "".join(output.content.get("data", {}).get("text/html", ""))
-        if 'class="colab-sim"' in html:
-            animations.append((output.section, html))
-    return animations
-
-
 def _find_words(output: _Output) -> tuple[str, ...]:
     """Return the alternative text of a figure in lines, or what its cell printed."""
     known = output.content.get("metadata", {}).get("image/png", {}).get("alt", "")
@@ -133,7 +115,7 @@ def _find_words(output: _Output) -> tuple[str, ...]:
 
 def write_slides(demo: Path, output: Path) -> list[Path]:
     """Write the figures of a demo as PNG files and as ``slides.pdf``; those of an earlier call are
-    replaced. Its animations go into ``animations.html``, where they move without a network.
+    replaced.
 
     Args:
         demo: the folder with the executed notebooks, as `make demo` leaves it.
@@ -157,13 +139,7 @@ def write_slides(demo: Path, output: Path) -> list[Path]:
     output.mkdir(parents=True, exist_ok=True)
     for old in output.glob("[0-9][0-9]_*-[0-9][0-9]*.png"):
         old.unlink()
-    paths = _write_pages(slides, output)
-    animations = [animation for path in notebooks for animation in find_animations(path)]
-    if animations:
-        parts = [f"<h2>{section}</h2>{html}" for section, html in animations]
-        page = render("page", title="The animations", body="\n".join(parts))
-        write_file(output / "animations.html", page.encode())
-    return paths
+    return _write_pages(slides, output)
 
 
 def _split_tall(slide: Slide) -> list[Slide]:

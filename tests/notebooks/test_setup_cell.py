@@ -112,7 +112,8 @@ def test_every_notebook_has_this_setup_cell(path):
 
 
 def test_setup_cells_are_written_where_they_differ(tmp_path):
-    shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks")
+    for folder in ("notebooks", "docs"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
     names = sorted(path.name for path in (tmp_path / "notebooks").iterdir())
     write_setup_cells(tmp_path)
     assert write_setup_cells(tmp_path) == []
@@ -297,3 +298,16 @@ def test_an_error_of_ours_is_one_line_in_a_notebook(capsys):
     shown = capsys.readouterr().out.strip().splitlines()
     assert len(shown) == 1
     assert shown[0].startswith("ColabUtilsError: SCENE must be one of bad day, good day")
+
+
+def test_drawings_lie_in_the_notebooks(tmp_path):
+    # Whoever changes a drawing must write it into its cell.
+    for folder in ("notebooks", "docs"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    assert write_setup_cells(tmp_path) == [], "run make setup-cells"
+    texts = "".join(path.read_text() for path in tmp_path.glob("notebooks/*.ipynb"))
+    names = re.findall(r'\(data:image/svg\+xml;base64,\S* \\"(\w+)\\"\)', texts)
+    drawings = [path.stem for path in (tmp_path / "docs" / "drawings").glob("*.svg")]
+    assert sorted(names) == sorted(drawings)
+    (tmp_path / "docs" / "drawings" / f"{names[0]}.svg").write_text("<svg/>")
+    assert len(write_setup_cells(tmp_path)) == 1
