@@ -1,5 +1,5 @@
-"""Views that change in a notebook: an animation of a simulated loader, sliders for its settings,
-and the curves of a training run.
+"""Views that change in a notebook: an animation of a simulated loader, and the curves of a training
+run.
 """
 
 import math
@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from colab_utils.diagnosis.simulator import Simulation, Trace, simulate
+from colab_utils.diagnosis.simulator import Simulation, Trace
 from colab_utils.progress import is_notebook
 from colab_utils.require import require_number
 from colab_utils.show import render
-from colab_utils.show.charts import plot_first_seconds
-from colab_utils.show.pictures import PALETTE, embed_figure
+from colab_utils.show.pictures import PALETTE
 from colab_utils.units import format_bytes
 
 # A run is drawn again after at least this many seconds.
@@ -26,7 +25,6 @@ _POINTS = 240
 _GREEN = PALETTE[2]
 _RED = PALETTE[3]
 # More steps or boxes would be too small to see, and would make the page slow.
-_CHART_STEPS = 25
 _MAX_STEPS = 1500
 _MAX_BOXES = 16
 
@@ -89,104 +87,6 @@ def _list_spans(trace: Trace, seconds: float, unfinished: np.ndarray) -> list[li
     is_shown = trace.start_s < seconds
     parts = (trace.batch, trace.start_s, end_s)
     return [part[is_shown].round(5).tolist() for part in parts]
-
-
-def explore_simulation(
-    *,
-    workers: int = 2,
-    load_s: float = 0.4,
-    step_s: float = 0.1,
-    load_cv: float = 0.2,
-    prefetch: int = 2,
-) -> Any:
-    """Show a slider for each argument of `simulate`, with a chart and how long the step waits.
-
-    Moving a slider redraws the chart. The sliders start at the values of the arguments.
-
-    Args:
-        workers: Worker processes. Default: 2.
-        load_s: Mean seconds that one worker takes to load one batch, above 0. Default: 0.4.
-        step_s: Mean seconds of one training step, above 0. Default: 0.1.
-        load_cv: Standard deviation of the loading times, divided by their mean. Default: 0.2.
-        prefetch: Batches that each worker loads ahead. Default: 2.
-
-    Returns:
-        An ``ipywidgets.VBox``.
-
-    Raises:
-        ColabUtilsError: ``load_s`` or ``step_s`` is not above 0.
-
-    Example:
-        >>> page = explore_simulation(workers=2, load_s=0.4, step_s=0.1, load_cv=0)
-        >>> *sliders, view = page.children
-        >>> "the step worked 49% of the time and waited 51%" in view.value
-        True
-    """
-    import ipywidgets
-
-    require_number("load_s", load_s, above=0)
-    require_number("step_s", step_s, above=0)
-
-    def make(kind: Any, text: str, value: float, low: float, high: float, step: float) -> Any:
-        return kind(
-            value,
-            min=low,
-            max=high,
-            step=step,
-            description=f"{text} (yours: {value:.3g})",
-            continuous_update=False,
-            layout={"width": "44em"},
-            style={"description_width": "20em"},
-        )
-
-    whole = ipywidgets.IntSlider
-    powers = ipywidgets.FloatLogSlider
-    # The ends of a slider of powers of ten are exponents.
-    low = min(-3, math.log10(min(load_s, step_s)))
-    high = max(2, math.log10(max(load_s, step_s)))
-    widest = max(1.5, load_cv)
-    sliders = {
-        "workers": make(whole, "workers", workers, 0, max(workers, 8), 1),
-        "load_s": make(powers, "loading a batch, seconds", load_s, low, high, 0.02),
-        "load_cv": make(ipywidgets.FloatSlider, "spread of loading", load_cv, 0, widest, 0.01),
-        "step_s": make(powers, "a step, seconds", step_s, low, high, 0.02),
-        "prefetch": make(whole, "batches ahead, each worker", prefetch, 1, max(prefetch, 8), 1),
-    }
-    view = ipywidgets.HTML()
-
-    def redraw(_change: Any = None) -> None:
-        view.value = _draw_settings(**{key: slider.value for key, slider in sliders.items()})
-
-    for slider in sliders.values():
-        slider.observe(redraw, "value")
-    redraw()
-    return ipywidgets.VBox([*sliders.values(), view])
-
-
-def _draw_settings(*, workers: int, load_s: float, step_s: float, **settings: Any) -> str:
-    """Return HTML: how long the step waits, and a chart of the first steps.
-
-    The simulation covers at least 30 s and about 100 batches.
-    """
-    seconds = math.ceil(max(30, 100 * step_s, 100 * load_s / max(1, workers)))
-    simulation = simulate(
-        workers=workers, load_s=load_s, step_s=step_s, seconds=seconds, seed=4, **settings
-    )
-    names = [f"worker {n}" for n in range(workers)] or ["loading"]
-    traces = [*simulation.loads, simulation.steps]
-    rows = {}
-    for name, trace in zip([*names, "step"], traces, strict=True):
-        rows[name] = np.stack([trace.start_s, trace.end_s], 1).tolist()
-    shown_s = simulation.steps.start_s[: _CHART_STEPS + 1].tolist()[-1]
-    figure = plot_first_seconds(
-        rows,
-        seconds=shown_s,
-        title=str(simulation),
-        blue=names,
-    )
-    # A picture never becomes wider than the page.
-    picture = str(embed_figure(figure)).replace("<img", '<img style="max-width: 100%"', 1)
-    return f'<p style="font-size: 1.2em; font-weight: bold">{simulation}</p>{picture}'
 
 
 class LiveMonitor:

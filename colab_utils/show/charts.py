@@ -26,11 +26,11 @@ def plot_first_seconds(
     seconds: float | None = None,
     title: str = "",
     unit: str = "seconds",
-    blue: Collection[str] = ("copy",),
 ) -> DescribedFigure:
     """Draw when the training step ran and when it waited, since the first batch was requested.
 
-    Steps are orange. In the white gaps, the step waited.
+    Steps are orange; a row named "copy", which is blue, shows copies. In the white gaps, the step
+    waited.
 
     Args:
         rows: Dict from the name of a row to the start and end of each of its steps, in seconds
@@ -40,7 +40,6 @@ def plot_first_seconds(
         title: Title of the chart. "" makes a title that says how long the step waits in the first
             row and in the last one. Default: "".
         unit: Text under the axis. It may also say that the step is emulated. Default: "seconds".
-        blue: Names of the rows that show copies or workers, not steps. Default: "copy" alone.
 
     Raises:
         ColabUtilsError: There is no step to draw.
@@ -50,7 +49,7 @@ def plot_first_seconds(
         >>> figure.get_suptitle(), figure.axes[0].texts[0].get_text()
         ('The step waits 96% of the time', 'waits 96%, 2 batches')
     """
-    steps = {name: spans for name, spans in rows.items() if name not in blue and len(spans)}
+    steps = {name: spans for name, spans in rows.items() if name != "copy" and len(spans)}
     if not steps:
         raise ColabUtilsError("There are no steps to draw. Train for longer.")
     shown_s = seconds or max(spans[-1][1] for spans in steps.values())

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from colab_utils.course import live
-from colab_utils.course.live import LiveMonitor, animate_simulation, draw_run, explore_simulation
+from colab_utils.course.live import LiveMonitor, animate_simulation, draw_run
 from colab_utils.diagnosis.simulator import simulate
 from colab_utils.errors import ColabUtilsError
 from colab_utils.training.evaluate import AveragePrecision
@@ -187,58 +187,6 @@ def test_a_browser_counts_as_the_simulation_does(stalled, tmp_path):
     assert loads == [str(batch[0]) if len(batch) else "" for batch in waiting[:2]]
     model = re.findall(r'<i class="model"[^>]*>([^<]*)<', done.stdout)[1]
     assert model == (str(waiting[2][0]) if len(waiting[2]) else "waits")
-
-
-# These tests look at the sliders.
-
-
-def test_the_sliders_start_where_they_are_told_and_say_so():
-    *sliders, _ = explore_simulation(
-        workers=3, load_s=0.03, step_s=70, load_cv=0.5, prefetch=12
-    ).children
-    assert [slider.value for slider in sliders] == [
-        3,
-        pytest.approx(0.03),
-        0.5,
-        pytest.approx(70),
-        12,
-    ]
-    assert all(slider.continuous_update is False for slider in sliders)
-    assert sliders[1].description == "loading a batch, seconds (yours: 0.03)"
-
-
-def test_a_slider_redraws_the_chart_and_the_sentence():
-    workers, *_, view = explore_simulation(
-        workers=2,
-        load_s=0.4,
-        step_s=0.1,
-        load_cv=0,
-    ).children
-    before = view.value
-    assert (
-        "148 batches in 30 s with 2 workers: the step worked 49% of the time and waited 51%"
-        in before
-    )
-    assert before.count("<img ") == 1
-    workers.value = 5
-    assert "with 5 workers: the step worked 99% of the time" in view.value
-    assert view.value != before
-    workers.value = 2
-    assert view.value.partition("<img")[0] == before.partition("<img")[0]
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        # A slider of powers of ten has no 0.
-        ({"step_s": 0}, "step_s"),
-        # This is no number.
-        ({"load_s": float("nan")}, "load_s"),
-    ],
-)
-def test_impossible_sliders_are_refused(settings, words):
-    with pytest.raises(ColabUtilsError, match=words):
-        explore_simulation(**settings)
 
 
 # These tests look at the monitor of a training run.
