@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
-import torch
 from torch import nn
 from torchvision.models import get_weight
 from torchvision.models.detection import (
@@ -52,8 +51,8 @@ _WEIGHTS = {
 
 MODEL_NAMES = (*_WEIGHTS, TINY_MODEL)
 
-# The name of each label in the COCO weights.
-_COCO_NAMES: dict[int, str] = dict(enumerate(_WEIGHTS[GPU_MODEL].meta["categories"]))
+# Classes of the COCO weights, with the background.
+_COCO_CLASSES = len(_WEIGHTS[GPU_MODEL].meta["categories"])
 
 
 def build_mask_rcnn(
@@ -63,7 +62,6 @@ def build_mask_rcnn(
     weights: PlaceLike | None = "coco",
     min_size: int = 800,
     max_size: int = 1333,
-    class_names: Mapping[int, str] | None = None,
 ) -> MaskRCNN:
     """Build a Mask R-CNN with the right number of classes, in training mode.
 
@@ -80,13 +78,10 @@ def build_mask_rcnn(
             frozen, as in Detectron2: those of a batch of a few images would be no better, and
             frozen norms save time, see `fold_norms`. Pass the folder of a run to start from its
             best checkpoint, or from its newest if there is no best one. ``None`` makes random
-            weights and trains every layer.
+            weights and trains every layer. If the weights have another number of classes, the last
+            layers start from random weights.
         min_size: Shorter side in pixels that the model resizes each image to.
         max_size: Limit of the longer side in pixels.
-        class_names: The name of each label, as ``ShardDataset.class_names``. A class that the
-            weights know by the same name keeps its weights. The last layers of other classes start
-            from random weights. Without ``class_names``, the last layers keep their weights if the
-            number of classes stays the same. Otherwise they all start from random weights.
 
     Returns:
         torchvision's own ``MaskRCNN``. Its attribute ``starts_from`` is ``"coco"``, ``"imagenet"``
@@ -107,9 +102,8 @@ def build_mask_rcnn(
         )
     sizes: dict[str, Any] = {"min_size": min_size, "max_size": max_size}
     state = _fetch_pretrained(name) if weights == "coco" and name in _WEIGHTS else None
-    known: Mapping[int, str] = {}
     if weights not in (None, "coco"):
-        model, known = _load_run(name, weights)
+        model = _load_run(name, weights)
         model.transform.min_size = (min_size,)
         model.transform.max_size = max_size
     elif state is None:
@@ -119,12 +113,10 @@ def build_mask_rcnn(
         body = model.backbone.body
         body.load_state_dict({key: state[f"features.{key}"] for key in body.state_dict()})
     else:
-        known = _COCO_NAMES
-        model = assemble_mask_rcnn(name, num_classes=len(known), starts_from="coco", **sizes)
+        model = assemble_mask_rcnn(name, num_classes=_COCO_CLASSES, starts_from="coco", **sizes)
         model.load_state_dict(state)
-    classes = model.roi_heads.box_predictor.cls_score.out_features
-    if known and (num_classes != classes or class_names):
-        _replace_heads(model, num_classes, class_names or {}, known)
+    if model.roi_heads.box_predictor.cls_score.out_features != num_classes:
+        _replace_heads(model, num_classes)
     return model
 
 
@@ -264,8 +256,8 @@ def _fetch_pretrained(name: str) -> Mapping[str, Any] | None:
         socket.setdefaulttimeout(timeout)
 
 
-def _load_run(name: str, run: PlaceLike) -> tuple[MaskRCNN, Mapping[int, str]]:
-    """Load the model and the class names of a run's best checkpoint.
+def _load_run(name: str, run: PlaceLike) -> MaskRCNN:
+    """Load the model of a run's best checkpoint.
 
     Without a best checkpoint, take the newest.
     """
@@ -283,39 +275,14 @@ def _load_run(name: str, run: PlaceLike) -> tuple[MaskRCNN, Mapping[int, str]]:
             f"The run in {run} has weights of the model {trained}, and not of {name}. Pass "
             "the name of the run's model."
         )
-    return model, state["class_names"]
+    return model
 
 
-@torch.no_grad()
-def _replace_heads(
-    model: MaskRCNN, num_classes: int, names: Mapping[int, str], known: Mapping[int, str]
-) -> None:
-    """Replace the last layers by layers for other classes.
-
-    Args:
-        model: The model to change.
-        num_classes: Classes of the new layers, the background included.
-        names: The new name of each label. If a class of this name is in ``known``, its weights are
-            copied. All other weights are random.
-        known: The name of each label in the old layers.
-    """
-    labels = {name.lower(): label for label, name in known.items()}
-    matches = {
-        label: labels[name.lower()] for label, name in names.items() if name.lower() in labels
-    }
-    if matches:
-        # Label 0 is the background on both sides.
-        matches[0] = 0
-    boxes = model.roi_heads.box_predictor
-    masks = model.roi_heads.mask_predictor
-    classes = boxes.cls_score.out_features
-    new_boxes = FastRCNNPredictor(boxes.cls_score.in_features, num_classes)
-    channels = masks.mask_fcn_logits.in_channels
-    new_logits = MaskRCNNPredictor(channels, channels, num_classes).mask_fcn_logits
-    sources = [*boxes.parameters(), *masks.mask_fcn_logits.parameters()]
-    targets = [*new_boxes.parameters(), *new_logits.parameters()]
-    model.roi_heads.box_predictor = new_boxes
-    masks.mask_fcn_logits = new_logits
-    for source, target in zip(sources, targets, strict=True):
-        rows = source.unflatten(0, (classes, -1))[[*matches.values()]]
-        target.unflatten(0, (num_classes, -1))[[*matches]] = rows
+def _replace_heads(model: MaskRCNN, num_classes: int) -> None:
+    """Replace the last layers by layers for so many classes, with random weights."""
+    heads = model.roi_heads
+    features = heads.box_predictor.cls_score.in_features
+    heads.box_predictor = FastRCNNPredictor(features, num_classes)
+    channels = heads.mask_predictor.mask_fcn_logits.in_channels
+    logits = MaskRCNNPredictor(channels, channels, num_classes).mask_fcn_logits
+    heads.mask_predictor.mask_fcn_logits = logits

@@ -103,7 +103,6 @@ def _build_network(
         network = build_mask_rcnn(
             settings.model,
             weights=weights,
-            class_names=data.dataset.class_names,
             **sizes,
         )
     return ranks.send(network)

@@ -226,29 +226,28 @@ def run(monkeypatch):
 
 
 def test_training_starts_from_a_run_with_other_classes(run, tmp_path):
-    names = {1: "Cow", 2: "horse"}
-    model = build_mask_rcnn(TINY_MODEL, num_classes=3, weights=tmp_path, class_names=names)
+    model = build_mask_rcnn(TINY_MODEL, num_classes=3, weights=tmp_path)
     assert model.starts_from == "random"
-    assert torch.equal(
-        model.backbone.body["0"][0].weight,
-        run.backbone.body["0"][0].weight,
-    )
-    new = model.roi_heads
-    old = run.roi_heads
-    assert torch.equal(
-        new.box_predictor.cls_score.weight[[0, 1]], old.box_predictor.cls_score.weight[[0, 3]]
-    )
-    assert torch.equal(
-        new.box_predictor.bbox_pred.bias[4:8], old.box_predictor.bbox_pred.bias[12:16]
-    )
-    assert torch.equal(
-        new.mask_predictor.mask_fcn_logits.bias[1], old.mask_predictor.mask_fcn_logits.bias[3]
-    )
-    assert not torch.equal(
-        new.box_predictor.cls_score.weight[2], old.box_predictor.cls_score.weight[2]
-    )
+    weights = run.state_dict()
+    differing = {key for key, value in model.state_dict().items() if not value.equal(weights[key])}
+    assert differing == {
+        f"roi_heads.{head}.{kind}"
+        for head in (
+            "box_predictor.cls_score",
+            "box_predictor.bbox_pred",
+            "mask_predictor.mask_fcn_logits",
+        )
+        for kind in ("weight", "bias")
+    }
+    assert model.roi_heads.box_predictor.cls_score.out_features == 3
     with pytest.raises(ColabUtilsError, match=r"of the model tiny, and not of .*mobilenet"):
         build_mask_rcnn(LIGHT_MODEL, num_classes=3, weights=str(tmp_path))
+
+
+def test_the_same_number_of_classes_keeps_the_last_layers(run, tmp_path):
+    model = build_mask_rcnn(TINY_MODEL, num_classes=4, weights=tmp_path)
+    weights = run.state_dict()
+    assert all(value.equal(weights[key]) for key, value in model.state_dict().items())
 
 
 def make_resnet(builder=resnet18):
