@@ -13,8 +13,8 @@ The life of a sample, from COCO JSON to a batch on the device:
    record into a tar that WebDataset reads. Beside the tar it writes a file of arrays: offsets,
    boxes, labels and packed masks. `index.json` is written last.
 5. **Copy** (`colab_utils.shards.copy`): `copy_shards` copies the shards from Drive to the SSD and
-   checks them. `Arrival` (`colab_utils.loading.arrival`) copies in threads while training runs.
-   The readers of `ArrivingShards` (`colab_utils.loading.arriving`) wait for the files. Only one
+   checks them. `Arrival` (`colab_utils.loading.arriving`) copies in threads while training runs.
+   The readers of `ArrivingShards` wait for the files. Only one
    process of a machine copies. Without shards, `open_dataset` (`colab_utils.loading.opening`)
    opens loose files, and the process of a `Writing` (`colab_utils.loading.writing`) does steps 3
    and 4 meanwhile. A `FileCache` (`colab_utils.file_cache`) keeps the bytes for both. For other
@@ -34,7 +34,7 @@ The life of a sample, from COCO JSON to a batch on the device:
 8. **Job** (`colab_utils.loading.prefetcher`): the `Prefetcher` keeps workers some batches ahead. It
    sends the indices of a batch and the number of a shared buffer through a worker's pipe. If a
    sample does not come in time, new workers load it once more: see `BoundedPrefetcher`
-   (`colab_utils.loading.late`). New workers start for each pass over a user's own dataset, because
+   in the same module. New workers start for each pass over a user's own dataset, because
    what the last ones made of it is not known (`Fetcher.reads_as`).
 9. **Worker** (`colab_utils.loading.fetcher`): a `Fetcher` reads the images with `read_into`, and
    `colab_utils.data.decoding` decodes each JPEG. Other datasets return samples instead. A

@@ -17,8 +17,7 @@ from colab_utils.drive import is_on_drive
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableError
 from colab_utils.file_cache import FileCache
 from colab_utils.files import open_store
-from colab_utils.loading.arrival import POLL_S, plan_windows
-from colab_utils.loading.arriving import ArrivingShards
+from colab_utils.loading.arriving import POLL_S, ArrivingShards, plan_windows
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.ranks import find_ranks

@@ -13,7 +13,7 @@ from colab_utils import make_loader
 from colab_utils.data.decoding import load_jpeg_decoder
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading import arrival, arriving
+from colab_utils.loading import arriving
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.opening import open_dataset
@@ -359,7 +359,7 @@ def test_a_damaged_copy_is_never_trained_on(drive, tmp_path, monkeypatch, is_com
         copy_shards(drive, tmp_path / "ssd")
     else:
         with monkeypatch.context() as patch:
-            patch.setattr(arrival, "write_index", lambda *_: 1 / 0)
+            patch.setattr(arriving, "write_index", lambda *_: 1 / 0)
             before = ArrivingShards(drive, tmp_path / "ssd")
             before.arrival._thread.join(60)
             assert before.arrival._error
