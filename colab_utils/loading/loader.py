@@ -27,7 +27,6 @@ from colab_utils.loading.devices import find_device
 from colab_utils.loading.fetcher import Fetcher
 from colab_utils.loading.prefetcher import (
     PREFETCH,
-    BoundedPrefetcher,
     LateSample,
     Loaded,
     Prefetcher,
@@ -461,16 +460,13 @@ class Loader:
             return prefetcher
         self.close()
         self._forked = copy(self._fetcher)
-        if self.max_wait_s is None:
-            prefetcher = Prefetcher(self._fetcher, self.workers, self.prefetch)
-        else:
-            prefetcher = BoundedPrefetcher(
-                self._fetcher,
-                self.workers,
-                self.prefetch,
-                max_wait_s=self.max_wait_s,
-                late=self.late,
-            )
+        prefetcher = Prefetcher(
+            self._fetcher,
+            self.workers,
+            self.prefetch,
+            max_wait_s=self.max_wait_s,
+            late=self.late,
+        )
         self._prefetcher = prefetcher
         self._finalizer = weakref.finalize(self, prefetcher.close)
         return prefetcher

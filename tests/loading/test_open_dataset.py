@@ -224,28 +224,21 @@ def call_before_writing(monkeypatch, call):
     monkeypatch.setattr(files, "write_file", write)
 
 
-def test_shards_are_written_in_the_order_of_the_first_epoch(tiny_dataset, places, monkeypatch):
+def test_the_writer_follows_the_first_epoch_at_the_lowest_priority(
+    tiny_dataset, places, monkeypatch
+):
     log = places["ssd"].parent / "written"
 
     def note(path):
         with open(log, "a") as file:
-            file.write(f"{path.name}\n")
+            file.write(f"{os.nice(0)} {path.name}\n")
 
     call_before_writing(monkeypatch, note)
     dataset = open_tiny(tiny_dataset, places)
     dataset.wait()
-    tars = [name for name in log.read_text().split() if name.endswith(".tar")]
-    assert tars == [f"shard-{number:06d}.tar" for number in chain(*dataset.windows)]
+    tars = [line for line in log.read_text().splitlines() if line.endswith(".tar")]
+    assert tars == [f"19 shard-{number:06d}.tar" for number in chain(*dataset.windows)]
     assert re.search(r"the writing took [\d.]+ s of CPU time", str(dataset))
-
-
-def test_the_writer_has_the_lowest_priority(tiny_dataset, places, tmp_path, monkeypatch):
-    def note_priority(path):
-        (tmp_path / "priority").write_text(str(os.nice(0)))
-
-    call_before_writing(monkeypatch, note_priority)
-    open_tiny(tiny_dataset, places).wait()
-    assert (tmp_path / "priority").read_text() == "19"
 
 
 def read_few_before(monkeypatch):
@@ -329,20 +322,6 @@ def write_old_shards(dataset, folder, min_size=800):
     shards = [run.make_job(number, places) for number, places in run.list_shards()]
     done = [*write_in_turn(dataset.images, shards, JobProgress())]
     write_index(folder, write.join_index(run, done))
-
-
-def test_shards_of_an_older_recipe_go_on_by_it(tiny_dataset, places, tmp_path):
-    older = tmp_path / "older"
-    write_old_shards(tiny_dataset, older)
-    order = read_coco(tiny_dataset.annotations).image_ids
-    assert np.array_equal(ShardDataset(older).image_ids, order)
-    shutil.copytree(older, places["drive"])
-    for name in ("index.json", "shard-000001.tar", "shard-000003.arrays", "shard-000003.tar"):
-        (places["drive"] / name).unlink()
-    dataset = open_tiny(tiny_dataset, places)
-    assert np.array_equal(dataset.image_ids, order)
-    dataset.wait()
-    assert read_files(places["drive"]) == read_files(older)
 
 
 def test_photos_of_an_older_recipe_are_decoded_by_it(tmp_path, places):
