@@ -176,7 +176,8 @@ def simulate(
         work_s: CPU seconds of an image: decoding, drawing masks, transforms.
         handoff_s: CPU seconds in which a worker hands over a batch.
         cores: Cores of the machine. By default, cores are never short.
-        in_order: Whether the step takes the batches in order. If not, it takes what comes first.
+        in_order: Whether the step takes the batches in order. If not, it takes what comes first:
+            the batch of a worker, or single images where threads load them.
         seconds: How much time to simulate.
         seed: Seed of the random times. The same seed draws the same times for every number of
             workers.
@@ -413,6 +414,8 @@ class _Run:
         self._unread = [_Queue() for _ in lanes]
         self._planned = [0 for _ in lanes]
         self._coming: dict[int, _Queue] = {}
+        # Without workers, a batch in any order takes the images that come first.
+        self._anything = None if loop.in_order or loop.workers else _Queue()
         # Batches that can be taken, and those that come after a batch that is not ready.
         self._line = _Queue()
         self._early: set[int] = set()
@@ -487,8 +490,7 @@ class _Run:
             self._plan(lane, loop.batch_size)
         for image in range(first, first + loop.batch_size):
             if loop.streams > 1:
-                yield self._coming[image]
-                del self._coming[image]
+                yield self._coming.pop(image)
             else:
                 yield from self._read(image)
             if loop.work_s and (loop.streams == 1 or loop.workers):
@@ -502,18 +504,18 @@ class _Run:
         size = self._loop.batch_size
         for place in range(self._planned[lane], self._planned[lane] + number):
             image = (place // size * len(self.loads) + lane) * size + place % size
-            self._coming[image] = _Queue()
-            self._clock.put(self._unread[lane], image)
+            self._coming[image] = self._anything or _Queue()
+            self._clock.put(self._unread[lane], (image, self._coming[image]))
         self._planned[lane] += number
 
     def _stream(self, lane: int) -> _Process:
         """Read one file after the other. The threads of a loop without workers work on them."""
         while True:
-            image = yield self._unread[lane]
+            image, coming = yield self._unread[lane]
             yield from self._read(image)
             if self._loop.work_s and not self._loop.workers:
                 yield _Activity(self._loop.work_s, 1.0)
-            self._clock.put(self._coming[image], image)
+            self._clock.put(coming, image)
 
     def _read(self, image: int) -> _Process:
         """Read a file. It comes when it is served, and when the link has brought it."""

@@ -325,6 +325,13 @@ def test_in_order_all_wait_for_the_slowest():
     assert _forecast(streams=16) > 0.98 * _forecast(streams=16, in_order=False)
 
 
+def test_threads_hand_over_what_comes_first():
+    threads = {"workers": 0, "streams": 8, "read_ahead": 8}
+    reads_at_once = 8 / (np.mean(_READS) + 0.004)
+    assert _forecast(**threads, in_order=False) == pytest.approx(reads_at_once, rel=0.05)
+    assert _forecast(**threads) < 0.8 * reads_at_once
+
+
 def test_streams_that_read_only_their_own_batch_wait_for_its_slowest_file():
     ahead = _forecast(streams=4)
     within = _forecast(streams=4, read_ahead=0)

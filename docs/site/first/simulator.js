@@ -55,6 +55,8 @@ function play(loop, seconds) {
   const unread = makeList(makeQueue);
   const planned = makeList(() => 0);
   const coming = new Map();
+  // Without workers, a batch in any order takes the images that come first.
+  const anything = loop.in_order || loop.workers ? null : makeQueue();
   // Batches that can be taken, and those that come after a batch that is not ready.
   const line = makeQueue();
   const early = new Set();
@@ -107,8 +109,9 @@ function play(loop, seconds) {
     if (loop.streams > 1) plan(lane, loop.batch_size);
     for (let image = first; image < first + loop.batch_size; image += 1) {
       if (loop.streams > 1) {
-        yield coming.get(image);
+        const ready = coming.get(image);
         coming.delete(image);
+        yield ready;
       } else {
         yield* read(image);
       }
@@ -122,18 +125,19 @@ function play(loop, seconds) {
     const size = loop.batch_size;
     for (let place = planned[lane]; place < planned[lane] + number; place += 1) {
       const image = (Math.floor(place / size) * lanes + lane) * size + (place % size);
-      coming.set(image, makeQueue());
-      clock.put(unread[lane], image);
+      const ready = anything || makeQueue();
+      coming.set(image, ready);
+      clock.put(unread[lane], [image, ready]);
     }
     planned[lane] += number;
   };
 
   function* stream(lane) {
     for (;;) {
-      const image = yield unread[lane];
+      const [image, ready] = yield unread[lane];
       yield* read(image);
       if (loop.work_s && !loop.workers) yield makeActivity(loop.work_s, 1);
-      clock.put(coming.get(image), image);
+      clock.put(ready, image);
     }
   }
 
