@@ -249,10 +249,12 @@ def _warn_of_faults(data: OpenData) -> None:
 
 def _choose_device() -> torch.device:
     """Return this process's GPU, or the CPU."""
-    if "PYTORCH_ALLOC_CONF" not in os.environ:
+    # torch 2.8 knows the second name alone, and torch 2.9 warns of it where it stands alone.
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    if not any(name in os.environ for name in names):
         # CUDA reads this setting when it starts. Without it, batches of different sizes leave gaps
         # in the memory that are too small for the next batch.
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+        os.environ.update(dict.fromkeys(names, "expandable_segments:True"))
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = find_device(torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))))
