@@ -103,14 +103,18 @@ def compute_losses(
     targets = [{**target, "masks": target["boxes"]} for target in targets]
     regions, matches, labels, offsets = heads.select_training_samples(proposals, targets)
     pooled = heads.box_roi_pool(features, regions, images.image_sizes)
-    losses: Tensors = {}
-    losses["loss_classifier"], losses["loss_box_reg"] = fastrcnn_loss(
+    classifier_loss, box_loss = fastrcnn_loss(
         *heads.box_predictor(heads.box_head(pooled)), labels, offsets
     )
-    losses["loss_mask"] = _compute_mask_loss(
+    mask_loss = _compute_mask_loss(
         heads, features, regions, matches, labels, batch, flips=flips, sizes=images.image_sizes
     )
-    return losses | proposal_losses
+    return {
+        "loss_classifier": classifier_loss,
+        "loss_box_reg": box_loss,
+        "loss_mask": mask_loss,
+        **proposal_losses,
+    }
 
 
 def _check_input(model: Any, batch: Any) -> None:
@@ -195,7 +199,7 @@ def _compute_mask_loss(
     boxes = [part[label > 0] for part, label in zip(regions, labels, strict=True)]
     pooled = heads.mask_roi_pool(features, boxes, sizes)
     logits: Tensor = heads.mask_predictor(heads.mask_head(pooled))
-    if len(logits) == 0:
+    if not len(logits):
         return logits.sum() * 0
     targets = [
         sample_masks(
@@ -259,8 +263,7 @@ def sample_masks(
     targets = torch.empty(len(objects), size, size, device=device)
     owners, places = np.unique(objects.cpu().numpy(), return_inverse=True)
     # A pixel of a resized mask takes one byte, and four as float32.
-    mask_bytes = math.prod(stored_size) + 5 * math.prod(to_size)
-    count = max(1, CHUNK_BYTES[device.type] // mask_bytes)
+    count = max(1, CHUNK_BYTES[device.type] // (math.prod(stored_size) + 5 * math.prod(to_size)))
     for first in range(0, len(owners), count):
         few = owners[first : first + count]
         part = MaskBits(masks.bits, masks.crops[few], masks.offsets[few])
