@@ -24,9 +24,11 @@ _RARE = 0.25
 _HOLDS = 0.6
 # A batch is not called slow below this many seconds.
 _LEAST_SLOW_S = 0.05
-# Reads that are slower than this wait mostly for the first byte of each file. Faster reads are
-# limited by the bandwidth. This is a third of the bandwidth of Drive (`slow_drive.DRIVE_PROFILES`).
+# Reads that are slower than this wait mostly for the first byte of each file. Faster reads of large
+# files are limited by the bandwidth. Small files say neither: their reads may have begun before
+# their sample. This is a third of the bandwidth of Drive (`slow_drive.DRIVE_PROFILES`).
 _SENDS_BYTES_PER_S = 20e6
+_LARGE_BYTES = 1e6
 # With fewer looks than this, it is not known what samples wait for.
 _LEAST_LOOKS = 5
 # A message leaves out what takes less than this share of the time of samples.
@@ -193,18 +195,23 @@ def _explain_samples(share: float, loop_s: float, facts: LoopFacts) -> Cause:
     if id == "work":
         why += f" {facts.use.own_s / loop_s:.1f} of {count_cores()} cores are busy with it."
     if id == "read" and times.samples:
-        bytes_per_s = times.bytes_read / max(times.wall_s - times.cpu_s, 1e-9)
-        limit = "most of the wait is for the first byte of each file"
-        if bytes_per_s > _SENDS_BYTES_PER_S:
-            cure = "bandwidth"
-            limit = "the bandwidth is the limit"
-        why += (
-            f" A sample reads {format_bytes(times.bytes_read / times.samples)} at "
-            f"{format_bytes(bytes_per_s)}/s: {limit}."
-        )
+        cure, speed = _explain_reads(times)
+        why += speed
     phase = "collate" if id == "collate" else "sample"
     why += facts.looks.describe_line(phase, "A worker" if facts.workers else "This process")
     return make_cause(id, share, why, cure=cure)
+
+
+def _explain_reads(times: SampleTimes) -> tuple[str, str]:
+    """Return the key of the cure of slow reads, and a sentence on their speed."""
+    read_bytes = times.bytes_read / times.samples
+    bytes_per_s = times.bytes_read / max(times.wall_s - times.cpu_s, 1e-9)
+    speed = f" A sample reads {format_bytes(read_bytes)} at {format_bytes(bytes_per_s)}/s"
+    if bytes_per_s <= _SENDS_BYTES_PER_S:
+        return "read", f"{speed}: most of the wait is for the first byte of each file."
+    if read_bytes < _LARGE_BYTES:
+        return "read", f"{speed}."
+    return "bandwidth", f"{speed}: the bandwidth is the limit."
 
 
 def waits_for_cores(evidence: Mapping[str, float]) -> bool:

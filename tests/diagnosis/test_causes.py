@@ -179,6 +179,15 @@ def two_cores(monkeypatch):
             "read",
             r"A sample reads 4.0 MB at 58.8 MB/s: the bandwidth is the limit. .*Shrink",
         ),
+        # Streams began these reads before their samples: how fast they came is not known.
+        (
+            {
+                "times": SampleTimes(600, 14.0, 0.4, 600 * 500_000),
+                "looks": {"read": 30, "": 2},
+            },
+            "read",
+            r"A sample reads 500.0 kB at 22.1 MB/s\. .*Read many files at once",
+        ),
         # A slowed folder sleeps in its reads. What sleeps elsewhere, as a locked database does
         # between its reads, is not said to read.
         (
