@@ -33,9 +33,9 @@ The life of a sample, from COCO JSON to a batch on the device:
    its share of a batch.
 8. **Job** (`colab_utils.loading.prefetcher`): the `Prefetcher` keeps workers some batches ahead. It
    sends the indices of a batch and the number of a shared buffer through a worker's pipe. If a
-   sample does not come in time (``max_wait_s``), new workers load it once more. New workers start
-   for each pass over a user's own dataset, because what the last ones made of it is not known
-   (`Fetcher.reads_as`).
+   sample does not come in time, new workers load it once more: see `BoundedPrefetcher`
+   (`colab_utils.loading.late`). New workers start for each pass over a user's own dataset, because
+   what the last ones made of it is not known (`Fetcher.reads_as`).
 9. **Worker** (`colab_utils.loading.fetcher`): a `Fetcher` reads the images with `read_into`, and
    `colab_utils.data.decoding` decodes each JPEG. Other datasets return samples instead. A
    `SamplePacker` (`colab_utils.loading.targets`) seeds their random numbers, checks them and packs

@@ -12,7 +12,7 @@ from copy import copy
 from dataclasses import KW_ONLY, dataclass
 from functools import wraps
 from itertools import islice
-from typing import Any, Literal, ParamSpec
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec
 
 import torch
 from torch import Tensor
@@ -25,18 +25,16 @@ from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.contract import Target, Transforms
 from colab_utils.loading.devices import find_device
 from colab_utils.loading.fetcher import Fetcher
-from colab_utils.loading.prefetcher import (
-    PREFETCH,
-    LateSample,
-    Loaded,
-    Prefetcher,
-)
+from colab_utils.loading.prefetcher import PREFETCH, Loaded, Prefetcher
 from colab_utils.loading.ranks import Ranks, find_ranks
 from colab_utils.loading.sampler import BatchSampler, LoaderState
 from colab_utils.loading.workers import WorkerJob
 from colab_utils.machine import count_cores, require_linux
 from colab_utils.require import require_choice, require_count, require_max_bad, require_number
 from colab_utils.streams import require_streams
+
+if TYPE_CHECKING:
+    from colab_utils.loading.late import LateSample
 
 # The first batches of a loader show what is wrong with its transforms. To check all batches would
 # make the GPU wait.
@@ -460,13 +458,18 @@ class Loader:
             return prefetcher
         self.close()
         self._forked = copy(self._fetcher)
-        prefetcher = Prefetcher(
-            self._fetcher,
-            self.workers,
-            self.prefetch,
-            max_wait_s=self.max_wait_s,
-            late=self.late,
-        )
+        if self.max_wait_s is None:
+            prefetcher = Prefetcher(self._fetcher, self.workers, self.prefetch)
+        else:
+            from colab_utils.loading.late import BoundedPrefetcher
+
+            prefetcher = BoundedPrefetcher(
+                self._fetcher,
+                self.workers,
+                self.prefetch,
+                max_wait_s=self.max_wait_s,
+                late=self.late,
+            )
         self._prefetcher = prefetcher
         self._finalizer = weakref.finalize(self, prefetcher.close)
         return prefetcher

@@ -1,6 +1,4 @@
-"""Worker processes that load batches ahead of the training loop, with or without a limit on
-the wait.
-"""
+"""Worker processes that load batches ahead of the training loop."""
 
 import gc
 import mmap
@@ -43,8 +41,6 @@ keeps."""
 _DEATH_S = 5.0
 # Seconds between two looks for shards of the next batch that have not arrived.
 _ARRIVAL_S = 0.02
-# With a limit, the workers are looked at this many times in max_wait_s.
-_LOOKS = 8
 
 
 class Load(NamedTuple):
@@ -184,19 +180,6 @@ def _make_portable(error: Exception | None) -> Exception | None:
     return error
 
 
-class LateSample(NamedTuple):
-    """A sample that was not loaded in time."""
-
-    image: int
-    """Index of the sample in the loader's dataset."""
-    waited_s: float
-    """Seconds that the loader waited for it before the second try."""
-
-
-class LateError(ColabUtilsError):
-    """The error for a sample that was not loaded in time and may not be left out."""
-
-
 class Prefetcher:
     """Worker processes, their shared buffers, and the requested batches.
 
@@ -204,34 +187,12 @@ class Prefetcher:
     worker that dies is noticed at once and blocks no other worker. Without workers, this process
     loads each batch when it is requested.
 
-    With a limit, the prefetcher waits for a sample at most two times ``max_wait_s``. If the worker
-    that loads the next batch begins no other sample for so long, all workers are killed. New ones,
-    with new buffers, load what has not been delivered. A sample that is late there, too, is left
-    out.
-
-    Args:
-        fetcher: The reader of the samples.
-        workers: Number of worker processes.
-        prefetch: Batches that are requested for each worker.
-        max_wait_s: Seconds to wait for a sample before the second try. Default: None, no limit.
-        late: List to which late samples are appended.
-
     Raises:
         ColabUtilsError: The system starts no more processes.
     """
 
-    def __init__(
-        self,
-        fetcher: Fetcher,
-        workers: int,
-        prefetch: int,
-        *,
-        max_wait_s: float | None,
-        late: list[LateSample],
-    ) -> None:
+    def __init__(self, fetcher: Fetcher, workers: int, prefetch: int) -> None:
         self._fetcher = fetcher
-        self._max_wait_s = max_wait_s
-        self._late = late
         self._oom_kills = count_oom_kills()
         self._worker_count = workers
         self._ahead = max(1, workers * prefetch)
@@ -246,12 +207,6 @@ class Prefetcher:
         self._sent: dict[int, Request] = {}
         self._done: dict[int, Result] = {}
         self._workers: list[Worker] = []
-        # A killed process that hangs in a read may live on, and may still write to its old buffer.
-        self._killed: list[Worker] = []
-        # Samples of the next batch that have had their first try.
-        self._tried: set[int] = set()
-        # Samples that were given up, and the reason, by the number of their batch.
-        self._given_up: dict[int, list[tuple[int, str]]] = {}
         self._start()
 
     def run(
@@ -306,7 +261,7 @@ class Prefetcher:
 
     def close(self) -> None:
         """End the workers. Batches that they are loading are lost."""
-        end_workers([*self._workers, *self._killed])
+        end_workers(self._workers)
         self._workers = []
         if self._told_images and not self._worker_count:
             # What this process has read ahead would leave the next loader of the dataset no room.
@@ -325,71 +280,9 @@ class Prefetcher:
 
     def _wait_for(self, number: int) -> bool:
         """Wait until a batch is loaded. Return False if it was requested anew in place of that."""
-        limit_s = self._max_wait_s
-        look_s = None if limit_s is None else limit_s / _LOOKS
-        reading = -1
-        changed_s = perf_counter()
         while number not in self._done:
-            self._receive(look_s)
-            silent_s = perf_counter() - changed_s
-            worker = self._workers[self._sent[number].job.worker or 0]
-            if worker.at_work[0] != reading:
-                reading = int(worker.at_work[0])
-                changed_s = perf_counter()
-            elif limit_s is not None and silent_s > limit_s and number not in self._done:
-                self._try_again(number, reading, silent_s)
-                return False
+            self._receive()
         return True
-
-    def _try_again(self, number: int, reading: int, silent_s: float) -> None:
-        """Load everything in new processes, but for a sample that was late before.
-
-        Args:
-            number: Number of the batch that is late.
-            reading: Index of the sample that its worker reads, if it is known.
-            silent_s: Seconds in which the worker began no other sample.
-
-        Raises:
-            LateError: A sample was late twice, and no sample may be left out.
-        """
-        todo = {key: list(request.job.indices) for key, request in self._sent.items()}
-        todo |= {key: indices for key, indices, _ in self._planned}
-        stuck = [reading] if reading in todo[number] else todo[number]
-        if self._tried.issuperset(stuck):
-            self._give_up(number, stuck)
-            todo[number] = [index for index in todo[number] if index not in stuck]
-        else:
-            self._tried.update(stuck)
-            self._late += [LateSample(index, silent_s) for index in stuck]
-        self._replace_workers()
-        self._sent = {}
-        self._done = {}
-        self._early = {}
-        self._planned = deque()
-        for key, indices in todo.items():
-            self._add(key, indices)
-
-    def _give_up(self, number: int, stuck: list[int]) -> None:
-        reason = (
-            f"{self._fetcher.name_sample(stuck[0])} did not come within {self._max_wait_s:g} "
-            "seconds, nor when a new process was asked for it."
-        )
-        if not self._skips_bad:
-            raise LateError(
-                f"{reason} See whether its file can be read, allow more time (max_wait_s), or "
-                "leave it out (max_bad)."
-            )
-        self._given_up.setdefault(number, []).extend((index, reason) for index in stuck)
-
-    def _replace_workers(self) -> None:
-        """Kill the workers, without waiting for their end, and start new ones."""
-        for worker in self._workers:
-            worker.process.kill()
-            worker.connection.close()
-        alive = [worker for worker in self._killed if worker.process.is_alive()]
-        self._killed = [*alive, *self._workers]
-        self._workers = []
-        self._start()
 
     def _plan(self, todo: Iterator[tuple[int, list[int]] | None]) -> bool:
         """Plan the next batches, and tell the workers which files to read ahead.
@@ -492,12 +385,10 @@ class Prefetcher:
     def _finish(self, number: int) -> Loaded:
         request = self._sent.pop(number)
         result = self._done.pop(number)
-        self._tried.clear()
-        bad = [*self._given_up.pop(number, []), *result.bad]
         if result.layout is None:
             self._pool.give_back(request.buffer)
             if result.error is not None:
                 raise result.error
-            return Loaded(number, None, bad)
+            return Loaded(number, None, result.bad)
         content = self._pool.hold(request.buffer, measure_layout(result.layout))
-        return Loaded(number, open_batch(content, result.layout), bad)
+        return Loaded(number, open_batch(content, result.layout), result.bad)

@@ -19,8 +19,8 @@ from colab_utils import files
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading import prefetcher
 from colab_utils.loading.coco_folder import CocoFolder
+from colab_utils.loading.late import LateError
 from colab_utils.loading.loader import make_loader
-from colab_utils.loading.prefetcher import LateError
 
 from ..drive_mount import SERVER, mount_or_skip
 from .test_loader import Numbers, flatten, list_ids
