@@ -23,6 +23,8 @@ from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import DriveProfile, slow_down
 from tests.drive_mount import mount_or_skip
 
+from .test_dataset import assert_equal_samples
+
 SLOW = DriveProfile("test", open_s=0.2, bytes_per_s=1e6, source="made up for the test")
 
 
@@ -65,6 +67,17 @@ def test_every_image_once_an_epoch_from_the_first_on(drive, tmp_path, workers):
     assert dataset.arrival.is_complete
     dataset.arrival.stop()
     assert ShardDataset(tmp_path / "ssd").index == dataset.index
+
+
+def test_samples_are_those_of_the_shards(drive, tmp_path):
+    whole = ShardDataset(drive)
+    samples = {index: whole[index] for index in (len(whole) - 1, 0)}
+    slow_down(drive, SLOW)
+    dataset = ArrivingShards(drive, tmp_path / "ssd")
+    for index, sample in samples.items():
+        # Reading a sample waits for its shard.
+        assert_equal_samples(dataset[index], sample)
+    dataset.arrival.stop()
 
 
 def test_the_order_comes_again_from_a_state(drive, tmp_path):

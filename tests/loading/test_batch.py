@@ -298,6 +298,17 @@ def test_boxes_that_name_their_format_become_corners(form):
     assert torch.allclose(batch.boxes, target["boxes"], atol=1e-5)
 
 
+@pytest.mark.skipif(
+    "XYWHR" not in tv_tensors.BoundingBoxFormat.__members__,
+    reason="this torchvision knows no such boxes",
+)
+def test_boxes_that_stand_at_an_angle_are_refused():
+    image, target = make_sample(0)
+    rotated = tv_tensors.BoundingBoxes(torch.ones(3, 5), format="XYWHR", canvas_size=(24, 31))
+    with pytest.raises(ColabUtilsError, match="boxes of float32"):
+        pack_target(image, target | {"boxes": rotated})
+
+
 def test_a_part_of_a_batch_is_its_images():
     samples = [make_sample(0), make_sample(1, height=40, objects=0), make_sample(2, width=50)]
     batch = collate_packed([pack_target(*sample) for sample in samples])

@@ -426,6 +426,23 @@ def test_arrays_with_tables_of_another_length_are_refused(shards, name):
             ShardDataset(shards)
 
 
+@pytest.mark.parametrize(
+    "put",
+    [
+        os.mkfifo,
+        Path.mkdir,
+        lambda path: path.symlink_to(path.name),
+        lambda path: path.symlink_to("/dev/zero"),
+    ],
+)
+def test_arrays_that_are_no_file_are_made_again(shards, put):
+    path = shards / read_index(shards).shards[0].arrays_name
+    path.unlink()
+    put(path)
+    with pytest.warns(ColabUtilsWarning, match="made again"):
+        assert ShardDataset(shards)[0][0].shape == (3, 128, 160)
+
+
 @pytest.fixture
 def twins(tmp_path):
     """Two folders of shards of the same sizes, whose images and masks differ: ids are 1 to 6 and 7

@@ -234,6 +234,11 @@ def test_samples_that_are_missing_are_left_out_where_that_is_allowed():
         assert list_ids(loader) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("answer", [tuple, iter], ids=["tuple", "iterator"])
+def test_samples_in_another_container_than_a_list_are_taken(answer):
+    assert list_ids(load(Table(answer), shuffle=False)) == [*range(6)]
+
+
 class Places(Numbers):
     """A dataset that tells as the image's id in which worker it was loaded."""
 

@@ -22,7 +22,7 @@ from unicodedata import normalize
 import fsspec
 import pytest
 
-from colab_utils import copy_images, files, progress
+from colab_utils import CocoFolder, copy_images, files, progress
 from colab_utils.data.coco import read_coco
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
@@ -169,6 +169,14 @@ def test_names_mean_what_they_mean_to_coco_folder(tmp_path):
         assert below[0].relative_to(folder) == below[1].relative_to(tmp_path / "ssd")
 
 
+def test_the_copy_has_the_samples_of_the_source(tiny_dataset, tmp_path):
+    copy_images(tiny_dataset.images, tmp_path / "ssd", annotations=tiny_dataset.annotations)
+    copied = CocoFolder(tmp_path / "ssd", tiny_dataset.annotations)
+    original = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
+    assert len(copied) == 12
+    assert all((copied[i][0] == original[i][0]).all() for i in range(12))
+
+
 def test_what_cannot_be_copied_is_named_and_the_rest_is_copied(source, tmp_path):
     (source / "folder.jpg").mkdir()
     os.mkfifo(source / "pipe.jpg")
@@ -194,6 +202,40 @@ def test_what_cannot_be_copied_is_named_and_the_rest_is_copied(source, tmp_path)
     report = copy_images(source, tmp_path / "all")
     assert {entry.file_name for entry in report.missing} == {"pipe.jpg", "link.jpg", "gone.jpg"}
     assert read_tree(tmp_path / "all").keys() == list_visible(source).keys() - {"link.jpg"}
+
+
+def test_a_broken_disk_is_named_with_the_file(source, tmp_path, monkeypatch):
+    read_whole = files.read_whole
+
+    def fail(path, **options):
+        if path.name == "1.jpg":
+            raise OSError(errno.EIO, "Input/output error")
+        return read_whole(path, **options)
+
+    monkeypatch.setattr(files, "read_whole", fail)
+    report = copy_images(source, tmp_path / "ssd")
+    assert report.files == 6
+    assert {entry.file_name for entry in report.missing} == {"1.jpg", "a/1.jpg", "a/b/1.jpg"}
+    assert all("Input/output error" in entry.reason for entry in report.missing)
+
+
+def test_a_drive_that_fails_is_tried_again(source, tmp_path, monkeypatch, reads):
+    monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.01, 0.01, 0.01))
+    monkeypatch.setattr("colab_utils.drive.is_on_drive", lambda path: True)
+    read_whole = files.read_whole
+    failed = set()
+
+    def fail(path, **options):
+        if path not in failed:
+            failed.add(path)
+            with files.guard_drive(path):
+                raise OSError(errno.EIO, "Input/output error")
+        return read_whole(path, **options)
+
+    monkeypatch.setattr(files, "read_whole", fail)
+    assert copy_images(source, tmp_path / "ssd").files == 9
+    assert len(failed) == 9
+    assert reads.total() == 9
 
 
 def test_a_drive_that_is_lost_ends_the_copy_and_the_same_call_goes_on(

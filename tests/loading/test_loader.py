@@ -7,11 +7,13 @@ from __future__ import annotations
 import gc
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import chain, repeat
@@ -423,6 +425,18 @@ def test_a_killed_worker_ends_the_pass_in_one_line(make):
     assert sum(len(images) for images, _ in loader) == 40
 
 
+def act_with_little_shared_memory(index):
+    # Nothing larger can be written, not even in /dev/shm.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
+def test_too_little_shared_memory_is_said(make):
+    loader = make(Numbers(8, act_with_little_shared_memory), batch_size=4, workers=1)
+    with pytest.raises(ColabUtilsError, match=r"of shared memory.*File too large.*fewer workers"):
+        list(loader)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_last_batch_is_dropped_where_it_is_not_full(make, workers):
     options = {"batch_size": 3, "workers": workers, "deliver": "packed", "drop_last": True}
@@ -816,6 +830,24 @@ class Stream(IterableDataset):
 def test_a_stream_of_samples_is_refused_even_if_it_has_a_length(make):
     with pytest.raises(ColabUtilsError, match="cannot read a dataset of type Stream"):
         make(Stream(), batch_size=2)
+
+
+class Shifted(Numbers):
+    """Give boxes of another part of the image than the masks."""
+
+    def __getitem__(self, index):
+        image, target = super().__getitem__(index)
+        return image, target | {"boxes": target["boxes"] + 100}
+
+
+def test_the_workers_of_later_passes_do_not_tell_it_again(make, capfd):
+    loader = make(Shifted(23), batch_size=2, workers=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *_: print(message, file=sys.stderr, flush=True)
+        for _ in range(3):
+            list(loader)
+    assert capfd.readouterr().err.count("the mask of this object lies in") == 1
 
 
 def forget_masks(image, target):

@@ -324,6 +324,20 @@ def write_old_shards(dataset, folder, min_size=800):
     write_index(folder, write.join_index(run, done))
 
 
+def test_shards_of_an_older_recipe_go_on_by_it(tiny_dataset, places, tmp_path):
+    older = tmp_path / "older"
+    write_old_shards(tiny_dataset, older)
+    order = read_coco(tiny_dataset.annotations).image_ids
+    assert np.array_equal(ShardDataset(older).image_ids, order)
+    shutil.copytree(older, places["drive"])
+    for name in ("index.json", "shard-000001.tar", "shard-000003.arrays", "shard-000003.tar"):
+        (places["drive"] / name).unlink()
+    dataset = open_tiny(tiny_dataset, places)
+    assert np.array_equal(dataset.image_ids, order)
+    dataset.wait()
+    assert read_files(places["drive"]) == read_files(older)
+
+
 def test_photos_of_an_older_recipe_are_decoded_by_it(tmp_path, places):
     made = make_dataset(tmp_path / "made", n=6, width=1000, height=900, workers=1)
     older = tmp_path / "older"

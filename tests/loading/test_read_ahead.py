@@ -65,6 +65,12 @@ def in_flight(monkeypatch):
     return counts
 
 
+def test_a_batch_is_the_samples_that_it_names(dataset):
+    batch = dataset.__getitems__([3, 0, 3, -1])
+    for sample, index in zip(batch, [3, 0, 3, -1], strict=True):
+        assert_equal_samples(sample, dataset[index])
+
+
 def test_the_files_of_a_batch_are_read_at_the_same_time(dataset, in_flight):
     dataset.__getitems__([0, 1, 2, 3])
     # Nobody waited in vain for the others.
@@ -277,6 +283,17 @@ def test_with_a_cache_each_file_is_read_once(tiny_dataset, tmp_path, list_reads,
     again = CocoFolder(*source, cache=tmp_path / "cache")
     assert_equal_samples(again[3], dataset[3])
     assert list_reads() == sorted(path.name for path in tiny_dataset.images.iterdir())
+
+
+def test_a_file_that_was_repaired_is_read_anew(dataset, tmp_path):
+    annotations = _write_annotations(dataset, tmp_path)
+    copy = CocoFolder(tmp_path, annotations, cache=tmp_path / "cache")
+    content = copy.find_path(2).read_bytes()
+    copy.find_path(2).write_bytes(content[:100])
+    with pytest.raises(ColabUtilsError, match=copy.coco.file_name(2)):
+        copy[2]
+    copy.find_path(2).write_bytes(content)
+    assert_equal_samples(copy[2], dataset[2])
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -228,11 +228,14 @@ def augment(*, image, masks=None):
     [
         (brighten, "brighten"),
         (augment, "augment"),
+        (transforms_v1.RandomHorizontalFlip(1), "RandomHorizontalFlip"),
         (transforms_v1.Compose([transforms_v1.RandomHorizontalFlip(1)]), "Compose"),
         (v2.Compose([v2.RandomHorizontalFlip(1), transforms_v1.ToTensor()]), "ToTensor"),
+        (v2.RandomApply([transforms_v1.ColorJitter()], p=1), "ColorJitter"),
         (torch.nn.Sequential(v2.RandomHorizontalFlip(1)), "Sequential"),
         # The brackets were forgotten.
         (v2.RandomHorizontalFlip, "RandomHorizontalFlip"),
+        (v2.ColorJitter, "ColorJitter"),
         ([v2.RandomHorizontalFlip(1)], "list"),
     ],
 )
