@@ -93,15 +93,15 @@ def write_setup_cells(root: Path) -> list[Path]:
     """
     changed = []
     for path in sorted(root.glob("notebooks/*.ipynb")):
-        old = path.read_text(encoding="utf-8")
-        notebook = json.loads(old)
+        notebook = json.loads(path.read_text(encoding="utf-8"))
+        before = [cell["source"] for cell in notebook["cells"]]
         for cell in notebook["cells"]:
             text = embed_drawings("".join(cell["source"]), root)
             if cell["id"] == "setup":
                 text = read_setup_cell()
             cell["source"] = text.splitlines(keepends=True)
-        _write_notebook(path, notebook)
-        if path.read_text(encoding="utf-8") != old:
+        if [cell["source"] for cell in notebook["cells"]] != before:
+            _write_notebook(path, notebook)
             changed.append(path)
     return changed
 
