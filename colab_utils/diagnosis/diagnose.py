@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 
 from colab_utils.diagnosis.cures import Cause, make_cause
 from colab_utils.diagnosis.fixes import TIMEOUT_S, Fix, Situation, find_fixes
-from colab_utils.diagnosis.memory_growth import MemoryLog
 from colab_utils.diagnosis.stages import Stage, time_stages
 from colab_utils.diagnosis.timing import BatchTimes, find_tensors, time_batches
 from colab_utils.diagnosis.watch import WatchedLoader, take_watched
@@ -177,7 +176,7 @@ def put_back(loader: Any, restore: Sequence[Any]) -> Iterator[None]:
         yield
 
 
-def _keep_batch(kept: dict[int, Any], memory: MemoryLog, number: int, batch: Any) -> None:
+def _keep_batch(kept: dict[int, Any], number: int, batch: Any) -> None:
     """Copy the first, second, fourth, eighth, ... batch. Keep the last four copies, or fewer if
     memory is short. These are few copies, and they come from all parts of the run.
     """
@@ -192,8 +191,6 @@ def _keep_batch(kept: dict[int, Any], memory: MemoryLog, number: int, batch: Any
         del kept[min(kept)]
     # A loader may reuse the memory of its batch.
     kept[number] = copy.deepcopy(batch)
-    kept_bytes = sum(tensor.nbytes for tensor in find_tensors([*kept.values()]) if tensor.is_cpu)
-    memory.known_bytes = max(memory.known_bytes, kept_bytes)
 
 
 def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis:
@@ -206,7 +203,7 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
         warmup=_WARMUP,
         max_s=_LOOP_SHARE * seconds,
         least=1,
-        on_batch=partial(_keep_batch, kept, watched._record.memory),
+        on_batch=partial(_keep_batch, kept),
     )
     summary = watched.summary()
     cached = now

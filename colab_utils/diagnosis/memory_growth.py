@@ -1,18 +1,14 @@
 """Growing memory of a loop's processes: how fast it grows, and when it will be full."""
 
 import os
-import weakref
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter, thread_time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import psutil
 
-from colab_utils.diagnosis.system_calls import measure_memory_part
-from colab_utils.diagnosis.timing import find_tensors
+from colab_utils.diagnosis.system_calls import measure_memory, measure_memory_part
 from colab_utils.machine import find_free_memory
 from colab_utils.processes import list_processes
 
@@ -31,11 +27,6 @@ _SURE = 3
 # Growth counts if it is more than this share of the memory of all processes. Allocators cause
 # smaller changes.
 _LEAST_GROWTH = 0.05
-# Tensors of each `_EVERY`th batch are followed. Those with fewer bytes than this are left out.
-_EVERY = 8
-_LEAST_BYTES = 4096
-
-
 _OWN_NAME = "this process"
 
 
@@ -44,11 +35,10 @@ class Reading(NamedTuple):
 
     batches: int
     own_bytes: Mapping[int, int]
-    """Bytes of each process, by its pid, without files and /dev/shm. Batches of workers lie in
-    /dev/shm, and count for this process while somebody keeps them. Several workers may share a
-    page of memory; each then counts a part of it. When a worker writes to the page, it gets
-    its own copy and counts all of it. Reading a Python object writes too: it changes the count of
-    references.
+    """Bytes of each process, by its pid, without files. Batches of workers lie in /dev/shm, and
+    count for this process while somebody keeps them. Several workers may share a page of memory;
+    each then counts a part of it. When a worker writes to the page, it gets its own copy and counts
+    all of it. Reading a Python object writes too: it changes the count of references.
     """
 
 
@@ -88,8 +78,6 @@ class MemoryLog:
 
     Attributes:
         readings: All readings so far.
-        known_bytes: Bytes of this process that do not count as growth, because `diagnose` itself
-            holds them.
 
     Example:
         >>> log = MemoryLog()
@@ -100,30 +88,9 @@ class MemoryLog:
 
     def __init__(self) -> None:
         self.readings: list[Reading] = []
-        self.known_bytes = 0
         self._began_s = perf_counter()
         self._due_s = self._began_s
-        self._batches = 0
         self._used_bytes = 0
-        # Tensors in shared memory, and their bytes.
-        self._shared: deque[tuple[weakref.ref[Any], int]] = deque()
-
-    def note(self, batch: Any) -> None:
-        """Follow the tensors of some batches that lie in shared memory, until they are freed."""
-        self._batches += 1
-        if self._batches % _EVERY:
-            return
-        for tensor in find_tensors(batch):
-            if tensor.nbytes > _LEAST_BYTES and tensor.is_cpu and tensor.is_shared():
-                self._shared.append((weakref.ref(tensor), _EVERY * tensor.nbytes))
-                # Two tensors are looked at for each new one, so that those that are freed go.
-                self._drop_freed()
-                self._drop_freed()
-
-    def _drop_freed(self) -> None:
-        tensor, size = self._shared.popleft()
-        if tensor() is not None:
-            self._shared.append((tensor, size))
 
     def look(self, batches: int) -> None:
         """Take a reading if one is due, after ``batches`` batches so far."""
@@ -133,9 +100,7 @@ class MemoryLog:
         cpu_began_s = thread_time()
         workers = list_processes()[1:]
         own_bytes = {worker.pid: measure_memory_part(worker.pid) for worker in workers}
-        memory = psutil.Process().memory_info()
-        kept_bytes = sum(size for tensor, size in self._shared.copy() if tensor() is not None)
-        own_bytes[os.getpid()] = memory.rss - memory.shared + kept_bytes - self.known_bytes
+        own_bytes[os.getpid()] = measure_memory()
         self.readings.append(Reading(batches, own_bytes))
         used_bytes = sum(own_bytes.values())
         times = _GROWING_TIMES if used_bytes - self._used_bytes > _GROWN_BYTES else _STEADY_TIMES

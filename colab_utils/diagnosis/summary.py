@@ -61,10 +61,7 @@ class Summary:
     causes: tuple[Cause, ...]
     """Why the loop takes longer than its steps, the largest share first. Empty if it does not."""
     parts: tuple[Part, ...]
-    """*wait*, *step* and *between steps*. The waits do not include the first batch of a pass. If
-    much of the step comes before the model is called, this is a part of its own, *before the model*
-    (estimated from looks at the loop).
-    """
+    """*wait*, *step* and *between steps*. The waits do not include the first batch of a pass."""
     seconds: float
     """Time of all passes, and of what lay between them."""
     start_s: float
@@ -242,7 +239,6 @@ class LoopRecord(LoopFacts):
         """Note that a batch came."""
         # The first step may compile the model, for example.
         self.phase = "step" if self.clock.count else "first step"
-        self.memory.note(batch)
         self.clock.receive(count_images(batch))
 
     def _end_step(self, *_: Any) -> None:
@@ -286,14 +282,12 @@ class LoopRecord(LoopFacts):
         start_s = float(waits[is_first].sum())
         loop_s = float(parts_s.sum())
         whole_s = max(loop_s + clock.ends_s, 1e-9)
-        parts: tuple[Part, ...] = (
+        parts = (
             _make_part("wait", waits[~is_first], whole_s),
             _make_part("step", steps, whole_s),
             _make_part("between steps", between, whole_s),
         )
         causes = find_causes(waits, between, is_first, loop_s, self)
-        if "prepare" in [cause.id for cause in causes]:
-            parts = _split_step(parts, self.looks.measure_preparation()[0])
         ranks = find_ranks()
         return Summary(
             verdict=_describe(causes, parts, start_s / whole_s, self.looks),
@@ -395,23 +389,16 @@ def split_micro_batches(parts_s: _Array) -> _Array:
     Args:
         parts_s: Wait, step, and time between steps of each batch, seconds, float64 [batches, 3].
 
-    Returns:
-        The same array if the optimizer steps after every batch, or never; else a new one.
-
     Example:
         >>> split_micro_batches(np.array([[0, 0.7, 0], [0, 0.1, 0.6]])).round(1).tolist()
         [[0.0, 0.1, 0.6], [0.0, 0.1, 0.6]]
     """
     is_stepped = parts_s[:, 2] > 0
-    if not is_stepped.any() or is_stepped.all():
+    if not is_stepped.any():
         return parts_s
     _, step_s, between_s = np.median(parts_s[is_stepped], axis=0)
-    split = parts_s.copy()
-    others = ~is_stepped
-    later_s = np.clip(split[others, 1] - step_s, 0, between_s)
-    split[others, 1] -= later_s
-    split[others, 2] = later_s
-    return split
+    later_s = np.where(is_stepped, 0, np.clip(parts_s[:, 1] - step_s, 0, between_s))
+    return parts_s + np.outer(later_s, (0, -1, 1))
 
 
 def _make_part(name: str, seconds: _Array, whole_s: float) -> Part:
@@ -421,24 +408,13 @@ def _make_part(name: str, seconds: _Array, whole_s: float) -> Part:
     return Part(name, float(seconds.sum()) / whole_s, *percentiles_ms)
 
 
-def _split_step(parts: Sequence[Part], share: float) -> tuple[Part, ...]:
-    """Split the part of a step that comes before the call of the model from the rest."""
-    wait, step, between = parts
-    names = {"before the model": share, "step": 1 - share}
-    halves = [
-        Part(name, step.share * part, step.median_ms * part, step.p95_ms * part)
-        for name, part in names.items()
-    ]
-    return wait, *halves, between
-
-
 def _describe(causes: Sequence[Cause], parts: Sequence[Part], start: float, looks: Looks) -> str:
-    wait, *rest = parts
-    names = [f"{part.name} {part.share:.0%}" for part in rest]
-    shares = ", ".join([f"wait {wait.share + start:.0%}", *names])
+    wait, step, between = parts
+    shares = (
+        f"wait {wait.share + start:.0%}, step {step.share:.0%}, between steps {between.share:.0%}"
+    )
     if causes:
         return f"{causes[0].why} ({shares})"
-    step, between = rest
     if step.share < max(start, wait.share, between.share):
         return f"Too few batches for a verdict: {shares}."
     return (

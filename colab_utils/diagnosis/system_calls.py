@@ -62,6 +62,18 @@ def measure_use(folder: str) -> tuple[float, int]:
     return cpu_s, int(counts[1]) if counts else 0
 
 
+def measure_memory() -> int:
+    """Return the bytes of this process that belong to no file, with those that it shares with its
+    workers; 0 if Linux does not say.
+
+    Example:
+        >>> measure_memory() > 1_000_000
+        True
+    """
+    parts = re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+) kB", _read("/proc/self/status"), re.M)
+    return 1024 * sum(map(int, parts))
+
+
 def measure_memory_part(pid: int) -> int:
     """Return the bytes of a process that belong to no file; 0 if Linux does not say.
 
