@@ -124,20 +124,18 @@ def _encode_rle(rle: Rle, height: int, width: int) -> Rle:
                 "the counts of the RLE are Python's bytes as text (b'...'): write counts.decode()"
             )
         counts = counts.encode("ascii", "xmlcharrefreplace")
-    runs: list[Any] = []
+    runs: NDArray[Any] = np.zeros(0)
     with suppress(*DAMAGE):
         # Some tools write runs as floats without a fraction, or as text.
-        numbers = read_numbers(counts) if isinstance(counts, list) else read_counts(counts)
-        # A list within the list is no run.
-        runs = np.ravel(numbers).tolist() if np.ndim(numbers) == 1 else []
-    if sum(runs) != height * width or any(run < 0 or run % 1 for run in runs):
+        runs = read_numbers(counts) if isinstance(counts, list) else read_counts(counts)
+    # A list within the list is no run.
+    is_sound = runs.ndim == 1 and (runs >= 0).all() and runs.sum() == height * width
+    if not is_sound or (runs % 1).any():
         raise ColabUtilsError(
             f"the RLE is damaged: its counts do not add up to {height} x {width} pixels"
         )
-    runs = [*map(int, runs)]
-    if 0 in runs[1:]:
-        runs = _join_runs(np.cumsum(runs))
-    return coco_mask.frPyObjects({"size": [height, width], "counts": runs}, height, width)
+    joined = _join_runs(np.cumsum(runs.astype(np.int64)))
+    return coco_mask.frPyObjects({"size": [height, width], "counts": joined}, height, width)
 
 
 def _join_runs(ends: NDArray[np.int64]) -> list[int]:
@@ -184,17 +182,23 @@ def _resize_rle(rle: Rle, height: int, width: int) -> Rle:
     from pycocotools import mask as coco_mask
 
     height_in, width_in = rle["size"]
-    rows = nearest_indices(height_in, height)
-    columns = nearest_indices(width_in, width)
-    # A run ends in a column, at a row. The pixels that are taken before this place are those of
-    # whole columns, and the upper ones of its own column, if that is taken.
-    in_columns, at_rows = np.divmod(np.cumsum(read_counts(rle["counts"])), height_in)
-    before = np.searchsorted(columns, in_columns)
-    is_taken = np.searchsorted(columns, in_columns, "right") > before
-    ends = before * height + is_taken * np.searchsorted(rows, at_rows)
+    ends = _take_runs(rle, nearest_indices(height_in, height), nearest_indices(width_in, width))
     runs = _join_runs(ends)
     resized: Rle = coco_mask.frPyObjects({"size": [height, width], "counts": runs}, height, width)
     return resized
+
+
+def _take_runs(rle: Rle, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return where the runs of a mask end if only these rows and columns are taken.
+
+    A run ends in a column, at a row. The pixels that are taken before this place are those of whole
+    columns, and the upper ones of its own column, if that is taken.
+    """
+    in_columns, at_rows = np.divmod(np.cumsum(read_counts(rle["counts"])), rle["size"][0])
+    before = np.searchsorted(columns, in_columns)
+    is_taken = np.searchsorted(columns, in_columns, "right") > before
+    ends: NDArray[np.int64] = before * len(rows) + is_taken * np.searchsorted(rows, at_rows)
+    return ends
 
 
 def pack_masks(rles: Sequence[Rle]) -> PackedMasks:
@@ -239,28 +243,10 @@ def _draw_crop(rle: Rle) -> tuple[int, int, NDArray[np.uint8]]:
 
     A mask of the image's full size is never made, because it would take much more memory.
     """
-    height = rle["size"][0]
-    runs = read_counts(rle["counts"])
-    if len(runs) < 2:
-        return 0, 0, np.zeros((0, 0), np.uint8)
-    # Bounds are where each run of ones starts and ends, in pixels counted column by column.
-    bounds = np.cumsum(runs[: len(runs) // 2 * 2]).reshape(-1, 2)
-    first_columns, first_rows = np.divmod(bounds[:, 0], height)
-    last_columns, last_rows = np.divmod(bounds[:, 1] - 1, height)
-    x0 = first_columns[0]
-    x1 = last_columns[-1] + 1
-    y0 = min(first_rows.min(), last_rows.min())
-    y1 = max(first_rows.max(), last_rows.max()) + 1
-    # A run that continues in the next column reaches the image's lower and upper edge.
-    if (first_columns != last_columns).any():
-        y0 = 0
-        y1 = height
-    rows = y1 - y0
-    bounds[:, 0] = (first_columns - x0) * rows + first_rows - y0
-    bounds[:, 1] = (last_columns - x0) * rows + last_rows - y0 + 1
-    lengths = np.diff(bounds.ravel(), prepend=0, append=(x1 - x0) * rows)
-    values = np.arange(len(lengths), dtype=np.uint8) % 2
-    return x0, y0, np.repeat(values, lengths).reshape(x1 - x0, rows)
+    x0, y0, width, height = map(int, measure_mask(rle)[0])
+    ends = _take_runs(rle, np.arange(y0, y0 + height), np.arange(x0, x0 + width))
+    values = np.arange(len(ends), dtype=np.uint8) % 2
+    return x0, y0, np.repeat(values, np.diff(ends, prepend=0)).reshape(width, height)
 
 
 def unpack_masks(packed: PackedMasks, height: int, width: int) -> NDArray[np.uint8]:

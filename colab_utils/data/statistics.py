@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,11 +20,6 @@ torchvision's Mask R-CNN gives. In images with more objects, both would cut the 
 _RARE = 10
 # Number of rare classes that the advice names.
 _NAMED = 5
-# As in COCO, an object is small if its mask has fewer pixels than `_SMALL`. A larger object is
-# medium if its mask has fewer pixels than `_MEDIUM`.
-_SMALL = 32**2
-_MEDIUM = 96**2
-_SIZES = {"small, under 32² px": _SMALL, "medium": _MEDIUM, "large, over 96² px": np.inf}
 
 
 @dataclass(frozen=True)
@@ -35,8 +29,6 @@ class DatasetStatistics:
     objects: int
     classes: dict[str, int]
     """Number of objects of each class, the most frequent class first."""
-    sizes: dict[str, int]
-    """Number of small, medium and large objects. As in COCO, the pixels of the mask decide."""
     advice: tuple[str, ...]
     """Sentences that say what to do."""
 
@@ -58,7 +50,6 @@ def measure_dataset(dataset: CocoDataset, findings: Sequence[Findings]) -> Datas
     return DatasetStatistics(
         objects=len(objects),
         classes=dict(classes.most_common()),
-        sizes=_count_bins(objects[:, 1], _SIZES),
         advice=tuple(advice),
     )
 
@@ -84,11 +75,3 @@ def describe_full_images(per_image: NDArray[np.int64]) -> str:
         f"most): train and evaluate allow {largest} detections in an image, where COCO's "
         f"evaluation and torchvision's models stop at {USUAL_DETECTIONS}."
     )
-
-
-def _count_bins(values: NDArray[Any], limits: dict[str, float]) -> dict[str, int]:
-    """Count the values in each range. A range goes from the limit of the range before it up to just
-    below its own limit.
-    """
-    below = np.searchsorted(np.sort(values), [*limits.values()])
-    return dict(zip(limits, np.diff(below, prepend=0).tolist(), strict=True))
