@@ -103,7 +103,7 @@ def test_01_measures_each_term_of_the_law(results):
     assert result["read_s"] >= 0.059
     assert result["work_s"] > 0
     assert result["photo_work_s"] > 0
-    assert set(result["files_per_second"]) == {"8", "24", "48", "128", "256"}
+    assert set(result["files_per_second"]) == {"8", "48", "256"}
     assert result["files_per_second"]["48"] > result["files_per_second"]["8"]
     ways = {"plain loop", "8 workers", "48 threads, any order", "make_loader"}
     assert ways <= set(result["images_per_second"])
