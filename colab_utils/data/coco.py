@@ -187,10 +187,6 @@ class CocoDataset:
         """Return the JSON text of the image's annotations, separated by commas."""
         return self.texts[self.text_ends[index] : self.text_ends[index + 1]]
 
-    def subset(self, start: int, stop: int) -> "CocoDataset":
-        """Return a dataset of images ``start`` to ``stop - 1``; see :meth:`select`."""
-        return self.select(np.arange(start, stop))
-
     def select(self, indices: NDArray[np.int64]) -> "CocoDataset":
         """Return a dataset of these images alone, in this order.
 
