@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.training import losses
+from colab_utils.training.layers import fold_norms
 from colab_utils.training.model import LIGHT_MODEL, assemble_mask_rcnn
-from colab_utils.training.norms import fold_norms
 from colab_utils.training.step import TrainingStep
 
 __all__ = [

@@ -24,8 +24,8 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.devices import send
 from colab_utils.processes import ThreadPool
 from colab_utils.progress import show_progress
+from colab_utils.training.layers import choose_precision, keep_boxes_exact
 from colab_utils.training.model import allow_detections
-from colab_utils.training.precision import choose_precision, keep_boxes_exact
 
 # Images that threads read and decode while the model finds objects.
 _AHEAD = 4

@@ -23,7 +23,7 @@ from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.devices import send
 from colab_utils.loading.masks import CHUNK_BYTES, MaskBits, expand_masks
 from colab_utils.loading.transforms import check_objects
-from colab_utils.training.precision import use_cpu
+from colab_utils.training.layers import use_cpu
 
 _COMPARED_OBJECTS = 16
 

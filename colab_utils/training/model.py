@@ -28,9 +28,7 @@ from colab_utils.places import PlaceLike
 from colab_utils.progress import is_watched
 from colab_utils.require import require_choice
 from colab_utils.training.checkpoint import CheckpointFolder, State, explain_state
-from colab_utils.training.norms import freeze_norms
-from colab_utils.training.precision import use_cpu
-from colab_utils.training.small_models import assemble_light, assemble_tiny
+from colab_utils.training.layers import assemble_light, assemble_tiny, freeze_norms, use_cpu
 
 GPU_MODEL = "maskrcnn_resnet50_fpn_v2"
 

@@ -1,24 +1,67 @@
-"""The step of a run: its model on the device, its optimiser, and the batch size that fits."""
+"""The step of a run: its model on the device, its optimiser, and the batch size that fits.
+
+`plan_memory` trains the heaviest batch of a run once, to see that it fits into the GPU's memory.
+"""
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from colab_utils.data.sizes import fit_size
 from colab_utils.data.statistics import describe_full_images
-from colab_utils.errors import ColabUtilsWarning
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.loading.batch import PackedBatch, collate_packed, open_batch, write_batch
+from colab_utils.loading.coco_folder import CocoFolder
+from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.ranks import Ranks
 from colab_utils.places import PlaceLike
 from colab_utils.training.checkpoint import State, explain_state
 from colab_utils.training.data import OpenData
-from colab_utils.training.memory import MemoryPlan, plan_memory
-from colab_utils.training.model import allow_detections, assemble_mask_rcnn, build_mask_rcnn
-from colab_utils.training.norms import fold_norms
+from colab_utils.training.layers import fold_norms
+from colab_utils.training.model import (
+    LIGHT_MODEL,
+    allow_detections,
+    assemble_mask_rcnn,
+    build_mask_rcnn,
+)
 from colab_utils.training.ranks import share_errors
-from colab_utils.training.schedule import choose_rate, make_optimizer
-from colab_utils.training.settings import OWN_TRANSFORMS, TrainSettings
-from colab_utils.training.step import TrainingStep
+from colab_utils.training.settings import (
+    OWN_TRANSFORMS,
+    TrainSettings,
+    choose_rate,
+    make_optimizer,
+)
+from colab_utils.training.step import MOST_PARTS, TrainingStep
+from colab_utils.units import format_bytes
+
+# The share of the memory that a batch may take. The rest is for steps with more proposals, and for
+# gaps between allocations.
+_MARGIN = 0.9
+_BATCH_SIZES = (16, 8, 4, 2, 1)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How the batches of a run fit into a GPU's memory."""
+
+    batch_size: int
+    """Images of this process in a batch."""
+    parts: int
+    """Parts that each batch is cut into."""
+    peak_bytes: int
+    """Bytes that the heaviest batch took."""
+    limit_bytes: int
+    """Bytes that a batch of this process may take."""
+
+    def __str__(self) -> str:
+        parts = f", trained in {self.parts} parts" if self.parts > 1 else ""
+        taken = f"takes {format_bytes(self.peak_bytes)} of {format_bytes(self.limit_bytes)}"
+        return f"the heaviest batch ({self.batch_size} images{parts}) {taken}"
 
 
 @dataclass(frozen=True)
@@ -129,3 +172,115 @@ def _choose_batch_size(memory: MemoryPlan | None, ranks: Ranks) -> int:
     if memory is None:
         return 2 * ranks.count
     return min(ranks.gather(memory.batch_size)) * ranks.count
+
+
+def plan_memory(
+    step: TrainingStep,
+    dataset: ShardDataset | CocoFolder,
+    rows: NDArray[np.int64],
+    *,
+    batch_size: int | None,
+) -> MemoryPlan:
+    """Find a batch size and a number of parts with which every batch of a dataset fits.
+
+    Forward and backward pass run once on the heaviest batch. The weights do not change, and the
+    running statistics of the normalisation layers are restored afterwards. With shards, the batch
+    is made of black images of the right sizes and numbers of objects, so that no image is read.
+    Without a ``batch_size``, smaller and smaller batches are tried. A given ``batch_size`` is kept,
+    and the batch is cut into more and more parts. No object is left out.
+
+    Args:
+        step: The training step, with its model on a GPU.
+        dataset: The images, with the labels of the model.
+        rows: Indices of the images that are trained on.
+        batch_size: Images of this process in each batch; None chooses the largest of 16, 8, 4, 2
+            and 1 that fits.
+
+    Raises:
+        ColabUtilsError: The heaviest batch does not fit. The message says what would free memory.
+    """
+    model = step.model
+    counts = dataset.counts[rows]
+    transform = model.transform
+    sizes = [
+        fit_size(*size, min_size=transform.min_size[-1], max_size=transform.max_size)
+        for size in dataset.sizes[rows].tolist()
+    ]
+    heaviest = _find_heaviest(np.array(sizes), counts)
+    if batch_size is None:
+        tries = [(size, 1) for size in _BATCH_SIZES if size <= len(heaviest)]
+    else:
+        tries = [(batch_size, parts) for parts in (1, 2, 4, MOST_PARTS) if parts <= batch_size]
+    limit = _find_limit(step)
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    try:
+        for images, step.parts in tries:
+            indices = rows[heaviest[:images]].tolist()
+            batch = _make_batch(dataset, indices).to(step.device)
+            torch.cuda.reset_peak_memory_stats(step.device)
+            fits = step.add_gradients(batch, synchronize=False) is not None
+            peak = torch.cuda.max_memory_allocated(step.device)
+            step.free_memory()
+            if fits and peak < _MARGIN * limit:
+                return MemoryPlan(images, step.parts, peak, limit)
+    finally:
+        # Restore the statistics of the normalisation layers, which the tries have changed.
+        torch._foreach_copy_([*model.buffers()], buffers)
+    raise ColabUtilsError(
+        f"One image with {int(counts.max()):,} objects does not fit into the GPU's memory "
+        f"({format_bytes(limit)} are free). To free memory, set min_size to 0.8 of its value "
+        "(activations then take two thirds of their memory), use "
+        f"model={LIGHT_MODEL!r}, freeze stages of the backbone (requires_grad_(False)), halve the "
+        "number of proposals, or end other processes that nvidia-smi lists."
+    )
+
+
+class _BlankImages:
+    """The images of a dataset in black, with masks that fill their boxes."""
+
+    def __init__(self, dataset: ShardDataset) -> None:
+        self.describe = dataset.describe
+
+    def read_into(self, index: int, pixels: NDArray[np.uint8], bits: NDArray[np.uint8]) -> None:
+        """Write the pixels and the mask bits of an image."""
+        pixels[:] = 0
+        bits[:] = 0xFF
+
+
+def _make_batch(dataset: ShardDataset | CocoFolder, indices: Sequence[int]) -> PackedBatch:
+    """Make a batch with as many pixels and objects as these images have.
+
+    Loose files are read, because the sizes of their masks are not known before.
+    """
+    if isinstance(dataset, CocoFolder):
+        dataset.read_ahead(indices)
+        return collate_packed([dataset.read_packed(index) for index in indices])
+    shape, memory = write_batch(
+        _BlankImages(dataset), indices, lambda size: np.empty(size, np.uint8)
+    )
+    return open_batch(torch.from_numpy(memory), shape)
+
+
+def _find_limit(step: TrainingStep) -> int:
+    """Return the bytes of the GPU's memory that a batch may take.
+
+    The optimiser's first step makes averages of the gradients, which stay in memory. Their bytes
+    are subtracted.
+    """
+    free, _ = torch.cuda.mem_get_info(step.device)
+    averages = 1 if isinstance(step.optimizer, torch.optim.SGD) else 2
+    trained = [p.nbytes for p in step.model.parameters() if p.requires_grad]
+    return free + torch.cuda.memory_reserved(step.device) - averages * sum(trained)
+
+
+def _find_heaviest(sizes: NDArray[np.integer], counts: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Return the images in an order in which the first B are the heaviest batch of B images.
+
+    The largest image comes first, because the others are padded to its size. Images of the same
+    orientation, wide or upright, follow. Of these, images with the most objects come first.
+    """
+    areas = (-(-sizes.astype(np.int64) // 32) * 32).prod(1)
+    largest = int(np.lexsort((counts, areas))[-1])
+    is_wide = sizes[:, 1] >= sizes[:, 0]
+    order = np.lexsort((areas, counts, is_wide == is_wide[largest]))[::-1]
+    return np.array([largest, *order[order != largest]], np.int64)

@@ -10,8 +10,7 @@ from statistics import fmean
 from colab_utils.loading.loader import Loader
 from colab_utils.training.data import OpenData
 from colab_utils.training.evaluate import AveragePrecision
-from colab_utils.training.memory import MemoryPlan
-from colab_utils.training.prepare import PreparedStep
+from colab_utils.training.prepare import MemoryPlan, PreparedStep
 from colab_utils.training.settings import TrainSettings
 from colab_utils.units import format_bytes, format_count
 

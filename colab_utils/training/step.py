@@ -20,9 +20,9 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.ranks import Ranks
 from colab_utils.training.checkpoint import State
+from colab_utils.training.layers import choose_precision, keep_boxes_exact
 from colab_utils.training.losses import compute_losses
-from colab_utils.training.precision import choose_precision, keep_boxes_exact
-from colab_utils.training.schedule import make_optimizer
+from colab_utils.training.settings import make_optimizer
 
 Images = PackedBatch | list[Tensor] | None
 """A packed batch, or images as torchvision takes them. None if this process has none of them."""

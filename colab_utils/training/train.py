@@ -2,8 +2,8 @@
 
 import os
 import warnings
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from math import inf
 from pathlib import Path
@@ -26,8 +26,8 @@ from colab_utils.require import require_choice, require_seconds
 from colab_utils.shards.lock import hold_folder
 from colab_utils.training.checkpoint import CheckpointFolder, State, explain_state
 from colab_utils.training.data import DataSource, OpenData, find_images
+from colab_utils.training.layers import use_cpu
 from colab_utils.training.model import GPU_MODEL
-from colab_utils.training.precision import use_training_defaults
 from colab_utils.training.prepare import PreparedStep, prepare_step
 from colab_utils.training.ranks import join_ranks, require_same, share_errors
 from colab_utils.training.report import Log, TrainingPlan, TrainReport, make_plan
@@ -187,7 +187,7 @@ def train(
         if place is not None:
             open_place(place)
     with ExitStack() as stack:
-        stack.enter_context(use_training_defaults())
+        stack.enter_context(_use_training_defaults())
         device = _choose_device()
         ranks = stack.enter_context(join_ranks(device))
         folder = CheckpointFolder(run)
@@ -228,6 +228,23 @@ def train(
             if ranks.is_first:
                 folder.prepare(anew=resume == "never")
         return trainer.run(log if ranks.is_first else None)
+
+
+@contextmanager
+def _use_training_defaults() -> Iterator[None]:
+    """Enable gradients, and use the CPU as torch's default device.
+
+    Raises:
+        ColabUtilsError: Torch's default dtype, which all threads share, is not float32.
+    """
+    dtype = torch.get_default_dtype()
+    if dtype != torch.float32:
+        raise ColabUtilsError(
+            f"torch's default dtype is {dtype}, and models are trained in torch.float32. Call "
+            "torch.set_default_dtype(torch.float32) first."
+        )
+    with use_cpu(), torch.inference_mode(False), torch.enable_grad():
+        yield
 
 
 def _require_same_call(ranks: Ranks, data: OpenData, asked: TrainSettings) -> None:

@@ -40,7 +40,7 @@ from colab_utils.training.report import (
     TrainReport,
     average_losses,
 )
-from colab_utils.training.schedule import compute_rate
+from colab_utils.training.settings import compute_rate
 from colab_utils.training.step import TrainingStep
 
 # The log gets a line after so many steps.

@@ -23,11 +23,10 @@ from colab_utils.loading.batch import collate_packed
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.targets import pack_target
 from colab_utils.training import losses as losses_module
+from colab_utils.training.layers import fold_norms, keep_boxes_exact
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL, build_mask_rcnn
 from colab_utils.training.model import TINY_MODEL as SMALLEST_MODEL
-from colab_utils.training.norms import fold_norms
-from colab_utils.training.precision import keep_boxes_exact
 from colab_utils.training.step import TrainingStep
 from tests.tiny_model import TINY_MODEL
 

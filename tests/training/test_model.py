@@ -22,6 +22,7 @@ from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.targets import pack_target
 from colab_utils.shards.write import write_shards
 from colab_utils.training import model as model_module
+from colab_utils.training.layers import choose_precision, fold_norms, keep_boxes_exact
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.model import (
     GPU_MODEL,
@@ -29,8 +30,6 @@ from colab_utils.training.model import (
     assemble_mask_rcnn,
     build_mask_rcnn,
 )
-from colab_utils.training.norms import fold_norms
-from colab_utils.training.precision import choose_precision, keep_boxes_exact
 from colab_utils.training.train import train
 from tests.tiny_model import TINY_MODEL
 

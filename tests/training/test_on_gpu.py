@@ -16,10 +16,9 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.shards.write import write_shards
 from colab_utils.training.evaluate import detect, evaluate
+from colab_utils.training.layers import choose_precision, fold_norms, keep_boxes_exact
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.model import assemble_mask_rcnn, load_trained_model
-from colab_utils.training.norms import fold_norms
-from colab_utils.training.precision import choose_precision, keep_boxes_exact
 from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import train
 from tests.simulated_gpu import GpuTensor, SimulatedGpu

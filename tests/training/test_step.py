@@ -10,7 +10,7 @@ from torch import nn
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL
-from colab_utils.training.schedule import compute_rate, make_optimizer
+from colab_utils.training.settings import compute_rate, make_optimizer
 from colab_utils.training.step import TrainingStep
 
 
