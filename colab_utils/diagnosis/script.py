@@ -28,6 +28,7 @@ _KINDS = {
     "fastai.data.load": "DataLoader",
     "colab_utils.loading.loader": "Loader",
 }
+_HERE = os.path.dirname(__file__)
 _TIMEOUT_S = 60
 # A loader matters if its loop takes so many seconds, and this share of the longest loop.
 _LEAST_S = 0.5
@@ -183,11 +184,34 @@ def run_script(path: str, arguments: Sequence[str], finish: Callable[[ScriptRepo
     watch = LoaderWatch() if os.environ.get("RANK", "0") == "0" else None
     try:
         exec(code, module.__dict__)
+    except BaseException as error:
+        _show_without_us(error)
+        raise
     finally:
         # A process that the script forks may come here, too.
         if watch and os.getpid() == pid:
             finish(watch.take_report())
     return 0
+
+
+def _show_without_us(error: BaseException) -> None:
+    """Let Python's own hook, or the script's, show an error without the frames of this folder."""
+    show = sys.excepthook
+    # The first frame is that of `run_script`.
+    link: Any = error.__traceback__
+    trace = link.tb_next
+    while link.tb_next:
+        if link.tb_next.tb_frame.f_code.co_filename.startswith(_HERE):
+            link.tb_next = link.tb_next.tb_next
+        else:
+            link = link.tb_next
+
+    def show_error(kind: Any, error: BaseException, _: Any) -> None:
+        # The frames hold all that the script has.
+        sys.excepthook = show
+        show(kind, error.with_traceback(trace), trace)
+
+    sys.excepthook = show_error
 
 
 def watch_notebook(shell: Any) -> None:

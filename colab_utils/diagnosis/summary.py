@@ -61,7 +61,10 @@ class Summary:
     causes: tuple[Cause, ...]
     """Why the loop takes longer than its steps, the largest share first. Empty if it does not."""
     parts: tuple[Part, ...]
-    """*wait*, *step* and *between steps*. The waits do not include the first batch of a pass."""
+    """*wait*, *step* and *between steps*. The waits do not include the first batch of a pass. If
+    much of the step comes before the model is called, this is a part of its own, *before the model*
+    (estimated from looks at the loop).
+    """
     seconds: float
     """Time of all passes, and of what lay between them."""
     start_s: float
@@ -282,12 +285,14 @@ class LoopRecord(LoopFacts):
         start_s = float(waits[is_first].sum())
         loop_s = float(parts_s.sum())
         whole_s = max(loop_s + clock.ends_s, 1e-9)
-        parts = (
+        parts: tuple[Part, ...] = (
             _make_part("wait", waits[~is_first], whole_s),
             _make_part("step", steps, whole_s),
             _make_part("between steps", between, whole_s),
         )
         causes = find_causes(waits, between, is_first, loop_s, self)
+        if "prepare" in [cause.id for cause in causes]:
+            parts = _split_step(parts, self.looks.measure_preparation()[0])
         ranks = find_ranks()
         return Summary(
             verdict=_describe(causes, parts, start_s / whole_s, self.looks),
@@ -408,13 +413,24 @@ def _make_part(name: str, seconds: _Array, whole_s: float) -> Part:
     return Part(name, float(seconds.sum()) / whole_s, *percentiles_ms)
 
 
-def _describe(causes: Sequence[Cause], parts: Sequence[Part], start: float, looks: Looks) -> str:
+def _split_step(parts: Sequence[Part], share: float) -> tuple[Part, ...]:
+    """Split the part of a step that comes before the call of the model from the rest."""
     wait, step, between = parts
-    shares = (
-        f"wait {wait.share + start:.0%}, step {step.share:.0%}, between steps {between.share:.0%}"
-    )
+    names = {"before the model": share, "step": 1 - share}
+    halves = [
+        Part(name, step.share * part, step.median_ms * part, step.p95_ms * part)
+        for name, part in names.items()
+    ]
+    return wait, *halves, between
+
+
+def _describe(causes: Sequence[Cause], parts: Sequence[Part], start: float, looks: Looks) -> str:
+    wait, *rest = parts
+    names = [f"{part.name} {part.share:.0%}" for part in rest]
+    shares = ", ".join([f"wait {wait.share + start:.0%}", *names])
     if causes:
         return f"{causes[0].why} ({shares})"
+    step, between = rest
     if step.share < max(start, wait.share, between.share):
         return f"Too few batches for a verdict: {shares}."
     return (
