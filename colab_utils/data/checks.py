@@ -38,6 +38,10 @@ from colab_utils.units import format_count
 _EXAMPLES = 5
 # Number of images that the report lists as the worst.
 _WORST = 10
+# If a dataset has at least `_FEW_OBJECTS` objects, and all of them end before this share of their
+# images' widths and heights (`_CORNER`), then the outlines may have been drawn on smaller images.
+_FEW_OBJECTS = 8
+_CORNER = 0.5
 # Number of images that a process takes at a time. The number is large, because each such part is
 # slow twice: it starts with few streams, and at its end only its slowest file is left.
 _PART_IMAGES = 4000
@@ -270,6 +274,19 @@ def _find_in_all(dataset: CocoDataset, findings: Sequence[Findings]) -> Iterator
     for _ in range(dataset.ignored):
         yield "annotation to ignore", f"{dataset.ignored:,} annotations have 'ignore'"
     yield from _find_in_categories(dataset)
+    yield from _find_corner(findings)
+
+
+def _find_corner(findings: Sequence[Findings]) -> Iterator[Defect]:
+    """Yield a defect if all objects lie in the upper left corner of their images."""
+    ends = np.concatenate([np.zeros((0, 2)), *(finding.objects[:, 2:] for finding in findings)])
+    if len(ends) >= _FEW_OBJECTS and ends.max() < _CORNER:
+        width, height = ends.max(0)
+        text = (
+            f"all {len(ends):,} objects lie in the left {width:.0%} and the upper {height:.0%} of "
+            "their images"
+        )
+        yield "objects in one corner", text
 
 
 def _find_in_ids(dataset: CocoDataset) -> Iterator[Defect]:

@@ -48,6 +48,7 @@ EFFECTS = {
     "image without objects": "note: left out of training",
     "polygon beyond the image": "note: cut at the image's edge",
     "area and mask disagree": "note: check that no hole is filled, and no mask is another object's",
+    "objects in one corner": "note: check that outlines were not drawn on smaller images",
     "loose box": "note: check that boxes are x, y, width, height, and fit their outlines",
     "image with alpha": "note: transparent pixels get the colours that the file has for them",
     "name of several categories": (

@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from colab_utils.data.coco import CocoDataset
 from colab_utils.data.decoding import (
@@ -57,8 +58,10 @@ class Findings(NamedTuple):
     defects: list[Defect]
     """Kind and text of each defect."""
     header: Header
-    objects: list[int]
-    """The category id of each usable object."""
+    objects: NDArray[np.float64]
+    """float64 [N, 4]: a row for each usable object. It holds the category id, the pixels of the
+    mask, and the right and lower end of the box as shares of the image's width and height.
+    """
     turn: str
     """What `compare_turn` says of the image."""
 
@@ -151,13 +154,15 @@ def check_image(dataset: CocoDataset, i: int, header: Header) -> Findings:
     wrong, objects = _check_objects(annotations, size)
     name = escape(dataset.file_name(i))
     named = [(kind, f"{name}: {text}".removesuffix(": ")) for kind, text in defects + wrong]
-    return Findings(named, header, objects, turn)
+    return Findings(named, header, np.array(objects, np.float64).reshape(-1, 4), turn)
 
 
-def _check_objects(annotations: list[Entry], size: Size) -> tuple[list[Defect], list[int]]:
-    """Return the defects of an image's annotations, and the categories of its usable objects."""
+def _check_objects(
+    annotations: list[Entry], size: Size
+) -> tuple[list[Defect], list[tuple[float, ...]]]:
+    """Return the defects of an image's annotations, and the rows of `Findings.objects`."""
     defects: list[Defect] = []
-    objects: list[int] = []
+    objects: list[tuple[float, ...]] = []
     seen: set[tuple[int, str]] = set()
     if not all(size):
         return [], []
@@ -168,7 +173,9 @@ def _check_objects(annotations: list[Entry], size: Size) -> tuple[list[Defect], 
             if key in seen:
                 wrong.append(("repeated annotation", ""))
             elif not annotation["iscrowd"]:
-                objects.append(annotation["category_id"])
+                left, top, width, height = annotation["bbox"]
+                ends = (left + width) / size[1], (top + height) / size[0]
+                objects.append((annotation["category_id"], pixels, *ends))
             seen.add(key)
         for kind, text in wrong:
             defects.append((kind, f"annotation {annotation['id']}: {text}".removesuffix(": ")))

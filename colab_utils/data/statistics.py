@@ -35,10 +35,10 @@ class DatasetStatistics:
 
 def measure_dataset(dataset: CocoDataset, findings: Sequence[Findings]) -> DatasetStatistics:
     """Return the statistics of a dataset, by the names of its categories."""
+    objects = np.concatenate([np.zeros((0, 4)), *(finding.objects for finding in findings)])
     names = {category["id"]: category["name"] for category in dataset.categories}
     classes = Counter(dict.fromkeys(names.values(), 0))
-    for finding in findings:
-        classes.update(names[number] for number in finding.objects)
+    classes.update(names[number] for number in objects[:, 0].tolist())
     per_image = np.array([len(finding.objects) for finding in findings])
     advice = [*filter(None, [describe_full_images(per_image)])]
     rare = [f"{name} ({count:,})" for name, count in classes.items() if count < _RARE]
@@ -48,7 +48,7 @@ def measure_dataset(dataset: CocoDataset, findings: Sequence[Findings]) -> Datas
             f"Merge or drop classes of under {_RARE} objects: {', '.join(rare[:_NAMED])}{more}."
         )
     return DatasetStatistics(
-        objects=classes.total(),
+        objects=len(objects),
         classes=dict(classes.most_common()),
         advice=tuple(advice),
     )

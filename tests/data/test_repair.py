@@ -401,3 +401,19 @@ def test_objects_that_look_odd_are_told_and_kept(export, change, kind):
 def test_objects_that_are_as_tools_write_them_are_not_odd(export, change):
     change(export.objects[0])
     assert export.write().faults == {}
+
+
+def test_outlines_of_smaller_images_are_told(export):
+    for annotation in export.objects:
+        numbers = np.array([*annotation["segmentation"][0], *annotation["bbox"]]) / 4
+        annotation["segmentation"] = [numbers[:-4].tolist()]
+        annotation["bbox"] = numbers[-4:].tolist()
+        annotation["area"] = 30
+    export.save()
+    report = check_dataset(export.images, export.annotations)
+    assert report.ok
+    [problem] = report.problems
+    assert problem.kind == "objects in one corner"
+    assert problem.examples == (
+        "all 8 objects lie in the left 15% and the upper 13% of their images",
+    )
