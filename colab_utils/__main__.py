@@ -460,8 +460,7 @@ def run(script: str, arguments: Sequence[str] = ()) -> Any:
     """Run a Python script, unchanged, and say in the end what its loaders waited for, and why."""
     from colab_utils.diagnosis.script import compile_script, run_script
 
-    compile_script(script)
-    return partial(run_script, script, arguments)
+    return partial(run_script, compile_script(script), (script, *arguments))
 
 
 def _make_parser() -> argparse.ArgumentParser:

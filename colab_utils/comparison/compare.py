@@ -21,8 +21,7 @@ from colab_utils.comparison.prepared import PreparedData, PreparedFiles
 from colab_utils.comparison.strategies import Strategy, choose_strategies
 from colab_utils.data.masks import nearest_indices
 from colab_utils.diagnosis.diagnose import put_back
-from colab_utils.diagnosis.noise import LEAST_NOISE, measure_spread
-from colab_utils.diagnosis.timing import BatchTimes, time_batches
+from colab_utils.diagnosis.timing import LEAST_NOISE, BatchTimes, measure_spread, time_batches
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.files import drop_cached
 from colab_utils.loading.coco_folder import CocoFolder

@@ -62,12 +62,8 @@ class Diagnosis:
     """
     confidence: str
     """How sure the rate is: a text that begins with "high", "medium" or "low"."""
-    batches: int
-    """Number of batches that were timed."""
     step: str
     """Kind of the step: "real", "none", or "emulated ..."."""
-    error: float = 0.0
-    """Standard error of the mean time of a batch, as a share of that mean."""
     causes: tuple[Cause, ...] = ()
     """Why training waits, the largest share first. If the loader is fine, only what is no matter of
     its speed.
@@ -250,9 +246,7 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
         stages=(*loading, *_list_loop_stages(now, step)),
         fixes=tuple(fixes),
         confidence=_describe_confidence(now, fixes),
-        batches=len(now.wait_s),
         step=_name_step(step),
-        error=now.error,
         causes=tuple(causes),
     )
 

@@ -25,14 +25,15 @@ from torch.utils.data import (
 
 from colab_utils.data.coco import write_subset
 from colab_utils.data.sizes import plan_sizes
-from colab_utils.diagnosis.noise import LEAST_NOISE, find_error
 from colab_utils.diagnosis.simulator import Loop, forecast_rate
 from colab_utils.diagnosis.stages import SAMPLED_IMAGES, LoadingStages
 from colab_utils.diagnosis.timing import (
+    LEAST_NOISE,
     BatchTimes,
     count_prefetch,
     count_workers,
     fetch_batches,
+    find_error,
     measure_tree_cpu,
     time_batches,
 )

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from time import perf_counter, sleep
 from typing import Any
 
+from colab_utils.diagnosis.cures import FINDINGS, Stall
 from colab_utils.diagnosis.looks import HANDOFF, WORKERS, name_place
 from colab_utils.diagnosis.processes import Activity, list_other_workers, waiting
-from colab_utils.diagnosis.stalls import FINDINGS, Stall
 from colab_utils.diagnosis.summary import LoopRecord
 from colab_utils.diagnosis.system_calls import (
     count_open_files,
@@ -349,11 +349,10 @@ class Pass:
         while self._wait is wait and perf_counter() < until_s:
             sleep(_TICK_S)
         after = self._monitor.inspect(pid, self._thread)
-        if after.bytes_read != before.bytes_read or after.sample != before.sample:
+        is_same = (after.bytes_read, after.sample) == (before.bytes_read, before.sample)
+        if not is_same or after.cpu_s - before.cpu_s > _BUSY_S:
             verdict = "slow"
-        elif after.cpu_s - before.cpu_s > _BUSY_S:
-            verdict = "slow"
-        elif after.idle:
+        elif self._monitor.is_idle(pid):
             verdict = "lost"
         elif "futex" in after.call and pid != os.getpid():
             verdict = "lock"

@@ -74,8 +74,6 @@ class Activity(NamedTuple):
     """The file of that call; "" if the call has none."""
     sample: int | None = None
     """Index of the sample that it loads; None if that is not known."""
-    idle: bool = False
-    """Whether it waits for work."""
     cpu_s: float = 0.0
     """CPU seconds that it has taken so far."""
     bytes_read: int = 0
@@ -289,7 +287,7 @@ class WorkerMonitor:
             folder = f"/proc/self/task/{task}"
         else:
             sample = self.list_samples().get(pid, NO_SAMPLE)
-            seen = Activity(sample=sample if sample >= 0 else None, idle=self.is_idle(pid))
+            seen = Activity(sample=sample if sample >= 0 else None)
             task = pid
             folder = f"/proc/{pid}"
         call, path = read_call(pid, task)

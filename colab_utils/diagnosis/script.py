@@ -168,19 +168,21 @@ def compile_script(path: str) -> CodeType:
         raise ColabUtilsError(f"{path} is not valid Python: {error}. {cure}") from error
 
 
-def run_script(path: str, arguments: Sequence[str], finish: Callable[[ScriptReport], None]) -> int:
+def run_script(
+    code: CodeType, arguments: Sequence[str], finish: Callable[[ScriptReport], None]
+) -> int:
     """Run a script as ``python SCRIPT`` does, and pass the report to ``finish`` in the end, also
-    after an error. Of several ranks, only the first is watched.
+    after an error. Of several ranks, only the first is watched. The first of ``arguments`` is the
+    script's path.
     """
-    code = compile_script(path)
     pid = os.getpid()
     # Processes that are spawned import the script by the file of this module.
     module = ModuleType("__main__")
     module.__file__ = code.co_filename
     sys.modules["__main__"] = module
-    sys.argv = [path, *arguments]
+    sys.argv = [*arguments]
     if not sys.flags.safe_path:
-        sys.path[0] = os.path.dirname(os.path.realpath(path))
+        sys.path[0] = os.path.dirname(os.path.realpath(code.co_filename))
     watch = LoaderWatch() if os.environ.get("RANK", "0") == "0" else None
     try:
         exec(code, module.__dict__)

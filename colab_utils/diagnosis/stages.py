@@ -276,9 +276,8 @@ def choose_images(sizes: NDArray[np.int64], indices: Sequence[int]) -> list[int]
     """
     by_pixels = sorted(indices, key=lambda index: int(sizes[index].prod()))
     count = min(SAMPLED_IMAGES, len(indices))
-    places = (np.arange(count) + 0.5) * len(indices) / count
-    order = np.random.default_rng(0).permutation(count)
-    return [by_pixels[place] for place in places.astype(int)[order]]
+    places = np.linspace(0, len(indices), 2 * count + 1)[1::2].astype(int)
+    return [by_pixels[place] for place in np.random.default_rng(0).permutation(places)]
 
 
 def load_samples(dataset: Any, indices: Sequence[int]) -> list[Any]:

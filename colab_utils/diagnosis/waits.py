@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from colab_utils.diagnosis.cures import Cause, make_cause
+from colab_utils.diagnosis.cures import Cause, Stall, make_cause
 from colab_utils.diagnosis.looks import HANDOFF, LOADER_THREAD, THREAD, WORKERS, Looks
 from colab_utils.diagnosis.memory_growth import Growth
 from colab_utils.diagnosis.processes import SampleTimes
-from colab_utils.diagnosis.stalls import Stall
 from colab_utils.diagnosis.timing import CpuUse
 from colab_utils.machine import count_cores
 from colab_utils.units import format_bytes

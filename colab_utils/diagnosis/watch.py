@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 
 from torch.utils.data import DataLoader
 
+from colab_utils.diagnosis.cures import Stall
 from colab_utils.diagnosis.passes import Pass
-from colab_utils.diagnosis.stalls import Stall
 from colab_utils.diagnosis.summary import LoopRecord, Summary
 from colab_utils.errors import ColabUtilsError
 from colab_utils.machine import require_linux
@@ -71,21 +71,15 @@ def watch(
         raise ColabUtilsError(f"The {name} cannot be iterated over. Pass your DataLoader.")
     kind = WatchedDataLoader if isinstance(loader, DataLoader) else WatchedLoader
     caller = sys._getframe(1)
-    record = _find_record(loader, (caller.f_code.co_filename, caller.f_lineno))
+    line = caller.f_code.co_filename, caller.f_lineno
+    record = _RECORDS.get(line)
+    # The last loader of this line may be the same one, made anew.
+    if record is None or not record.goes_on(loader):
+        record = LoopRecord(loader, line)
+    _RECORDS[line] = record
     watched = kind(loader, timeout_s, on_stall, record=record)
     weakref.finalize(watched, record.print_summary, only_news=False)
     return watched
-
-
-def _find_record(loader: Any, line: tuple[str, int]) -> LoopRecord:
-    """Return the record of the last loader that was watched on a line of code, if this one is the
-    same again, made anew; else a new record.
-    """
-    record = _RECORDS.get(line)
-    if record is None or not record.goes_on(loader):
-        record = LoopRecord(loader, line)
-        _RECORDS[line] = record
-    return record
 
 
 class WatchedLoader:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from colab_utils.comparison import COURSE_STRATEGIES
-from colab_utils.diagnosis.noise import LEAST_NOISE, find_noise, is_faster, measure_spread
+from colab_utils.diagnosis.timing import LEAST_NOISE, find_noise, is_faster, measure_spread
 from colab_utils.errors import ColabUtilsError
 from colab_utils.show.charts import (
     count_batches,

@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from colab_utils.diagnosis.noise import find_error
-from colab_utils.diagnosis.timing import CpuClock, time_batches
+from colab_utils.diagnosis.timing import CpuClock, find_error, time_batches
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading import clock

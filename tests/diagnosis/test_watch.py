@@ -30,7 +30,7 @@ from torch.utils.data import (
 )
 
 from colab_utils.course.sample_data import BuiltinDataset
-from colab_utils.diagnosis import passes, processes, stalls, system_calls
+from colab_utils.diagnosis import cures, passes, processes, system_calls
 from colab_utils.diagnosis import watch as module
 from colab_utils.diagnosis.watch import WatchedLoader, watch
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
@@ -337,7 +337,7 @@ def test_a_pass_that_another_thread_began_is_watched_where_it_waits():
 
 def test_nothing_of_torch_is_used():
     """So nothing that torch renames can break it; but for the class that a watched loader is of."""
-    for source in (module, passes, processes, stalls, system_calls):
+    for source in (module, passes, processes, cures, system_calls):
         text = inspect.getsource(source).replace("from torch.utils.data import DataLoader\n", "")
         assert not re.search(r"import torch|from torch|DataLoader\._|\._worker", text)
 
