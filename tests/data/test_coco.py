@@ -3,15 +3,13 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import random
 import sys
-from collections import defaultdict
+from contextlib import suppress
 from typing import Any
 
 import fsspec
 import numpy as np
 import pytest
-from pycocotools import mask as coco_mask
 
 from colab_utils.data.coco import open_coco, read_coco, write_subset
 from colab_utils.data.image_paths import explain_missing, list_base_names
@@ -59,20 +57,12 @@ def read(path, content: Any):
 
 def assert_same(dataset, coco: dict[str, Any]) -> None:
     """Everything that json.load finds comes back, grouped by image."""
-    by_image = defaultdict(list)
-    for annotation in coco["annotations"]:
-        by_image[annotation["image_id"]].append(annotation)
     assert len(dataset) == len(coco["images"])
     for i, image in enumerate(coco["images"]):
-        assert dataset.image(i) == {
-            key: image[key] for key in ("id", "file_name", "width", "height")
-        }
-        expected = by_image[image["id"]]
-        entries = dataset.annotations(i)
-        assert [
-            {key: annotation[key] for key in entry}
-            for entry, annotation in zip(entries, expected, strict=True)
-        ] == entries
+        assert image | dataset.image(i) == image
+        rows = [row for row in coco["annotations"] if row["image_id"] == image["id"]]
+        merged = [row | entry for row, entry in zip(rows, dataset.annotations(i), strict=True)]
+        assert merged == rows
     assert {c["id"]: c["name"] for c in dataset.categories} == {
         c["id"]: escape(c["name"]) for c in coco["categories"]
     }
@@ -124,6 +114,8 @@ def test_every_encoding_of_json_gives_the_same_names(path, encoding):
             [1, 0, 3, 3],
         ),
         (change_annotation(iscrowd=False), "iscrowd", 0),
+        # The lists come in any order, beside keys of other tools.
+        ({"imagePath": 1, "features": [], **dict(reversed(make_coco().items()))}, "id", 1),
         # The checks need to see the empty list.
         (change_annotation(segmentation=[]), "segmentation", []),
         (
@@ -167,22 +159,6 @@ def test_a_faulty_annotation_costs_its_image_and_not_the_file(path, changes, rea
     assert dataset.crowds == 0
     part = read_coco(write_subset(dataset, [1, 0], path.parent / "part.json"))
     assert [reason for _, reason in part.read_annotations(1)[1]] == [sentence]
-
-
-def test_boxes_and_areas_come_from_the_mask_as_in_pycocotools(path, coco_mini):
-    coco = json.loads(coco_mini.annotations.read_text())
-    for annotation in coco["annotations"]:
-        del annotation["bbox"], annotation["area"]
-    dataset = read(path, coco)
-    for i in range(len(dataset)):
-        size = dataset.sizes[i].tolist()
-        for annotation in dataset.annotations(i):
-            rles = coco_mask.frPyObjects(annotation["segmentation"], *size)
-            rle = coco_mask.merge(rles) if isinstance(rles, list) else rles
-            assert (annotation["bbox"], annotation["area"]) == (
-                coco_mask.toBbox(rle).tolist(),
-                coco_mask.area(rle),
-            )
 
 
 @pytest.mark.parametrize(
@@ -262,7 +238,10 @@ WHOLE = json.dumps(make_coco()).encode()
             make_coco(images=[{"id": float("nan"), "file_name": "a"}]),
             "id nan where COCO has an integer",
         ),
-        (make_coco(images=[{"id": 2**70, "file_name": "a"}]), "id 1180591620717411303424 where"),
+        (
+            make_coco(images=[{"id": 2**70, "file_name": "a"}]),
+            "id 1180591620717411303424 where an integer below 2**63 is needed",
+        ),
         (make_coco(images=[{"id": 7, "file_name": "a", "height": 2**40}]), "'images' (id 7)"),
         (
             make_coco(annotations=[{"id": 4, "image_id": 7, "caption": "a dog"}]),
@@ -272,6 +251,27 @@ WHOLE = json.dumps(make_coco()).encode()
             make_coco(categories=[{"id": 1, "name": "a"}, {"id": 1, "name": "b"}]),
             "the name 'b', but an earlier entry of this id has the name 'a'",
         ),
+        (
+            make_coco(images=[{"id": -(2**63), "file_name": "a"}]),
+            "an integer below 2**63 is needed",
+        ),
+        # Dataloop's, a dump of CVAT's tasks, and results of a model.
+        (
+            {"annotations": [{"label": "car", "coordinates": [[{"x": 1, "y": 2}]]}]},
+            "no list of images and categories",
+        ),
+        ([{"version": 0, "tags": [], "shapes": [{"points": [1]}], "tracks": []}], "it is a list"),
+        # A file of a tool that was cut is no JSON first of all.
+        (b'{"version": "5.0", "imagePath": "a.jpg", "shapes": [', "not JSON at character"),
+        # Outlines of a competition, one image a line.
+        (
+            b'{"id": "a", "annotations": [{"coordinates": [[[4, 4]]]}]}\n{"id": "b"}\n',
+            "JSON Lines: see docs/FORMATS.md",
+        ),
+        # Characters are counted, and not bytes.
+        ('{"info": "Größe", "images": [x'.encode(), "at character 29 of 30."),
+        (b'{"images": [], "annotations": [{"a": "never ends', "at character 37 of 48."),
+        (WHOLE + b"}", f"at character {len(WHOLE)} of {len(WHOLE) + 1}."),
     ],
 )
 def test_what_is_not_coco_is_one_clear_line(path, content, words):
@@ -279,7 +279,7 @@ def test_what_is_not_coco_is_one_clear_line(path, content, words):
         read(path, content)
     message = str(error.value)
     assert words in message
-    assert str(path) in message
+    assert f"{path} does not hold COCO instances: " in message
     assert "\n" not in message
     assert len(message) < 500
 
@@ -318,46 +318,6 @@ def test_another_format_is_named(path, content, name):
         read(path, content)
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        # Dataloop's, a dump of CVAT's tasks, and results of a model.
-        (
-            {"annotations": [{"label": "car", "coordinates": [[{"x": 1, "y": 2}]]}]},
-            "no list of images and categories",
-        ),
-        (
-            [{"version": 0, "tags": [], "shapes": [{"points": [1]}], "tracks": []}],
-            "it is a list",
-        ),
-        # A file of a tool that was cut is no JSON first of all.
-        (b'{"version": "5.0", "imagePath": "a.jpg", "shapes": [', "not JSON at character"),
-        # Outlines of a competition, one image a line.
-        (
-            b'{"id": "a", "annotations": [{"coordinates": [[[4, 4]]]}]}\n{"id": "b"}\n',
-            "JSON Lines: see docs/FORMATS.md",
-        ),
-    ],
-)
-def test_no_format_is_named_wrongly(path, content, words):
-    with pytest.raises(ColabUtilsError, match=rf"does not hold COCO instances: .*{words}"):
-        read(path, content)
-
-
-@pytest.mark.parametrize(
-    ("content", "place"),
-    [
-        ('{"info": "Größe", "images": [x'.encode(), 29),
-        (b'{"images": [], "annotations": [{"a": "never ends', 37),
-        (WHOLE + b"}", len(WHOLE)),
-    ],
-)
-def test_a_fault_of_json_is_named_with_its_place(path, content, place):
-    length = len(content.decode())
-    with pytest.raises(ColabUtilsError, match=f"at character {place} of {length}\\."):
-        read(path, content)
-
-
 def test_images_may_be_selected_in_any_order(coco_mini):
     dataset = read_coco(coco_mini.annotations)
     order = np.random.default_rng(0).permutation(len(dataset))
@@ -385,29 +345,6 @@ def test_image_ids_may_be_names(path):
 
 
 @pytest.mark.parametrize(
-    ("name", "file"),
-    [
-        ("Capture_d%C3%A9cran%201.jpg", "Capture_décran 1.jpg"),
-        ("images/a%2Bb.jpg", "sub/a+b.jpg"),
-        ("my%2520photo.jpg", "my photo.jpg"),
-        ("/data/local-files/?d=0.jpg", "0.jpg"),
-        ("http://localhost:8080/data/local-files/?d=sub/my%20photo.jpg", "sub/my photo.jpg"),
-    ],
-)
-def test_names_that_are_addresses_are_found(path, tmp_path, name, file):
-    folder = tmp_path / "photos"
-    (folder / "sub").mkdir(parents=True)
-    (folder / file).touch()
-    dataset = read(path, make_coco(images=[{"id": 7, "file_name": name}]))
-    assert dataset.find_image(folder, 0) == (folder / file, True)
-    # The name itself comes first.
-    if name.isascii() and not name.startswith(("/", "http")):
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).touch()
-        assert dataset.find_image(folder, 0) == (folder / name, False)
-
-
-@pytest.mark.parametrize(
     "name",
     [
         "..%2Fsecret.jpg",
@@ -416,17 +353,10 @@ def test_names_that_are_addresses_are_found(path, tmp_path, name, file):
         "/data/local-files/?d=%2Ftmp%2Fsecret.jpg",
     ],
 )
-def test_no_address_leads_out_of_the_folder(path, tmp_path, name):
-    folder = tmp_path / "photos"
-    folder.mkdir()
+def test_no_address_leads_out_of_the_folder(tmp_path, name):
     (tmp_path / "secret.jpg").touch()
-    dataset = read(path, make_coco(images=[{"id": 7, "file_name": name}]))
-    try:
-        image_path, _ = dataset.find_image(folder, 0)
-    except ColabUtilsError:
-        return
-    assert image_path.resolve().is_relative_to(folder)
-    assert not image_path.exists()
+    with suppress(ColabUtilsError):
+        assert not (tmp_path / "images" / find(tmp_path, [name], files=["x.jpg"])[0]).exists()
 
 
 def test_cut_short_anywhere_is_told(path):
@@ -464,26 +394,21 @@ def test_a_pipe_and_a_json_larger_than_the_memory_are_refused_at_once(path):
 
 
 @pytest.mark.parametrize(
-    ("name", "safe"),
+    "name",
     [
-        ("a.jpg", True),
-        ("a..b/..c.jpg", True),
-        ("../a.jpg", False),
-        ("a/../../b.jpg", False),
-        ("/etc/passwd", False),
+        "../a.jpg",
+        "a/../../b.jpg",
+        "/etc/passwd",
         # This would be a Windows path, were it unpacked there.
-        ("..\\a.jpg", False),
-        ("C:\\a.jpg", False),
-        ("", False),
-        ("a\0.jpg", False),
+        "..\\a.jpg",
+        "C:\\a.jpg",
+        "",
+        "a\0.jpg",
     ],
 )
-def test_no_name_leaves_the_folder(tmp_path, name, safe):
-    if safe:
-        assert find(tmp_path, [name], files=[name]) == (os.path.normpath(name), False)
-    else:
-        with pytest.raises(ColabUtilsError, match="leads out of"):
-            find(tmp_path, [name], files=["x.jpg"])
+def test_no_name_leaves_the_folder(tmp_path, name):
+    with pytest.raises(ColabUtilsError, match="leads out of"):
+        find(tmp_path, [name], files=["x.jpg"])
 
 
 def find(tmp_path, names, *, files, index=0):
@@ -502,6 +427,7 @@ def find(tmp_path, names, *, files, index=0):
     ("name", "files", "expected", "by_name"),
     [
         ("x.jpg", ["x.jpg", "a/x.jpg"], "x.jpg", False),
+        ("a..b/..c.jpg", ["a..b/..c.jpg"], "a..b/..c.jpg", False),
         # Cityscapes' converters write no folder.
         ("x.jpg", ["a/x.jpg"], "a/x.jpg", True),
         ("x.jpg", ["a/x.jpg", "b/x.jpg"], "x.jpg", False),
@@ -516,6 +442,13 @@ def find(tmp_path, names, *, files, index=0):
         ("/home/me/x.jpg", ["a/x.jpg"], "a/x.jpg", True),
         ("../../label-studio/data/x.jpg", ["x.jpg"], "x.jpg", True),
         ("https://example.org/up/my%20x.jpg?v=1", ["my x.jpg"], "my x.jpg", True),
+        # Tools write addresses. The name itself comes first.
+        ("Capture_d%C3%A9cran%201.jpg", ["Capture_décran 1.jpg"], "Capture_décran 1.jpg", True),
+        ("images/a%2Bb.jpg", ["sub/a+b.jpg"], "sub/a+b.jpg", True),
+        ("my%2520photo.jpg", ["my photo.jpg"], "my photo.jpg", True),
+        ("my%2520photo.jpg", ["my photo.jpg", "my%2520photo.jpg"], "my%2520photo.jpg", False),
+        ("/data/local-files/?d=0.jpg", ["0.jpg"], "0.jpg", True),
+        ("http://me:80/local-files/?d=sub/my%20x.jpg", ["sub/my x.jpg"], "sub/my x.jpg", True),
         # A Mac's zip takes accents apart like this.
         ("Stra\u00dfe \u00e9.jpg", ["Stra\u00dfe e\u0301.jpg"], "Stra\u00dfe e\u0301.jpg", False),
         ("\u00e9/\u00e9.jpg", ["e\u0301/\u00e9.jpg", "b/\u00e9.jpg"], "e\u0301/\u00e9.jpg", False),
@@ -617,17 +550,20 @@ def test_plain_names_list_nothing(tmp_path, monkeypatch):
     assert dataset.find_image(tmp_path / "images", 2)[1]
 
 
-@pytest.mark.parametrize("names", [["1_10", "11_0", "110"], ["1e3", "1000", "nan"]])
-def test_names_of_images_that_python_takes_for_numbers_are_names(path, names):
+@pytest.mark.parametrize(
+    ("names", "count"),
+    [
+        (["1_10", "11_0", "110"], 3),
+        (["1e3", "1000", "nan"], 3),
+        # These are numbers in text.
+        (["110", " 110", "110.0"], 1),
+    ],
+)
+def test_ids_of_images_in_text_are_numbers_only_if_they_are_written_so(path, names, count):
     dataset = read(path, make_coco(images=[{"id": name, "file_name": name} for name in names]))
-    assert len(set(dataset.image_ids.tolist())) == len(names)
-    assert dataset.repeated_ids.size == 0
-
-
-@pytest.mark.parametrize("name", ["110", " 110", "110.0"])
-def test_numbers_in_text_are_numbers(path, name):
-    dataset = read(path, make_coco(images=[{"id": name, "file_name": "a"}]))
-    assert dataset.image_ids.tolist() == [110]
+    assert len(set(dataset.image_ids.tolist())) == count
+    assert (dataset.image_ids[2] == 110) == ("110" in names[2])
+    assert dataset.repeated_ids.size == 3 - count
 
 
 @pytest.mark.parametrize(
@@ -671,12 +607,6 @@ def test_a_list_may_be_an_object_with_ids_as_keys(path, section):
     assert_same(read(path, coco | {section: by_id}), coco)
 
 
-@pytest.mark.parametrize("value", [2**63, 2**70, -(2**63)])
-def test_an_id_that_is_too_large_is_told_as_such(path, value):
-    with pytest.raises(ColabUtilsError, match=r"where an integer below 2\*\*63 is needed"):
-        read(path, make_coco(images=[{"id": value, "file_name": "x.jpg"}]))
-
-
 @pytest.mark.parametrize("package", ["PIL.Image", "pycocotools"])
 @pytest.mark.parametrize(
     "fault",
@@ -698,46 +628,3 @@ def test_a_package_that_does_not_fit_is_no_fault_of_the_data(path, monkeypatch, 
     with pytest.raises(ColabUtilsError, match=r"cannot be imported .*restart it") as caught:
         read_coco(path)
     assert str(fault) in str(caught.value)
-
-
-# Words of other tools' JSON, which COCO files may use as well.
-WORDS = [
-    *("item", "slots", "shapes", "tags", "size", "coordinates", "regions", "features", "result"),
-    *("imagePath", "imgHeight", "data_row", "Labeled Data", "DataRow ID", "_via_img_metadata"),
-    *("polygonlabels", "brushlabels", "predicted_iou", "completed_by", "objects", "classTitle"),
-    *("x", "width", "name", "annotations", "images", "categories", "info", "frames", "attributes"),
-]
-
-
-def draw_object(rng, depth=3):
-    """Return an object whose keys and values are such words, some of them nested."""
-    choices = [lambda: rng.choice(WORDS), lambda: [rng.random()], lambda: None]
-    if depth:
-        choices.append(lambda: draw_object(rng, depth - 1))
-        choices.append(lambda: [draw_object(rng, depth - 1)])
-    return {name: rng.choice(choices)() for name in rng.sample(WORDS, rng.randint(0, 4))}
-
-
-def add_words(rng, entry, keys):
-    """Return an entry with more keys, in another order. Keys of COCO keep their values."""
-    items = [item for item in draw_object(rng).items() if item[0] not in keys]
-    items += entry.items()
-    rng.shuffle(items)
-    return dict(items)
-
-
-def test_no_word_makes_a_coco_file_that_of_another_tool(path):
-    for seed in range(200):
-        rng = random.Random(seed)
-        coco = make_coco()
-        keys = {"name", "width", *coco}
-        for section, entries in coco.items():
-            coco[section] = [add_words(rng, entry, keys) for entry in entries]
-        names = {2: rng.choice(WORDS), 90: rng.choice(WORDS)}
-        for category in coco["categories"]:
-            category["name"] = names[category["id"]]
-        dataset = read(path, add_words(rng, coco, keys))
-        assert {entry["id"]: entry["name"] for entry in dataset.categories} == names, seed
-        assert dataset.image_ids.tolist() == [7, 3], seed
-        [annotation] = dataset.annotations(0)
-        assert annotation["segmentation"] == [[0, 0, 4, 0, 4, 4]], seed
