@@ -45,6 +45,10 @@ def change_annotation(**changes: Any) -> dict[str, Any]:
     return make_coco(annotations=[{**make_coco()["annotations"][0], **changes}])
 
 
+def name_image(**changes: Any) -> dict[str, Any]:
+    return make_coco(images=[{"id": 7, "file_name": "a.jpg", **changes}])
+
+
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "instances.json"
@@ -83,7 +87,7 @@ def test_real_coco_is_what_json_reads(split, request):
     ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-32"],
 )
 def test_every_encoding_of_json_gives_the_same_names(path, encoding):
-    coco = make_coco(images=[{"id": 7, "file_name": "Straße/日本 🚲.jpg", "height": 6, "width": 8}])
+    coco = name_image(file_name="Straße/日本 🚲.jpg", height=6, width=8)
     assert_same(
         read(path, json.dumps(coco, ensure_ascii=False).encode(encoding)),
         coco,
@@ -178,8 +182,8 @@ def test_nesting_is_one_clear_line_at_every_depth(path, depth):
 
 
 def test_a_name_that_is_missing_is_that_of_its_url(path):
-    images = [{"id": 7, "coco_url": "http://images.cocodataset.org/val2017/000000397133.jpg?x=1"}]
-    assert read(path, make_coco(images=images)).file_name(0) == "000000397133.jpg"
+    coco = name_image(file_name="", coco_url="http://images.cocodataset.org/val/000397133.jpg?x=1")
+    assert read(path, coco).file_name(0) == "000397133.jpg"
 
 
 def test_images_of_the_same_id_are_refused_with_the_way_out(path):
@@ -226,23 +230,23 @@ WHOLE = json.dumps(make_coco()).encode()
         (b"{" + WHOLE, "text that is not JSON"),
         (b'{"info": ' + b"[" * 100_000, "JSON that is nested too deeply"),
         (WHOLE[:-1] + b', "annotations": []}', "annotations twice"),
-        (make_coco(images=[{"id": 7, "file_name": 5000 * "a"}]), "longer than a path may be"),
+        (name_image(file_name=5000 * "a"), "longer than a path may be"),
         # The number has more digits than Python reads.
         (b'{"info": ' + b"1" * 5000 + b"}", "text that is not JSON"),
         ({"images": 5, "annotations": [], "categories": []}, "no list of images"),
         (make_coco(categories={"90": "car"}), "'categories' (id 'car') with str where"),
-        (make_coco(images=[{"id": 7}]), "no 'file_name'"),
-        (make_coco(images=[{"id": 7, "file_name": "\ud800"}]), "'images' (id 7)"),
-        (make_coco(images=[{"id": 7.5, "file_name": "a"}]), "id 7.5 where"),
+        (name_image(file_name=None), "no 'file_name'"),
+        (name_image(file_name="\ud800"), "'images' (id 7)"),
+        (name_image(id=7.5), "id 7.5 where"),
         (
-            make_coco(images=[{"id": float("nan"), "file_name": "a"}]),
+            name_image(id=float("nan")),
             "id nan where COCO has an integer",
         ),
         (
-            make_coco(images=[{"id": 2**70, "file_name": "a"}]),
+            name_image(id=2**70),
             "id 1180591620717411303424 where an integer below 2**63 is needed",
         ),
-        (make_coco(images=[{"id": 7, "file_name": "a", "height": 2**40}]), "'images' (id 7)"),
+        (name_image(height=2**40), "'images' (id 7)"),
         (
             make_coco(annotations=[{"id": 4, "image_id": 7, "caption": "a dog"}]),
             "without bbox and segmentation",
@@ -252,7 +256,7 @@ WHOLE = json.dumps(make_coco()).encode()
             "the name 'b', but an earlier entry of this id has the name 'a'",
         ),
         (
-            make_coco(images=[{"id": -(2**63), "file_name": "a"}]),
+            name_image(id=-(2**63)),
             "an integer below 2**63 is needed",
         ),
         # Dataloop's, a dump of CVAT's tasks, and results of a model.
@@ -584,16 +588,12 @@ def test_what_may_be_a_missing_image_is_named(tmp_path, files, hint):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "50%20off.jpg",
-        "scan?1.jpg",
-        "a+b c.jpg",
-    ],
+    ["50%20off.jpg", "scan?1.jpg", "a+b c.jpg"],
 )
 def test_at_a_url_the_name_itself_is_tried_first(path, name):
     bucket = fsspec.filesystem("memory")
     bucket.pipe(f"/names/{name}", b"")
-    dataset = read(path, make_coco(images=[{"id": 7, "file_name": name}]))
+    dataset = read(path, name_image(file_name=name))
     store = open_store("memory://names")
     path, by_name = dataset.find_image(store.place, 0)
     assert (store.find_kind(path), by_name) == ("file", False)
