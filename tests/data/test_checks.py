@@ -29,6 +29,7 @@ class Dataset:
     def __init__(self, source, folder):
         self.images = folder / "images"
         self.annotations = folder / "annotations.json"
+        self.repaired = folder / "repaired.json"
         shutil.copytree(source.images, self.images)
         self.coco: dict[str, Any] = json.loads(source.annotations.read_text())
         rows = self.coco["annotations"]
@@ -42,9 +43,24 @@ class Dataset:
     def file(self, i):
         return self.images / self.coco["images"][i]["file_name"]
 
+    @property
+    def rows(self):
+        return self.coco["annotations"]
+
+    def list_objects(self, i):
+        number = self.coco["images"][i]["id"]
+        return [row for row in self.rows if row["image_id"] == number]
+
+    def keep_objects(self, keep):
+        self.coco["annotations"] = [*filter(keep, self.rows)]
+
     def check(self, **options):
         self.save()
         return check_dataset(self.images, self.annotations, **options)
+
+    def repair(self, **options):
+        self.save()
+        return repair_annotations(self.images, self.annotations, output=self.repaired, **options)
 
 
 @pytest.fixture
@@ -54,7 +70,7 @@ def dataset(tiny_dataset, tmp_path):
 
 def test_images_with_more_than_100_objects_are_counted(dataset):
     assert "more than 100 objects" not in str(dataset.check())
-    rows = dataset.coco["annotations"]
+    rows = dataset.rows
     for k in range(120):
         x = 10 * (k % 12)
         y = 10 * (k // 12)
@@ -71,7 +87,7 @@ def cut(path, bytes_left):
 
 
 def spoil_annotation(**changes):
-    return lambda dataset: dataset.coco["annotations"][2].update(changes)
+    return lambda dataset: dataset.rows[2].update(changes)
 
 
 def spoil_image(**changes):
@@ -87,85 +103,50 @@ def repeat_entry(dataset):
     repeat_name(dataset)
     empty(dataset)
     image_id = dataset.coco["images"][4]["id"]
-    other = dataset.coco["images"][5]["id"]
-    rows = dataset.coco["annotations"]
-    rows += [
-        {**row, "image_id": image_id, "id": 900 + n}
-        for n, row in enumerate(rows)
-        if row["image_id"] == other
-    ]
+    for n, row in enumerate(dataset.list_objects(5)):
+        dataset.rows.append({**row, "image_id": image_id, "id": 900 + n})
 
 
 def empty(dataset):
-    first = dataset.coco["images"][4]["id"]
-    dataset.coco["annotations"] = [
-        annotation for annotation in dataset.coco["annotations"] if annotation["image_id"] != first
-    ]
+    gone = dataset.list_objects(4)
+    dataset.keep_objects(lambda row: row not in gone)
+
+
+def drop_crowds(dataset):
+    dataset.keep_objects(lambda row: not row["iscrowd"])
 
 
 def paint(mode="RGB", kind="JPEG", size=(160, 128), **options):
     """Another picture in place of one."""
 
     def spoil(dataset):
-        noise = (
-            np.random.default_rng(0).integers(
-                0,
-                255,
-                (*size[::-1], 3),
-                np.uint8,
-            )
-            if mode != "1"
-            else None
-        )
-        picture = Image.new("1", size) if noise is None else Image.fromarray(noise)
+        picture = Image.new("1", size) if mode == "1" else Image.effect_noise(size, 90)
         if mode == "I;16":
-            picture = Image.fromarray(noise[..., 0].astype(np.uint16) * 256)
-        picture = picture if picture.mode == mode else picture.convert(mode)
-        picture.save(dataset.file(4), kind, **options)
+            picture = Image.fromarray(np.asarray(picture, np.uint16) * 256)
+        picture.convert(mode).save(dataset.file(4), kind, **options)
 
     return spoil
 
 
-def turn(orientation, *, square=False, upright=False):
-    """A photo with an orientation by EXIF, and its annotations for it as it is stored, or
-    upright.
-    """
+def turn(orientation, *, size=(160, 128)):
+    """A photo with an orientation by EXIF, of another size than its annotations say."""
 
     def spoil(dataset):
         exif = Image.Exif()
         exif[0x0112] = orientation
-        if square:
+        if size == (160, 160):
             dataset.coco["images"][4].update(height=160)
-            dataset.coco["annotations"] = [
-                annotation
-                for annotation in dataset.coco["annotations"]
-                if not annotation["iscrowd"]
-            ]
-        paint(
-            size=(128, 160) if upright else (160, 160) if square else (160, 128),
-            exif=exif,
-        )(dataset)
+            drop_crowds(dataset)
+        paint(size=size, exif=exif)(dataset)
 
     return spoil
 
 
-def rename(name):
-    def spoil(dataset):
-        dataset.file(4).rename(dataset.images / name)
-        dataset.coco["images"][4]["file_name"] = name
-
-    return spoil
-
-
-def name_elsewhere(name):
-    """The name on another machine of a file that lies in a folder here."""
-
-    def spoil(dataset):
-        (dataset.images / "here").mkdir()
-        dataset.file(4).rename(dataset.images / "here" / "a.jpg")
-        dataset.coco["images"][4]["file_name"] = name
-
-    return spoil
+def move(dataset, path, name):
+    """Move a photo below the folder, and name it."""
+    (dataset.images / path).parent.mkdir(exist_ok=True)
+    dataset.file(4).rename(dataset.images / path)
+    dataset.coco["images"][4]["file_name"] = name
 
 
 def cut_end(dataset):
@@ -179,7 +160,7 @@ def pipe(dataset):
 
 def change_box(change):
     def spoil(dataset):
-        annotation = dataset.coco["annotations"][2]
+        annotation = dataset.rows[2]
         annotation["bbox"] = change(*annotation["bbox"])
 
     return spoil
@@ -192,12 +173,12 @@ def draw(polygon, box=None):
         x0 = min(polygon[::2])
         y0 = min(polygon[1::2])
         around = [x0, y0, max(polygon[::2]) - x0, max(polygon[1::2]) - y0]
-        dataset.coco["annotations"][2].update(
+        dataset.rows[2].update(
             segmentation=[polygon],
             bbox=box or around,
         )
         # It was that of another mask.
-        del dataset.coco["annotations"][2]["area"]
+        del dataset.rows[2]["area"]
 
     return spoil
 
@@ -205,38 +186,22 @@ def draw(polygon, box=None):
 def widen(dataset):
     """Another width, and no mask that would tell that the file is right."""
     dataset.coco["images"][4]["width"] = 170
-    dataset.coco["annotations"] = [
-        annotation for annotation in dataset.coco["annotations"] if not annotation["iscrowd"]
-    ]
+    drop_crowds(dataset)
 
 
-def share_id(dataset):
-    three = dataset.coco["images"][3]
-    four = dataset.coco["images"][4]
-    for annotation in dataset.coco["annotations"]:
-        if annotation["image_id"] == four["id"]:
-            annotation["image_id"] = three["id"]
-    four["id"] = three["id"]
-
-
-def name_id(dataset):
-    image = dataset.coco["images"][4]
-    for annotation in dataset.coco["annotations"]:
-        if annotation["image_id"] == image["id"]:
-            annotation["image_id"] = "frame_1"
-    image["id"] = "frame_1"
+def renumber(dataset, number):
+    for annotation in dataset.list_objects(4):
+        annotation["image_id"] = number
+    dataset.coco["images"][4]["id"] = number
 
 
 def repeat_annotation(dataset):
-    dataset.coco["annotations"].append({**dataset.coco["annotations"][2], "id": 999})
+    dataset.rows.append({**dataset.rows[2], "id": 999})
 
 
-def add_category(number, name=""):
-    def spoil(dataset):
-        categories = dataset.coco["categories"]
-        categories.append({"id": number, "name": name or categories[0]["name"]})
-
-    return spoil
+def repeat_category(dataset):
+    categories = dataset.coco["categories"]
+    categories.append({**categories[0], "id": 99})
 
 
 # Each row has what is done to a dataset, the kind of defect that it is, or None, whether it is
@@ -251,7 +216,7 @@ DEFECTS = [
     (lambda d: cut(d.file(4), 2000), "truncated image", True, 11),
     (cut_end, "truncated image", True, 11),
     (spoil_image(file_name="../images/a.jpg"), "unsafe file_name", True, 11),
-    (name_elsewhere("C:\\Users\\me\\a.jpg"), "found by base name", False, 12),
+    (lambda d: move(d, "here/a.jpg", "C:\\Users\\me\\a.jpg"), "found by base name", False, 12),
     (spoil_image(file_name="a\0b"), "unsafe file_name", True, 11),
     # The outlines show that the declared width is wrong.
     (spoil_image(width=99), "size mismatch", True, 12),
@@ -265,10 +230,10 @@ DEFECTS = [
         False,
         12,
     ),
-    (lambda d: (paint("RGB", "PNG")(d), rename("a.jpg")(d)), None, False, 12),
-    (turn(6, upright=True), None, False, 12),
+    (lambda d: (paint("RGB", "PNG")(d), move(d, "a.jpg", "a.jpg")), None, False, 12),
+    (turn(6, size=(128, 160)), None, False, 12),
     (turn(6), None, False, 12),
-    (turn(6, square=True), "EXIF rotation, unclear", False, 12),
+    (turn(6, size=(160, 160)), "EXIF rotation, unclear", False, 12),
     # The photo is upside down.
     (turn(3), "EXIF rotation, unclear", False, 12),
     (spoil_annotation(image_id=10**9), "unknown image", True, 12),
@@ -279,8 +244,8 @@ DEFECTS = [
         12,
     ),
     # Nobody knows which image these objects belong to.
-    (share_id, "repeated image id", True, 10),
-    (name_id, None, False, 12),
+    (lambda d: renumber(d, d.coco["images"][3]["id"]), "repeated image id", True, 10),
+    (lambda d: renumber(d, "frame_1"), None, False, 12),
     (spoil_annotation(category_id=10**9), "unknown category", True, 11),
     (spoil_annotation(segmentation=[]), "object without mask", True, 11),
     (spoil_annotation(segmentation=[[1, 2, 3]]), "bad mask", True, 11),
@@ -343,7 +308,7 @@ DEFECTS = [
     (empty, "image without objects", False, 12),
     (repeat_entry, "repeated file_name", False, 11),
     (repeat_name, "objects in several entries of an image", True, 11),
-    (add_category(99), "name of several categories", False, 12),
+    (repeat_category, "name of several categories", False, 12),
 ]
 
 
@@ -393,23 +358,20 @@ def test_each_defect_has_a_name_and_a_cure(dataset, spoil, kind, serious, kept, 
             assert any(escape(name) in problem.examples[-1] for name in named)
             assert f"{kind} ({problem.effect})" in str(report)
     original = dataset.annotations.read_bytes()
-    repaired = repair_annotations(
-        dataset.images, dataset.annotations, output=tmp_path / "repaired.json"
-    )
+    repaired = dataset.repair()
     assert repaired.ok
     assert repaired.images == kept
     assert dataset.annotations.read_bytes() == original
-    again = repair_annotations(
-        dataset.images, tmp_path / "repaired.json", output=tmp_path / "again.json"
-    )
+    output = tmp_path / "again.json"
+    again = repair_annotations(dataset.images, dataset.repaired, output=output)
     assert again.repairs == ()
-    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "repaired.json").read_bytes()
+    assert output.read_bytes() == dataset.repaired.read_bytes()
     warned = nullcontext()
     if kind == "EXIF rotation, unclear":
         warned = pytest.warns(ColabUtilsWarning, match="used as stored, because")
     with warned:
         shards = write_shards(
-            dataset.images, tmp_path / "repaired.json", shards=tmp_path / "shards", workers=1
+            dataset.images, dataset.repaired, shards=tmp_path / "shards", workers=1
         )
     assert (shards.skipped, shards.images) == ((), kept)
     for _, target in ShardDataset(tmp_path / "shards"):
@@ -419,21 +381,22 @@ def test_each_defect_has_a_name_and_a_cure(dataset, spoil, kind, serious, kept, 
 
 def test_a_good_dataset_has_only_harmless_problems(tiny_dataset, coco_mini):
     harmless = {"image without objects", "crowd"}
-    report = check_dataset(tiny_dataset.images, tiny_dataset.annotations)
-    assert report.ok
-    assert list_kinds(report).keys() <= harmless
-    report = check_dataset(coco_mini.images, coco_mini.annotations)
-    assert report.ok
-    assert list_kinds(report).keys() <= harmless
-    assert (report.images, report.annotations) == (
-        80,
-        len(json.loads(coco_mini.annotations.read_text())["annotations"]),
-    )
+    for source in (tiny_dataset, coco_mini):
+        report = check_dataset(source.images, source.annotations)
+        assert report.ok
+        assert list_kinds(report).keys() <= harmless
+    rows = json.loads(coco_mini.annotations.read_text())["annotations"]
+    assert (report.images, report.annotations) == (80, len(rows))
+    objects = [row for row in rows if not row["iscrowd"]]
+    classes = report.statistics.classes
+    assert report.statistics.objects == len(objects) == sum(classes.values())
+    assert next(iter(classes)) == "person"
+    assert classes["person"] == sum(row["category_id"] == 1 for row in objects)
 
 
-def test_masks_painted_with_cvat_are_crowds_unless_taken_as_objects(dataset, tmp_path):
+def test_masks_painted_with_cvat_are_crowds_unless_taken_as_objects(dataset):
     """All are crowds: 0 objects, unless they are taken as objects."""
-    for annotation in dataset.coco["annotations"]:
+    for annotation in dataset.rows:
         annotation["iscrowd"] = 1
     report = dataset.check()
     assert list_serious(report) == ["many crowds"]
@@ -441,11 +404,9 @@ def test_masks_painted_with_cvat_are_crowds_unless_taken_as_objects(dataset, tmp
     with pytest.raises(
         ColabUtilsError, match=r"no object to keep.*\(31 x crowd\).* --crowds objects"
     ):
-        repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
-    assert not (tmp_path / "out.json").exists()
-    repaired = repair_annotations(
-        dataset.images, dataset.annotations, output=tmp_path / "out.json", crowds="objects"
-    )
+        dataset.repair()
+    assert not dataset.repaired.exists()
+    repaired = dataset.repair(crowds="objects")
     assert repaired.ok
     assert repaired.statistics.objects == 31
     assert [(repair.kind, repair.count) for repair in repaired.repairs] == [
@@ -461,8 +422,8 @@ def test_masks_painted_with_cvat_are_crowds_unless_taken_as_objects(dataset, tmp
         ({"segments_info": []}, "panoptic segments"),
     ],
 )
-def test_a_file_for_something_else_is_told_by_its_purpose(dataset, extra, purpose, tmp_path):
-    for annotation in dataset.coco["annotations"]:
+def test_a_file_for_something_else_is_told_by_its_purpose(dataset, extra, purpose):
+    for annotation in dataset.rows:
         annotation.pop("segmentation")
         annotation.update(extra)
     report = dataset.check()
@@ -471,44 +432,37 @@ def test_a_file_for_something_else_is_told_by_its_purpose(dataset, extra, purpos
     with pytest.raises(
         ColabUtilsError, match=r"no object to keep: .* x object without a whole mask\)"
     ):
-        repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
+        dataset.repair()
 
 
-def test_objects_without_a_mask_take_their_images_along(dataset, tmp_path):
+def test_objects_without_a_mask_take_their_images_along(dataset):
     """As in a mixed export: none of them becomes background."""
-    for annotation in dataset.coco["annotations"][:9]:
+    rows = dataset.rows
+    for annotation in rows[:9]:
         annotation["segmentation"] = []
-    gone = {annotation["image_id"] for annotation in dataset.coco["annotations"][:9]}
-    objects = sum(annotation["image_id"] in gone for annotation in dataset.coco["annotations"])
+    gone = {annotation["image_id"] for annotation in rows[:9]}
+    objects = sum(annotation["image_id"] in gone for annotation in rows)
     assert dataset.check().problems[0].count == 9
-    report = repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
+    report = dataset.repair()
     assert (report.images, report.annotations) == (12 - len(gone), 31 - objects)
-    assert (report.repairs[0].kind, report.repairs[0].count) == (
-        "object without a whole mask",
-        len(gone),
-    )
-    assert f"with {objects} objects" in report.repairs[0].effect
+    [repair] = report.repairs
+    assert (repair.kind, repair.count) == ("object without a whole mask", len(gone))
+    assert f"with {objects} objects" in repair.effect
 
 
-def test_repair_of_what_tools_write(dataset, tmp_path):
+def test_repair_of_what_tools_write(dataset):
     """Numbers as text, flat polygons, parts of two points, ids as text, a box and an area that are
     missing.
     """
     original = dataset.check().statistics
-    for annotation in dataset.coco["annotations"]:
-        if isinstance(annotation["segmentation"], list):
-            annotation["segmentation"] = [str(number) for number in annotation["segmentation"][0]]
-        annotation.update(
-            image_id=str(annotation["image_id"]),
-            bbox=[str(side) for side in annotation["bbox"]],
-        )
-    dataset.coco["annotations"][0].update(bbox=[], area=None)
-    dataset.coco["annotations"][1]["segmentation"] = [
-        dataset.coco["annotations"][1]["segmentation"],
-        [1, 2, 3, 4],
-    ]
-    dataset.save()
-    report = repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
+    rows = dataset.rows
+    for row in rows:
+        if isinstance(row["segmentation"], list):
+            row["segmentation"] = [*map(str, row["segmentation"][0])]
+        row.update(image_id=str(row["image_id"]), bbox=[*map(str, row["bbox"])])
+    rows[0].update(bbox=[], area=None)
+    rows[1]["segmentation"] = [rows[1]["segmentation"], [1, 2, 3, 4]]
+    report = dataset.repair()
     assert report.ok
     assert report.statistics == original
     assert {repair.kind for repair in report.repairs} == {
@@ -516,10 +470,8 @@ def test_repair_of_what_tools_write(dataset, tmp_path):
         "bbox written anew",
         "area written anew",
     }
-    repaired = json.loads((tmp_path / "out.json").read_text())["annotations"]
-    assert all(
-        isinstance(number, float | int) for annotation in repaired for number in annotation["bbox"]
-    )
+    repaired = json.loads(dataset.repaired.read_text())["annotations"]
+    assert {type(number) for row in repaired for number in row["bbox"]} <= {float, int}
 
 
 @pytest.mark.parametrize(
@@ -534,29 +486,15 @@ def test_repair_of_what_tools_write(dataset, tmp_path):
         ({"segmentation": [[None] * 6]}, 11),
     ],
 )
-def test_repair_of_what_nobody_expects(dataset, change, kept, tmp_path):
-    dataset.coco["annotations"][2].update(change)
-    dataset.save()
-    report = repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
+def test_repair_of_what_nobody_expects(dataset, change, kept):
+    dataset.rows[2].update(change)
+    report = dataset.repair()
     assert report.ok
     assert report.images == kept
 
 
-def test_the_numbers_of_a_dataset(coco_mini):
-    report = check_dataset(coco_mini.images, coco_mini.annotations)
-    statistics = report.statistics
-    raw = json.loads(coco_mini.annotations.read_text())
-    rows = [annotation for annotation in raw["annotations"] if not annotation["iscrowd"]]
-    assert statistics.objects == len(rows) == sum(statistics.classes.values())
-    assert next(iter(statistics.classes)) == "person"
-    assert statistics.classes["person"] == sum(
-        annotation["category_id"] == 1 for annotation in rows
-    )
-
-
 def test_a_dataset_without_images_is_not_ok(dataset):
-    dataset.coco["images"] = []
-    dataset.coco["annotations"] = dataset.coco["images"]
+    dataset.coco.update(images=[], annotations=[])
     report = dataset.check()
     assert not report.ok
     assert report.problems[0].kind == "no images"
@@ -570,11 +508,13 @@ def test_many_defects_are_counted_and_a_few_shown(dataset):
 
 
 def test_repair_overwrites_nothing(dataset, tmp_path):
-    for output in (dataset.annotations, tmp_path):
-        with pytest.raises(ColabUtilsError, match="nothing of yours is overwritten"):
+    for output, message in (
+        (dataset.annotations, "nothing of yours is overwritten"),
+        (tmp_path, "nothing of yours is overwritten"),
+        (tmp_path / "no" / "out.json", r"Writing into .* failed"),
+    ):
+        with pytest.raises(ColabUtilsError, match=message):
             repair_annotations(dataset.images, dataset.annotations, output=output)
-    with pytest.raises(ColabUtilsError, match=r"Writing into .* failed"):
-        repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "no" / "out.json")
 
 
 def test_a_jpeg_with_something_after_its_end_is_whole(dataset):
@@ -588,7 +528,7 @@ def test_masks_are_checked_where_the_json_has_no_size(dataset):
     for image in dataset.coco["images"]:
         del image["width"], image["height"]
     assert dataset.check().ok
-    dataset.coco["annotations"][0]["segmentation"] = {"size": [1, 1], "counts": [1]}
+    dataset.rows[0]["segmentation"] = {"size": [1, 1], "counts": [1]}
     assert list_serious(dataset.check()) == ["bad mask"]
 
 
@@ -625,8 +565,7 @@ def test_what_a_broken_disk_does_not_give_is_a_bad_image(dataset, monkeypatch):
         return real(path, **options)
 
     monkeypatch.setattr(files, "open_file", fail)
-    report = dataset.check()
-    assert [problem.count for problem in report.problems if problem.kind == "bad image"] == [1]
+    assert list_kinds(dataset.check())["bad image"] == 1
 
 
 def test_a_process_that_the_system_ends_is_told(dataset, monkeypatch):
@@ -638,22 +577,21 @@ def test_a_process_that_the_system_ends_is_told(dataset, monkeypatch):
 
 
 def test_a_repair_that_would_keep_no_object_is_refused(dataset, tmp_path):
-    (tmp_path / "other").mkdir()
-    with pytest.raises(
-        ColabUtilsError,
-        match=r"has no object to keep: .* Name the right image folder",
-    ):
-        repair_annotations(tmp_path / "other", dataset.annotations, output=tmp_path / "out.json")
-    assert not (tmp_path / "out.json").exists()
+    dataset.images = tmp_path / "other"
+    dataset.images.mkdir()
+    with pytest.raises(ColabUtilsError, match=r"no object to keep: .* Name the right image folder"):
+        dataset.repair()
+    assert not dataset.repaired.exists()
 
 
 def test_a_missing_folder_or_file_is_told(dataset, tmp_path):
-    with pytest.raises(ColabUtilsError, match="There is no image folder"):
-        check_dataset(tmp_path / "no", dataset.annotations)
-    with pytest.raises(ColabUtilsError, match="There is no image folder"):
-        check_dataset(dataset.annotations, dataset.annotations)
-    with pytest.raises(ColabUtilsError, match=r"The annotations .* cannot be read"):
-        check_dataset(dataset.images, tmp_path / "no.json")
+    for images, path, message in (
+        (tmp_path / "no", dataset.annotations, "There is no image folder"),
+        (dataset.annotations, dataset.annotations, "There is no image folder"),
+        (dataset.images, tmp_path / "no.json", r"The annotations .* cannot be read"),
+    ):
+        with pytest.raises(ColabUtilsError, match=message):
+            check_dataset(images, path)
 
 
 @pytest.mark.parametrize("alike", [["car", "car "], ["a b", "a  B"]])
@@ -666,9 +604,9 @@ def test_categories_whose_names_are_alike_are_noted(dataset, alike):
 
 def test_fields_that_change_what_an_evaluation_means_are_noted(dataset):
     dataset.coco["images"][0]["not_exhaustive_category_ids"] = []
-    for annotation in dataset.coco["annotations"][:3]:
+    for annotation in dataset.rows[:3]:
         annotation["ignore"] = 1
-    counts = {problem.kind: problem.count for problem in dataset.check().problems}
+    counts = list_kinds(dataset.check())
     assert counts["annotation to ignore"] == 3
     assert counts["classes not looked for"] == 1
 
