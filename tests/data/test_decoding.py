@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 import warnings
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from importlib.util import find_spec
@@ -36,6 +35,7 @@ from colab_utils.data.orientation import decode_upright
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.shards.stored_images import store_image
+from tests.pictures import make_exif, make_png, save
 
 
 def dump(array):
@@ -98,18 +98,9 @@ def test_threads_do_not_disturb_each_other():
     assert result == {(128, (2, 3), np.dtype(np.float32))}
 
 
-def decode_as_torchcodec(
-    source,
-    *,
-    mode="RGB",
-    output_dtype=torch.uint8,
-    device="cpu",
-):
+def decode_as_torchcodec(source, *, mode="RGB"):
     """Decode as torchcodec 0.17 does, which obeys EXIF; by torchvision's operator."""
-    assert source.dtype == output_dtype == torch.uint8
-    assert source.dim() == 1
-    assert mode == "RGB"
-    assert device == "cpu"
+    assert (source.dtype, source.dim(), mode) == (torch.uint8, 1, "RGB")
     return torch.ops.image.decode_jpeg(source, 3, True)
 
 
@@ -136,16 +127,8 @@ def torchcodec_decoder(fresh_decoder, monkeypatch):
 
 
 def make_jpeg(orientation=1, mode="RGB", **options):
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    file = io.BytesIO()
-    Image.effect_noise((45, 31), 90).convert(mode).save(
-        file,
-        "JPEG",
-        exif=exif,
-        **options,
-    )
-    return file.getvalue()
+    noise = Image.effect_noise((45, 31), 90).convert(mode)
+    return save(noise, "JPEG", exif=make_exif(orientation), **options)
 
 
 PHOTOS = {
@@ -240,9 +223,7 @@ def switches(request, monkeypatch):
 def encode(kind, **options):
     """A photo with noise, so that no half of its file holds all of it."""
     noise = np.random.default_rng(0).integers(0, 256, (1100, 96), np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(noise).convert("RGB").save(file, kind, **options)
-    return file.getvalue()
+    return save(Image.fromarray(noise).convert("RGB"), kind, **options)
 
 
 KINDS = [
@@ -259,10 +240,10 @@ KINDS = [
 def test_images_cut_short_are_refused_whatever_pillow_was_told(switches, kind, options):
     data = encode(kind, **options)
     assert decode_pixels(data).shape == decode_upright(data, (1100, 96))[0].shape == (1100, 96, 3)
-    for left in (len(data) // 2, int(len(data) * 0.98)):
-        for decode in (decode_pixels, lambda part: decode_upright(part, (1100, 96))):
+    for share in (0.5, 0.98):
+        for decode in (decode_pixels, partial(decode_upright, size=(1100, 96))):
             with pytest.raises(ColabUtilsError, match=r"not (a complete|an) image"):
-                decode(data[:left])
+                decode(data[: int(len(data) * share)])
 
 
 @pytest.mark.parametrize("progressive", [False, True])
@@ -282,15 +263,10 @@ def test_too_many_pixels_are_told_in_our_words(switches, size):
     """Between one and two of Pillow's limits it warns, and above two of them it speaks of an
     attack.
     """
-    file = io.BytesIO()
-    Image.new("1", (8, 8)).save(file, "PNG")
-    data = bytearray(file.getvalue())
-    data[16:24] = size[0].to_bytes(4) + size[1].to_bytes(4)
-    data[29:33] = zlib.crc32(data[12:29]).to_bytes(4)
     with pytest.raises(
         ColabUtilsError, match=r"more than 112,000,000 pixels: cut it .* into tiles"
     ):
-        decode_pixels(data)
+        decode_pixels(make_png(size, 1, 0, [b"\0"]))
 
 
 def test_a_package_that_sets_the_switches_meanwhile_keeps_its_values(monkeypatch):
@@ -331,52 +307,38 @@ def test_a_process_forked_while_another_thread_reads_has_the_users_values(switch
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-@pytest.mark.parametrize("head", [b"II*\0", b"MM\0*", b"II+\0"])
-def test_a_tiff_that_pillow_cannot_decode_is_named_with_its_cure(head):
-    with pytest.raises(ColabUtilsError, match=r"^a TIFF that is not .* -scale 0 MAX IN OUT"):
+@pytest.mark.parametrize(
+    ("head", "words"),
+    [
+        (b"II*\0", r"^a TIFF that is not .* -scale 0 MAX IN OUT"),
+        (b"MM\0*", r"^a TIFF that is not .* -scale 0 MAX IN OUT"),
+        (b"II+\0", r"^a TIFF that is not .* -scale 0 MAX IN OUT"),
+        (bytes(128) + b"DICM", "not an image: DICOM: save it as an 8-bit PNG"),
+        (bytes(400), "not an image: nothing but zeros"),
+    ],
+)
+def test_what_pillow_cannot_decode_is_named_with_its_cure(head, words):
+    with pytest.raises(ColabUtilsError, match=words):
         decode_pixels(head + bytes(100))
 
 
 def save_deep(array, kind):
     if array.ndim == 3:
-        return make_deep_png(array)
-    file = io.BytesIO()
-    Image.fromarray(array).save(file, kind)
-    return file.getvalue()
-
-
-def make_deep_png(array):
-    """A PNG of 16 bits x 3 or 4 channels, which Pillow does not write."""
-    height, width, channels = array.shape
-    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in array)
-    colour_type = 2 if channels == 3 else 6
-    chunks = {
-        b"IHDR": struct.pack(">IIBBBBB", width, height, 16, colour_type, 0, 0, 0),
-        b"IDAT": zlib.compress(rows),
-        b"IEND": b"",
-    }
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-        for name, data in chunks.items()
-    )
+        return make_png((24, 16), 16, 2, [row.astype(">u2").tobytes() for row in array])
+    return save(Image.fromarray(array), kind)
 
 
 def paint_deep(brightest, channels):
     array = np.full((16, 24, channels), brightest // 2, np.uint16)
     array[3, 4] = brightest
-    array[..., 3:] = 65_535
     return array if channels > 1 else array[..., 0]
 
 
+DEEP = [(1, "PNG"), (1, "TIFF"), (3, "PNG")]
+
+
 @pytest.mark.parametrize("bits", [8, 14])
-@pytest.mark.parametrize(
-    ("channels", "kind"),
-    [
-        (1, "PNG"),
-        (1, "TIFF"),
-        (3, "PNG"),
-    ],
-)
+@pytest.mark.parametrize(("channels", "kind"), DEEP)
 def test_an_image_of_few_bits_stored_in_16_is_refused_everywhere(bits, channels, kind):
     """It would become almost black, without a word."""
     data = save_deep(paint_deep((1 << bits) - 1, channels), kind)
@@ -394,14 +356,7 @@ def store(data):
     return store_image(data, (16, 24), min_size=16, max_size=24)
 
 
-@pytest.mark.parametrize(
-    ("channels", "kind"),
-    [
-        (1, "PNG"),
-        (1, "TIFF"),
-        (3, "PNG"),
-    ],
-)
+@pytest.mark.parametrize(("channels", "kind"), DEEP)
 def test_an_image_that_uses_its_16_bits_keeps_the_upper_8(channels, kind):
     array = paint_deep(65_535, channels)
     expected = np.broadcast_to(
@@ -427,9 +382,8 @@ def split_jpeg(data):
 @pytest.mark.parametrize("marker", [0xC4, 0xDB])
 @pytest.mark.parametrize("change", ["renamed", "longer", "shorter"])
 def test_a_jpeg_whose_tables_are_damaged_is_refused_as_by_pillow(marker, change):
-    file = io.BytesIO()
-    Image.effect_noise((48, 32), 80).convert("RGB").save(file, "JPEG", quality=40)
-    parts, rest = split_jpeg(file.getvalue())
+    noise = Image.effect_noise((48, 32), 80).convert("RGB")
+    parts, rest = split_jpeg(save(noise, "JPEG", quality=40))
     number = [part[1] for part in parts].index(marker)
     length = int.from_bytes(parts[number][2:4])
     damaged = bytearray(parts[number])
@@ -443,25 +397,12 @@ def test_a_jpeg_whose_tables_are_damaged_is_refused_as_by_pillow(marker, change)
         decode_pixels(data)
 
 
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        (bytes(128) + b"DICM" + bytes(200), "not an image: DICOM: save it as an 8-bit PNG"),
-        (bytes(400), "not an image: nothing but zeros"),
-    ],
-)
-def test_a_medical_image_is_named_though_it_begins_with_zeros(data, words):
-    with pytest.raises(ColabUtilsError, match=words):
-        decode_pixels(data)
-
-
 @pytest.mark.parametrize("orientation", [6, 8])
 @pytest.mark.parametrize("is_upright", [True, False])
 def test_a_tiff_that_pillow_turns_has_its_size_as_turned(tmp_path, orientation, is_upright):
-    exif = Image.Exif()
-    exif[0x0112] = orientation
     (tmp_path / "images").mkdir()
-    Image.effect_noise((48, 32), 80).convert("RGB").save(tmp_path / "images/a.tif", exif=exif)
+    noise = Image.effect_noise((48, 32), 80).convert("RGB")
+    noise.save(tmp_path / "images/a.tif", exif=make_exif(orientation))
     width, height = (32, 48) if is_upright else (48, 32)
     coco = {
         "images": [{"id": 1, "file_name": "a.tif", "width": width, "height": height}],
@@ -485,13 +426,10 @@ def test_a_tiff_that_pillow_turns_has_its_size_as_turned(tmp_path, orientation, 
 def test_a_tiff_in_which_zero_is_white_is_no_negative(bits, white):
     values = (np.arange(64 * 96) % 60000 * 10).astype(np.uint16).reshape(64, 96)
     stored = values if bits == 16 else (values >> 8).astype(np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(stored).save(file, "TIFF")
-    data = bytearray(file.getvalue())
+    data = bytearray(save(Image.fromarray(stored), "TIFF"))
     # The tag 262 says whether 0 is white (0) or black (1).
     place = data.index(struct.pack("<HHI", 262, 3, 1))
     data[place + 8] = white
-    expected = (values >> 8).astype(np.uint8)
-    if white == 0:
-        expected = 255 - expected
+    dark = (values >> 8).astype(np.uint8)
+    expected = dark if white else 255 - dark
     assert np.array_equal(decode_pixels(data)[..., 0], expected)

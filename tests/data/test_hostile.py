@@ -5,18 +5,14 @@ seconds, little memory.
 from __future__ import annotations
 
 import base64
-import io
 import json
 import os
 import re
-import struct
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 from xml.dom import minidom
 
-import numpy as np
 import pytest
 from PIL import Image, TiffImagePlugin
 
@@ -25,6 +21,8 @@ from colab_utils.data.repair import repair_annotations
 from colab_utils.errors import ColabUtilsError
 from colab_utils.shards.write import write_shards
 from colab_utils.show.report import write_check
+from tests.coco_files import make_object
+from tests.pictures import make_chunk, make_png, save
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,21 +31,16 @@ ROOT = Path(__file__).resolve().parents[2]
 def coco(tmp_path):
     """One image of 32 x 24 pixels with one square."""
     (tmp_path / "images").mkdir()
-    pixels = np.random.default_rng(0).integers(0, 255, (24, 32, 3), np.uint8)
-    Image.fromarray(pixels).save(tmp_path / "images/0.png")
-    square = {
-        "id": 1,
-        "image_id": 1,
-        "category_id": 1,
-        "bbox": [2, 2, 10, 8],
-        "area": 80,
-        "iscrowd": 0,
-    }
+    Image.effect_noise((32, 24), 90).convert("RGB").save(tmp_path / "images/0.png")
     return {
         "images": [{"id": 1, "file_name": "0.png", "width": 32, "height": 24}],
-        "annotations": [{**square, "segmentation": [[2, 2, 12, 2, 12, 10, 2, 10]]}],
+        "annotations": [make_object(1, 1, [2, 2, 10, 8])],
         "categories": [{"id": 1, "name": "car"}],
     }
+
+
+def write(folder):
+    return write_shards(folder / "images", folder / "a.json", shards=folder / "shards", workers=1)
 
 
 def check(folder, coco, **options):
@@ -64,23 +57,6 @@ def draw_page(folder, coco):
     for drawing in re.findall('base64,([^"]+)', page):
         minidom.parseString(base64.b64decode(drawing))
     return report, page
-
-
-def make_png(chunks, *, depth, colour, row):
-    def pack(kind, data):
-        return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
-
-    header = pack(b"IHDR", struct.pack(">IIBBBBB", 32, 24, depth, colour, 0, 0, 0))
-    pixels = pack(b"IDAT", zlib.compress(24 * (b"\0" + row)))
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + header
-        + b"".join(pack(*chunk) for chunk in chunks)
-        + pixels
-        + pack(b"IEND", b"")
-    )
 
 
 def test_a_page_without_any_class(tmp_path, coco):
@@ -127,19 +103,15 @@ def test_what_pillow_would_not_write_costs_no_image(tmp_path, coco, kind):
     whole run.
     """
     if kind == "bit":
-        data = make_png([(b"tRNS", b"\0\0")], depth=1, colour=0, row=bytes(4))
+        data = make_png((32, 24), 1, 0, [bytes(4)] * 24, make_chunk(b"tRNS", b"\0\0"))
     else:
         entries = TiffImagePlugin.ImageFileDirectory_v2()
         entries[34675] = "abc"
         entries.tagtype[34675] = 2
-        file = io.BytesIO()
-        Image.new("RGB", (32, 24)).save(file, "TIFF", tiffinfo=entries)
-        data = file.getvalue()
+        data = save(Image.new("RGB", (32, 24)), "TIFF", tiffinfo=entries)
     (tmp_path / "images/0.png").write_bytes(data)
     check(tmp_path, coco)
-    written = write_shards(
-        tmp_path / "images", tmp_path / "a.json", shards=tmp_path / "shards", workers=1
-    )
+    written = write(tmp_path)
     assert (written.images, written.skipped) == (1, ())
 
 
@@ -150,13 +122,18 @@ def test_what_pillow_would_not_write_costs_no_image(tmp_path, coco, kind):
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 32 24\n{} loop\n", "PostScript"),
         (
             make_png(
-                [(b"PLTE", bytes(6)), (b"tRNS", bytes(300))], depth=8, colour=3, row=b"\t" * 32
+                (32, 24),
+                8,
+                3,
+                [b"\t" * 32] * 24,
+                make_chunk(b"PLTE", bytes(6)),
+                make_chunk(b"tRNS", bytes(300)),
             ),
             "palette",
         ),
         (
             b"\0\0\1\0\1\0 \0\0\0\0\0\1\0\1\0 \0\0\0\x16\0\0\0"
-            + make_png([], depth=8, colour=0, row=bytes(32)),
+            + make_png((32, 24), 8, 0, [bytes(32)] * 24),
             "image",
         ),
     ],
@@ -165,15 +142,10 @@ def test_what_pillow_would_not_write_costs_no_image(tmp_path, coco, kind):
 def test_files_that_no_training_reads_are_found(tmp_path, coco, data, message):
     (tmp_path / "images/0.png").write_bytes(data)
     report = check(tmp_path, coco, deep=True)
-    assert [
-        problem
-        for problem in report.problems
-        if problem.kind == "bad image" and message in str(problem)
-    ], report
+    [problem] = [problem for problem in report.problems if problem.kind == "bad image"]
+    assert message in str(problem)
     with pytest.raises(ColabUtilsError, match=message):
-        write_shards(
-            tmp_path / "images", tmp_path / "a.json", shards=tmp_path / "shards", workers=1
-        )
+        write(tmp_path)
 
 
 MEMORY = """
@@ -189,18 +161,11 @@ print(max(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) / 1e6)
 
 def test_a_page_takes_little_memory(tmp_path, coco):
     """1,300 outlines took 16 GB; a file of zeros was read as a whole to name what it is."""
-    (annotation,) = coco["annotations"]
     Image.new("RGB", (640, 640)).save(tmp_path / "images/0.png")
     coco["images"][0].update(width=640, height=640)
     corners = [(x, y) for x in range(0, 624, 32) for y in range(0, 512, 15)]
     coco["annotations"] = [
-        {
-            **annotation,
-            "id": n,
-            "bbox": [x, y, 9, 9],
-            "segmentation": [[x, y, x + 9, y, x + 9, y + 9, x, y + 9]],
-        }
-        for n, (x, y) in enumerate([*corners, corners[0]])
+        make_object(n, 1, [x, y, 9, 9]) for n, (x, y) in enumerate([*corners, corners[0]])
     ]
     coco["images"].append({"id": 2, "file_name": "zeros.png", "width": 32, "height": 24})
     (tmp_path / "images/zeros.png").touch()

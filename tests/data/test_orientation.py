@@ -16,6 +16,8 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards import plan
 from colab_utils.show.report import write_check
+from tests.coco_files import make_object
+from tests.pictures import make_exif
 
 LONG = 96
 SHORT = 64
@@ -42,47 +44,24 @@ class Photos:
         self.images = folder / "images"
         self.images.mkdir()
         self.annotations = folder / "coco.json"
-        self.coco = {
-            "images": [],
-            "annotations": [],
-            "categories": [{"id": 1, "name": "can"}],
-        }
+        categories = [{"id": 1, "name": "can"}]
+        self.coco = {"images": [], "annotations": [], "categories": categories}
 
     def add(self, orientation, *, upright=True, square=False, sized=True, kind="jpg"):
         number = len(self.coco["images"]) + 1
-        name = f"{number}.{kind}"
-        shown = np.zeros((LONG, LONG if square else SHORT, 3), np.uint8)
-        shown[56:88, 8:40] = 255
-        exif = Image.Exif()
-        exif[0x0112] = orientation
-        stored = Image.fromarray(shown)
-        if orientation in BACK:
-            stored = stored.transpose(BACK[orientation])
-        stored.save(self.images / name, exif=exif, quality=95)
-        labelled = np.asarray(Image.fromarray(shown) if upright else stored)[..., 0] > 128
-        height, width = labelled.shape
-        image = {"id": number, "file_name": name}
+        pixels = np.zeros((LONG, LONG if square else SHORT, 3), np.uint8)
+        pixels[56:88, 8:40] = 255
+        shown = Image.fromarray(pixels)
+        stored = shown.transpose(BACK[orientation]) if orientation in BACK else shown
+        image = {"id": number, "file_name": f"{number}.{kind}"}
+        stored.save(self.images / image["file_name"], exif=make_exif(orientation), quality=95)
+        labelled = shown if upright else stored
         if sized:
-            image |= {"width": width, "height": height}
+            image |= {"width": labelled.width, "height": labelled.height}
         self.coco["images"].append(image)
-        rows = np.flatnonzero(labelled.any(1))
-        columns = np.flatnonzero(labelled.any(0))
-        left = int(columns[0])
-        right = int(columns[-1]) + 1
-        top = int(rows[0])
-        bottom = int(rows[-1]) + 1
-        outline = [left, top, right, top, right, bottom, left, bottom]
-        self.coco["annotations"].append(
-            {
-                "id": number,
-                "image_id": number,
-                "category_id": 1,
-                "bbox": [left, top, right - left, bottom - top],
-                "area": (right - left) * (bottom - top),
-                "iscrowd": 0,
-                "segmentation": [outline],
-            }
-        )
+        left, top, right, bottom = labelled.getbbox()
+        box = [left, top, right - left, bottom - top]
+        self.coco["annotations"].append(make_object(number, number, box))
         self.annotations.write_text(json.dumps(self.coco))
 
     def open(self, **options):
@@ -98,6 +77,11 @@ class Photos:
 @pytest.fixture
 def photos(tmp_path):
     return Photos(tmp_path)
+
+
+@pytest.fixture
+def shards(tmp_path):
+    return tmp_path / "shards"
 
 
 def fits(sample):
@@ -131,27 +115,25 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("upright", [True, False])
-def test_photos_that_can_tell_decide_for_those_that_cannot(photos, tmp_path, kind, upright):
+def test_photos_that_can_tell_decide_for_those_that_cannot(photos, shards, kind, upright):
     for tag in (1, *QUARTER_TURNS):
         photos.add(tag, upright=upright)
     for photo in KINDS[kind]:
         photos.add(**photo, upright=upright)
-    used = "turned" if upright else "used as stored"
-    shards = tmp_path / "shards"
-    with pytest.warns(ColabUtilsWarning, match=f"They are {used}, as the other photos") as warned:
+    used, exif = ("turned", "turn") if upright else ("used as stored", "keep")
+    match = f"They are {used}, as the other photos"
+    with pytest.warns(ColabUtilsWarning, match=match) as warned:
         report = photos.write(shards)
-    assert len(warned) == 1
-    assert read_recipe(shards)["exif"] == ("turn" if upright else "keep")
+    assert read_recipe(shards)["exif"] == exif
     assert report.images == 5 + len(KINDS[kind])
     assert all(list_fits(ShardDataset(shards)))
     loose = photos.open()
-    with pytest.warns(ColabUtilsWarning, match=f"They are {used}, as the other photos") as warned:
+    with pytest.warns(ColabUtilsWarning, match=match) as warned_by_loose:
         assert all(list_fits(loose))
-    assert len(warned) == 1
+    assert (len(warned), len(warned_by_loose)) == (1, 1)
     checked = photos.check()
     assert checked.ok
-    assert checked.exif == ("turn" if upright else "keep")
-    assert checked.unclear == ()
+    assert (checked.exif, checked.unclear) == (exif, ())
     expected = "EXIF rotation, turned" if upright else "EXIF rotation, kept"
     assert find_kinds(checked)[expected] == len(KINDS[kind])
 
@@ -161,12 +143,13 @@ NONE_TELLS = [(1, True), (3, True), (3, False), (2, True)]
 
 
 @pytest.mark.parametrize("set_of", [DISAGREE, NONE_TELLS])
-def test_where_nothing_decides_photos_stay_as_stored_and_check_calls_it(photos, tmp_path, set_of):
+def test_where_nothing_decides_photos_stay_as_stored_and_check_calls_it(
+    photos, shards, tmp_path, set_of
+):
     for tag, upright in set_of:
         photos.add(tag, upright=upright)
     unclear = sum(tag in HALF_TURNS for tag, _ in set_of)
     right = [not upright or tag not in HALF_TURNS for tag, upright in set_of]
-    shards = tmp_path / "shards"
     with pytest.warns(ColabUtilsWarning, match=r"used as stored, because .* choose exif \(--exif"):
         report = photos.write(shards)
     assert report.faults == {"EXIF rotation, unclear": unclear}
@@ -186,7 +169,7 @@ def test_where_nothing_decides_photos_stay_as_stored_and_check_calls_it(photos, 
 
 
 @pytest.mark.parametrize("exif", ["turn", "keep"])
-def test_an_argument_decides_for_photos_whose_size_does_not_tell_alone(photos, tmp_path, exif):
+def test_an_argument_decides_for_photos_whose_size_does_not_tell_alone(photos, shards, exif):
     upright = exif == "turn"
     # The sizes of these two decide, whatever the argument says.
     photos.add(6, upright=not upright)
@@ -194,7 +177,6 @@ def test_an_argument_decides_for_photos_whose_size_does_not_tell_alone(photos, t
     for tag in HALF_TURNS:
         photos.add(tag, upright=upright)
     photos.add(8, square=True, upright=upright)
-    shards = tmp_path / "shards"
     photos.write(shards, exif=exif)
     assert read_recipe(shards)["exif"] == exif
     assert all(list_fits(ShardDataset(shards)))
@@ -208,10 +190,9 @@ def test_an_argument_decides_for_photos_whose_size_does_not_tell_alone(photos, t
         photos.write(shards, exif="keep" if exif == "turn" else "turn")
 
 
-def test_an_older_folder_goes_on_by_its_own_recipe(photos, tmp_path, monkeypatch):
+def test_an_older_folder_goes_on_by_its_own_recipe(photos, shards, monkeypatch):
     for tag in (6, 3, 8, 3, 3, 3):
         photos.add(tag)
-    shards = tmp_path / "shards"
     # Versions before this one wrote no ``exif``.
     monkeypatch.setattr(plan, "choose_turn", lambda *_, **options: "keep")
 
@@ -234,37 +215,36 @@ def test_an_older_folder_goes_on_by_its_own_recipe(photos, tmp_path, monkeypatch
     assert {path.name: path.read_bytes() for path in shards.iterdir()} == before
 
 
-def test_photos_without_a_turn_say_nothing_and_a_wrong_word_is_refused(photos, tmp_path):
+def test_photos_without_a_turn_say_nothing_and_a_wrong_word_is_refused(photos, shards):
     photos.add(1)
     photos.add(6)
-    photos.write(tmp_path / "shards")
-    assert read_recipe(tmp_path / "shards")["exif"] == "turn"
+    photos.write(shards)
+    assert read_recipe(shards)["exif"] == "turn"
     assert all(list_fits(photos.open()))
     assert photos.check().problems == ()
-    for call in (photos.open, photos.check, partial(photos.write, tmp_path / "other")):
+    for call in (photos.open, photos.check, partial(photos.write, shards / "other")):
         with pytest.raises(ColabUtilsError, match="exif must be one of auto, turn, keep"):
             call(exif="upright")
 
 
-def test_the_commands_take_the_argument(photos, tmp_path, capsys):
+def test_the_commands_take_the_argument(photos, shards, tmp_path, capsys):
     for tag in (3, 2, 1):
         photos.add(tag)
     data = ["--images", str(photos.images), "--annotations", str(photos.annotations)]
     repaired = ["check", *data, "--exif", "turn", "--repair", str(tmp_path / "new.json")]
     assert main(repaired) == 0
     assert "EXIF rotation, turned" in capsys.readouterr().out
-    shards = tmp_path / "shards"
     assert main(["preprocess", *data, "--shards", str(shards), "--exif", "turn"]) == 0
     assert read_recipe(shards)["exif"] == "turn"
     assert all(list_fits(ShardDataset(shards)))
 
 
-def test_damaged_and_missing_photos_tell_nothing(photos, tmp_path):
+def test_damaged_and_missing_photos_tell_nothing(photos, shards):
     for tag in (6, 6, 6, 3):
         photos.add(tag)
     (photos.images / "1.jpg").unlink()
     (photos.images / "2.jpg").write_bytes(b"\xff\xd8\xff\xe1nothing")
     with pytest.warns(ColabUtilsWarning, match="They are turned"):
-        report = photos.write(tmp_path / "shards", max_bad=2)
+        report = photos.write(shards, max_bad=2)
     assert report.images == 2
-    assert all(list_fits(ShardDataset(tmp_path / "shards")))
+    assert all(list_fits(ShardDataset(shards)))
