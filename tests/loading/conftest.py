@@ -1,0 +1,20 @@
+"""What the tests of loading share."""
+
+from __future__ import annotations
+
+import pytest
+
+from colab_utils.loading.loader import make_loader
+
+
+@pytest.fixture
+def make(request):
+    """``make_loader`` of small packed batches, that ends its workers with the test."""
+
+    def build(dataset, **options):
+        small = {"batch_size": 2, "workers": 0, "deliver": "packed"}
+        loader = make_loader(dataset, **{**small, **options})
+        request.addfinalizer(loader.close)
+        return loader
+
+    return build
