@@ -11,7 +11,6 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -33,23 +32,12 @@ from colab_utils.diagnosis.timing import BatchTimes, time_batches
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.emulated_step import EmulatedStep
 from colab_utils.slow_drive import DriveProfile, slow_down
+from tests.diagnosis.loops import Samples, collate
 
 # There may be more workers than cores, because they only sleep.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 SLOW = DriveProfile("test", open_s=0.03, bytes_per_s=50e6, source="made up for the test")
-
-
-class _Sleepy(Dataset):
-    def __init__(self, load_s=0.0):
-        self.load_s = load_s
-
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        time.sleep(self.load_s)
-        return torch.zeros(3, 8, 8), index
 
 
 class _Endless(Sampler):
@@ -73,10 +61,6 @@ def short_trials(monkeypatch):
     monkeypatch.setattr(fixes, "_TRIAL_BATCHES", 6)
 
 
-def _collate(samples):
-    return tuple(zip(*samples, strict=True))
-
-
 def _look_at(loader, step=None, *, seconds=1.0, verify=False):
     """What `diagnose` measures before it looks for fixes, in a shorter time."""
     step = step or EmulatedStep(5)
@@ -92,7 +76,7 @@ def _situate(rate=5.0, *, read_s=(0.2,), cpu_ms=1.0, step_ms=20, workers=1, **ch
     loop = BatchTimes((4 / rate,) * 10, (0.0,) * 10, 40, 0.04 * cpu_ms, 0.0)
     cached = BatchTimes((0.0,) * 10, (step_ms / 1000,) * 10, 40, 0.0, 9 * step_ms / 1000)
     timed = LoadingStages(read_s=read_s)
-    loader = DataLoader(_Sleepy(), batch_size=4, num_workers=workers, sampler=_Endless())
+    loader = DataLoader(Samples(), batch_size=4, num_workers=workers, sampler=_Endless())
     return Situation(loader, EmulatedStep(step_ms), loop, cached, timed, 1.0, **changes)
 
 
@@ -144,7 +128,7 @@ def test_each_fix_of_a_slow_folder_is_forecast_and_measured(monkeypatch, slow_fo
     # Images of 160 x 128 pixels become 40 x 32.
     monkeypatch.setattr(fixes, "_SIDES", {"min_size": 32, "max_size": 64})
     if plain:
-        loader = DataLoader(slow_folder, batch_size=2, collate_fn=_collate)
+        loader = DataLoader(slow_folder, batch_size=2, collate_fn=collate)
     else:
         loader = make_loader(slow_folder, batch_size=2, workers=0)
     now = _look_at(loader, verify=True)
@@ -181,7 +165,7 @@ def test_shards_on_a_slow_drive(tiny_shards):
 @pytest.mark.clock
 def test_settings_are_forecast_and_measured(quiet_machine):
     now = _look_at(
-        DataLoader(_Sleepy(0.02), batch_size=4, num_workers=1),
+        DataLoader(Samples(64, 0.02), batch_size=4, num_workers=1),
         EmulatedStep(20),
         seconds=5,
         verify=True,
@@ -225,6 +209,8 @@ def test_the_best_fix_alone_is_tried_where_its_trial_confirms_it(tries):
     assert ranked[0].is_confirmed
     assert ranked[0].measured_images_per_second > 20
     assert ranked[1].measured_images_per_second is None
+    ranked = find_fixes(_situate(verify=True))
+    assert all("Measured: " in str(fix) for fix in ranked)
 
 
 @pytest.mark.parametrize("factor", [0.7, 1.3])
@@ -239,12 +225,6 @@ def test_the_next_fixes_are_tried_where_a_trial_is_far_from_its_forecast(tries, 
     assert rates[0] >= 0.95 * max(rates)
 
 
-def test_all_fixes_are_tried_if_you_ask_for_it(tries):
-    ranked = find_fixes(_situate(verify=True))
-    assert all(fix.measured_images_per_second for fix in ranked)
-    assert "Measured: " in str(ranked[0])
-
-
 def test_nothing_is_tried_where_no_fix_wins(tries):
     _, tried = tries
     # The step is the limit.
@@ -255,7 +235,7 @@ def test_nothing_is_tried_where_no_fix_wins(tries):
 
 def test_your_own_step_is_never_run_in_a_trial():
     calls = []
-    now = _look_at(DataLoader(_Sleepy(), batch_size=4), lambda *batch: calls.append(1))
+    now = _look_at(DataLoader(Samples(), batch_size=4), lambda *batch: calls.append(1))
     calls.clear()
     fixes_by_id = _find(now)
     assert all(
@@ -270,7 +250,7 @@ def test_one_fix_that_cannot_be_tried_keeps_the_others(monkeypatch, slow_folder)
         raise ColabUtilsError("There is no room in /tmp. Make some.")
 
     monkeypatch.setattr(fixes, "write_shards", fail)
-    loader = DataLoader(slow_folder, batch_size=2, collate_fn=_collate)
+    loader = DataLoader(slow_folder, batch_size=2, collate_fn=collate)
     fixes_by_id = _find(_look_at(loader, verify=True))
     for id in ("shards", "packed_masks"):
         assert fixes_by_id[id].forecast_images_per_second > 0
@@ -282,38 +262,34 @@ def test_one_fix_that_cannot_be_tried_keeps_the_others(monkeypatch, slow_folder)
 
 
 @pytest.mark.parametrize("batch_size", [4, None])
-def test_an_endless_sampler_without_a_length(batch_size):
+def test_data_without_a_length_is_forecast(batch_size):
     options = {"sampler": _Endless(), "batch_size": None}
     if batch_size:
         options = {"batch_sampler": BatchSampler(_Endless(), batch_size, drop_last=True)}
-    diagnosis = diagnose(DataLoader(_Sleepy(0.002), **options), EmulatedStep(2), seconds=0.3)
-    assert {fix.id for fix in diagnosis.fixes} == {"workers"}
-    assert all(fix.forecast_images_per_second for fix in diagnosis.fixes)
-
-
-@pytest.mark.parametrize("batch_size", [4, None])
-def test_an_iterable_dataset_is_forecast_and_not_tried(batch_size):
-    diagnosis = diagnose(DataLoader(_Stream(), batch_size=batch_size), EmulatedStep(2), seconds=0.3)
+    endless = DataLoader(Samples(64, 0.002), **options)
+    for loader in (endless, DataLoader(_Stream(), batch_size=batch_size)):
+        diagnosis = diagnose(loader, EmulatedStep(2), seconds=0.3)
+        (fix,) = diagnosis.fixes
+        assert fix.id == "workers"
+        assert fix.forecast_images_per_second > 0
+    # A stream divides its samples among the workers itself.
     assert [stage.name for stage in diagnosis.stages] == ["wait", "step"]
-    (fix,) = diagnosis.fixes
-    assert fix.id == "workers"
-    assert fix.forecast_images_per_second > 0
     assert fix.measured_images_per_second is None
 
 
 def test_a_trial_keeps_what_the_loader_was_given():
     batches = BatchSampler(RandomSampler(range(64)), 8, drop_last=False)
     loader = DataLoader(
-        _Sleepy(),
+        Samples(),
         batch_sampler=batches,
-        collate_fn=_collate,
+        collate_fn=collate,
         num_workers=1,
         prefetch_factor=3,
         timeout=50,
     )
     now = _look_at(loader)
     with open_like(now, num_workers=2) as tried:
-        assert (tried.batch_sampler, tried.collate_fn) == (batches, _collate)
+        assert (tried.batch_sampler, tried.collate_fn) == (batches, collate)
         assert (tried.num_workers, tried.prefetch_factor, tried.timeout) == (2, 3, 50)
     with open_like(now, [1, 2, 3], prefetch_factor=6) as tried:
         assert (tried.batch_size, tried.num_workers, tried.prefetch_factor) == (8, 1, 6)

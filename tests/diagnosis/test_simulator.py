@@ -1,20 +1,17 @@
 """The simulated loop: a published reference, the exact laws, and the real DataLoader beside it."""
 
 import dataclasses
-import itertools
 import math
 import random
 import time
 
 import numpy as np
 import pytest
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from colab_utils.diagnosis.simulator import Loop, forecast_rate, simulate
 from colab_utils.errors import ColabUtilsError
-
-# Python 3.12 warns that a process with threads forks, which torch's DataLoader does by design.
-pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+from tests.diagnosis.loops import Samples
 
 
 @pytest.mark.parametrize(
@@ -33,7 +30,7 @@ def test_seven_loaders_deliver_as_many_batches_as_the_reference(
 ):
     runs = [
         simulate(workers=7, load_s=load_s, step_s=0.1, load_cv=load_cv, seed=seed).batches
-        for seed in range(200 if load_cv else 1)
+        for seed in range(60 if load_cv else 1)
     ]
     assert np.mean(runs) == pytest.approx(batches, abs=tolerance)
 
@@ -96,23 +93,13 @@ def test_traces_follow_the_recursion():
     batch, taken, stepped = run.steps
     assert (np.diff(batch) == 1).all()
     assert len(batch) > 100
+    assert max(stepped) <= 20
     for i in range(len(batch) - workers * prefetch):
         _, start, done = loads[i]
         earliest = loads[i - workers][2] if i >= workers else 0.0
         asked = taken[i - workers * prefetch] if i >= workers * prefetch else 0.0
         assert start == pytest.approx(max(earliest, asked))
         assert taken[i] == pytest.approx(max(done, stepped[i - 1] if i else 0.0))
-
-
-def test_nobody_does_two_things_at_once():
-    run = simulate(workers=4, load_s=0.4, step_s=0.1, load_cv=1.0, step_cv=0.5, seconds=30)
-    for _, start, end in (*run.loads, run.steps):
-        assert (start[1:] >= end[:-1] - 1e-12).all()
-        assert (end >= start).all()
-        assert end[-1] <= 30
-    assert len(set(run.steps.batch.tolist())) == len(run.steps.batch)
-    ready = {batch: end for trace in run.loads for batch, _, end in zip(*trace, strict=True)}
-    assert all(taken >= ready[batch] for batch, taken, _ in zip(*run.steps, strict=True))
 
 
 def test_seed_repeats_and_changes():
@@ -163,25 +150,12 @@ def test_impossible_settings_are_refused(settings, words):
         simulate(**{"workers": 2, "load_s": 0.1, "step_s": 0.1, **settings})
 
 
-class _Sleepy(Dataset):
-    def __init__(self, load_s):
-        self.load_s = load_s
-
-    def __len__(self):
-        return len(self.load_s)
-
-    def __getitem__(self, index):
-        time.sleep(max(0, self.load_s[index]))
-        return index
-
-
 def _time_loader(load_s, step_s, seconds, **settings):
     """Seconds a batch of the real DataLoader, with workers and a step that sleep, and the number of
     batches.
     """
-    if settings["num_workers"] == 0:
-        settings["prefetch_factor"] = None
-    loader = DataLoader(_Sleepy(load_s), batch_size=None, **settings)
+    samples = Samples(len(load_s), act=lambda index: time.sleep(max(0, load_s[index])))
+    loader = DataLoader(samples, batch_size=None, **settings)
     ended_s = []
     for _, sleep_s in zip(loader, step_s, strict=False):
         time.sleep(max(0, sleep_s))
@@ -191,24 +165,19 @@ def _time_loader(load_s, step_s, seconds, **settings):
     return (ended_s[-1] - ended_s[0]) / (len(ended_s) - 1), len(ended_s)
 
 
-def _measure_surplus(workers, load_s, step_s):
+def _measure_surplus(load_s, step_s):
     """Seconds that a load and a step take beyond their sleep: this machine wakes up late, and gets
     going late.
     """
-    many = [load_s] * 1000
     none = [0.0] * 1000
-    if not workers:
-        return _time_loader(many, none, 0.4, num_workers=0)[0] - load_s, 0.0
-    load, _ = _time_loader(many, none, 0.4, num_workers=1)
+    load, _ = _time_loader([load_s] * 1000, none, 0.4, num_workers=1)
     step, _ = _time_loader(none, [step_s] * 1000, 0.4, num_workers=1, prefetch_factor=8)
     return load - load_s, step - step_s
 
 
 def _compare_loader(run, settings):
     """Batches of the real DataLoader over simulated ones in the same time."""
-    over_load, over_step = _measure_surplus(
-        settings["workers"], settings["load_s"], settings["step_s"]
-    )
+    over_load, over_step = _measure_surplus(settings["load_s"], settings["step_s"])
     spans = sorted(
         (batch, end - start)
         for trace in run.loads
@@ -230,8 +199,6 @@ def _compare_loader(run, settings):
 @pytest.mark.parametrize(
     "settings",
     [
-        # Without workers, loading and training alternate.
-        {"workers": 0, "load_s": 0.03, "step_s": 0.02},
         # Loading and step are in balance, and unsteady.
         {"workers": 4, "load_s": 0.16, "step_s": 0.04, "load_cv": 0.5, "step_cv": 0.2},
         # The queue is deep.
@@ -247,14 +214,6 @@ def test_real_dataloader_does_as_many_batches(settings):
         if abs(rates[-1] - 1) < 0.03:
             break
     assert rates[-1] == pytest.approx(1, abs=0.03), rates
-
-
-def test_more_workers_never_lose_batches():
-    runs = [
-        simulate(workers=w, load_s=0.5, step_s=0.1, load_cv=0.4, seconds=60).batches
-        for w in (1, 2, 4, 8)
-    ]
-    assert all(more > fewer for fewer, more in itertools.pairwise(runs))
 
 
 # Reads with a long tail, as those of a slow Drive.
@@ -290,7 +249,7 @@ def _draw_loop(chance):
 
 def test_the_law_is_an_upper_limit():
     chance = random.Random(0)
-    for _ in range(200):
+    for _ in range(100):
         loop = _draw_loop(chance)
         # Images that were read before the first fifth ended come at once.
         assert forecast_rate(loop) <= 1.25 * loop.batch_size / loop.limit_s, loop

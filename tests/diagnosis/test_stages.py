@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
 from colab_utils import CocoFolder, ShardDataset
 from colab_utils.diagnosis import stages as module
@@ -25,34 +25,9 @@ from colab_utils.diagnosis.stages import (
     time_stages,
 )
 from colab_utils.slow_drive import DriveProfile, slow_down
-
-# Python 3.12 warns that a process with threads forks, which torch's DataLoader does by design.
-pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+from tests.diagnosis.loops import Samples, burn, collate
 
 SLOW = DriveProfile("test", open_s=0.02, bytes_per_s=50e6, source="made up for the test")
-
-
-def collate(samples):
-    time.sleep(0.008)
-    return tuple(zip(*samples, strict=True))
-
-
-class Slow(Dataset):
-    """Reading takes 20 ms."""
-
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        time.sleep(0.02)
-        return torch.zeros(3, 8, 8), {"boxes": torch.zeros(1, 4)}
-
-
-@pytest.mark.clock
-def test_collate_is_per_image():
-    loader = DataLoader(Slow(), batch_size=4, collate_fn=collate)
-    stage = time_stages(loader, images=4, seconds=1).stages["collate"]
-    assert 2 <= stage.median_ms < 6
 
 
 @pytest.mark.clock
@@ -78,15 +53,15 @@ def test_the_stage_decode_is_what_a_dataset_with_sizes_does(tiny_dataset):
 
 @pytest.mark.clock
 @pytest.mark.parametrize(
-    ("width", "limit"),
+    ("width", "files_per_s"),
     [
         # All are served at once.
-        (64, None),
+        (64, math.inf),
         # Eight are served at once: more reads wait for them.
         (8, 8 / 0.03),
     ],
 )
-def test_single_reads_are_those_that_do_not_meet_the_limit_of_the_folder(width, limit):
+def test_single_reads_are_those_that_do_not_meet_the_limit_of_the_folder(width, files_per_s):
     free_s = [0.0] * width
     lock = threading.Lock()
 
@@ -103,10 +78,7 @@ def test_single_reads_are_those_that_do_not_meet_the_limit_of_the_folder(width, 
     assert len(reads.contents) > 100
     assert all(len(content) == index for index, content in reads.contents.items())
     assert np.median(reads.seconds) == pytest.approx(0.03, rel=0.3)
-    if limit is None:
-        assert reads.files_per_s == math.inf
-    else:
-        assert reads.files_per_s == pytest.approx(limit, rel=0.3)
+    assert reads.files_per_s == pytest.approx(files_per_s, rel=0.3)
 
 
 def test_a_few_files_are_read_once_each():
@@ -118,71 +90,50 @@ def test_a_few_files_are_read_once_each():
 
 @pytest.mark.clock
 def test_a_users_own_loader_is_taken_apart():
-    loader = DataLoader(Slow(), batch_size=4, collate_fn=collate, num_workers=1)
+    def collate_slowly(samples):
+        time.sleep(0.008)
+        return collate(samples)
+
+    loader = DataLoader(Samples(64, 0.02), batch_size=4, collate_fn=collate_slowly, num_workers=1)
     timed = time_stages(loader, images=4, seconds=4)
     assert not timed.unseen
     assert list(timed.stages) == ["sample", "collate"]
     assert all(stage.median_ms <= stage.p95_ms for stage in timed.stages.values())
     assert len(timed.indices) == 32
-    # An image is waited for as long as its sample sleeps.
+    # An image is waited for as long as its sample sleeps, and has its part of the batch.
     assert 0.02 <= np.median(timed.read_s) < 0.03
+    assert 2 <= timed.stages["collate"].median_ms < 6
 
 
-def test_what_cannot_be_taken_apart_has_no_stages():
-    class Broken(Slow):
-        def __getitem__(self, index):
-            raise ValueError("a bad header")
+def _fail(index):
+    raise ValueError("a bad header")
 
-    times = time_stages(DataLoader(Broken(), batch_size=4), images=4, seconds=0.2)
+
+@pytest.mark.parametrize(
+    ("act", "words"), [(_fail, "a bad header"), (lambda _: time.sleep(30), "timed out")]
+)
+def test_what_cannot_be_taken_apart_has_no_stages(act, words, monkeypatch):
+    monkeypatch.setattr(module, "_TIMEOUT_S", 0.5)
+    loader = DataLoader(Samples(act=act), batch_size=4)
+    times = time_stages(loader, images=4, seconds=0.1)
     assert times[:2] == ({}, ())
-    assert "a bad header" in times.unseen
+    assert words in times.unseen
     assert time_stages([1, 2], images=1, seconds=0.2) == LoadingStages()
 
 
-def test_a_worker_that_hangs_is_given_up(monkeypatch):
-    class Hanging(Slow):
-        def __getitem__(self, index):
-            time.sleep(1000)
-
-    monkeypatch.setattr(module, "_TIMEOUT_S", 0.5)
-    times = time_stages(DataLoader(Hanging(), batch_size=4), images=4, seconds=0.1)
-    assert "timed out" in times.unseen
-
-
 def test_samples_are_loaded_as_the_users_workers_load_them():
-    class InWorkersOnly(Slow):
-        file = None
-
-        def __getitem__(self, index):
-            assert get_worker_info() is not None
-            return torch.zeros(len(self.file))
+    def check_worker(_):
+        assert get_worker_info().dataset.file == "opened by worker_init_fn"
+        # Forked workers of this process would share this handle.
+        get_worker_info().dataset.late = "opened by a sample"
 
     def open_file(worker):
         get_worker_info().dataset.file = "opened by worker_init_fn"
 
-    dataset = InWorkersOnly()
+    dataset = Samples(act=check_worker)
     loader = DataLoader(dataset, batch_size=4, num_workers=1, worker_init_fn=open_file)
     assert [*time_stages(loader, images=4, seconds=0.2).stages] == ["sample", "collate"]
-    assert dataset.file is None
-
-
-def test_a_file_that_the_dataset_opens_late_stays_closed():
-    class Lazy(Slow):
-        file = None
-
-        def __getitem__(self, index):
-            self.file = self.file or "a handle that forked workers would share"
-            return torch.zeros(1)
-
-    dataset = Lazy()
-    assert time_stages(DataLoader(dataset, batch_size=4), images=4, seconds=0.2).stages
-    assert dataset.file is None
-
-
-def _burn(seconds):
-    end = time.thread_time() + seconds
-    while time.thread_time() < end:
-        pass
+    assert not {"file", "late"} & vars(dataset).keys()
 
 
 @pytest.mark.clock
@@ -197,7 +148,7 @@ def test_time_calls_caps_its_time_and_counts_cpu():
     assert 1 <= len(calls) <= 7
     assert 5 <= slept.median_ms <= slept.p95_ms
     assert slept.cpu_ms < slept.mean_ms
-    assert time_calls("burn", _burn, [0.005] * 3, max_s=2).cpu_ms >= 5
+    assert time_calls("burn", burn, [0.005] * 3, max_s=2).cpu_ms >= 5
 
 
 @pytest.mark.parametrize("count", [1, 3, 10])
@@ -214,19 +165,9 @@ def test_a_dataset_that_gives_batches_is_timed_by_them(count):
     assert set(asked) == {min(count, 9)}
 
 
-class Sizes(Dataset):
-    """Samples of two sizes, which a loader puts into batches of one size."""
-
-    def __len__(self):
-        return 16
-
-    def __getitem__(self, index):
-        return torch.zeros(3, 8, 8 + index % 2)
-
-
 def test_samples_that_never_come_together_are_timed_without_a_batch():
-    batches = [[0, 2], [1, 3]]
-    loader = DataLoader(Sizes(), batch_sampler=batches)
-    timed = time_stages(loader, images=8, seconds=0.4)
+    # The samples have two sizes, which a loader puts into batches of one size.
+    samples = [torch.zeros(3, 8, 8 + index % 2) for index in range(16)]
+    timed = time_stages(DataLoader(samples, batch_sampler=[[0, 2]]), images=8, seconds=0.4)
     assert timed.unseen == ""
     assert [*timed.stages] == ["sample"]
