@@ -335,8 +335,8 @@ def test_confidence_comes_with_batches_and_with_a_trial(batches, spread_s, measu
     tried = Fix("workers", "more workers", "", 20.0, measured)
     words = module._describe_confidence(now, [tried])
     assert words.startswith(f"{level}: {batches} batches")
-    told = "more workers: 12.0 images/s in a trial, 20.0 by the model" in words
-    assert told == (measured == 12.0)
+    is_named = "more workers: 12.0 images/s in a trial, 20.0 by the model" in words
+    assert is_named == (measured == 12.0)
 
 
 # These tests look at what is refused or named.
