@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from colab_utils.drive import DriveLostError, RefusedError, explain_write, find_mount
-from colab_utils.errors import DAMAGE, ColabUtilsError, ColabUtilsWarning, UnavailableError
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableError
 from colab_utils.files import Store, hash_bytes, open_store, parse_file
 from colab_utils.machine import COLAB_ROOT
 from colab_utils.places import Place, PlaceLike, open_place
@@ -300,9 +300,15 @@ class CheckpointWriter:
         return perf_counter() - self._saved_s >= _PAUSES_S[epoch_ended]
 
     def submit(self, state: State, *, step: int, which: Which = "newest") -> None:
-        """Copy a state to this machine's memory, and write it in the thread."""
+        """Copy a state to this machine's memory, and write it in the thread.
+
+        The copies of tensors are contiguous, because code that reads weights expects it.
+        """
         self._saved_s = perf_counter()
-        copy = copy_to_cpu(dict(state))
+        copy_tensor = partial(
+            Tensor.to, device="cpu", copy=True, memory_format=torch.contiguous_format
+        )
+        copy = tree_map_only(Tensor, copy_tensor, dict(state))
         self._jobs.append(self._thread.submit(self._save, copy, self._saved_s, step, which))
 
     def _save(self, state: State, began_s: float, step: int, which: Which) -> None:
@@ -323,21 +329,6 @@ class CheckpointWriter:
     def close(self) -> None:
         """End the thread, after the write in progress."""
         self._thread.shutdown()
-
-
-def copy_to_cpu(value: Any) -> Any:
-    """Copy all tensors in a value to the CPU, so that training does not change them while they are
-    written. The copies are contiguous, because code that reads weights expects it.
-
-    Example:
-        >>> copy_to_cpu({"steps": [1], "weight": torch.zeros(1)})
-        {'steps': [1], 'weight': tensor([0.])}
-    """
-
-    def copy_tensor(tensor: Tensor) -> Tensor:
-        return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-    return tree_map_only(Tensor, copy_tensor, value)
 
 
 def pack_state(state: State) -> tuple[memoryview, bytes]:
@@ -395,31 +386,6 @@ def _load_content(path: Place, content: bytes) -> State:
             "start again. Or move this file away: the previous checkpoint is loaded then."
         ) from error
     return state
-
-
-@contextmanager
-def explain_state(state: State | None) -> Iterator[None]:
-    """Refuse a checkpoint if the block, which uses its state, fails.
-
-    ``state`` is what `CheckpointFolder.read` returned.
-
-    Example:
-        >>> with explain_state({"path": "runs/first/checkpoint-00000120.pt"}):
-        ...     {}["plan"]
-        Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: ... is no checkpoint of this version of colab_utils: ...
-    """
-    try:
-        yield
-    except (RuntimeError, *DAMAGE) as error:
-        # If memory ran out, the checkpoint is not to blame.
-        if state is None or "memory" in str(error) or "CUDA" in str(error):
-            raise
-        raise ColabUtilsError(
-            f"{state['path']} is no checkpoint of this version of colab_utils: it was changed or "
-            "renamed, or another program or version wrote it. Move this file away: the previous "
-            "checkpoint is loaded then. Or update colab_utils."
-        ) from error
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.opening import open_dataset
-from colab_utils.places import PlaceLike, open_place
+from colab_utils.places import PlaceLike
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,6 @@ class OpenData:
     """Indices of the images with objects. Only these are trained on."""
     validation: ShardDataset | None
     """The images that the average precision is measured on; None without ``val_shards``."""
-    is_loose: bool = False
-    """Whether the images are loose files. Some may turn out bad while shards are made of them."""
 
     @property
     def order(self) -> str:
@@ -82,68 +80,66 @@ class OpenData:
         }
 
 
-@dataclass(frozen=True)
-class DataSource:
-    """Where the images of a run lie: in shards, or in loose files that are made into shards."""
+def open_images(
+    shards: PlaceLike | None,
+    *,
+    images: PlaceLike | None,
+    annotations: PlaceLike | None,
+    drive: PlaceLike | None,
+    ssd: str | Path | None,
+    seed: int,
+) -> ShardDataset | CocoFolder:
+    """Open the images of a run: shards if there are any, else the loose files.
 
-    shards: PlaceLike | None = None
-    images: PlaceLike | None = None
-    annotations: PlaceLike | None = None
-    drive: PlaceLike | None = None
-    """Folder on Drive for the shards that are made of the loose files."""
-    ssd: str | Path | None = None
-    """Folder for the shards, on this machine's disk."""
+    Args:
+        shards: Folder of shards, in place of loose files.
+        images: Folder of loose images.
+        annotations: Their COCO JSON.
+        drive: Folder on Drive for the shards that are made of the loose files.
+        ssd: Folder for the shards, on this machine's disk.
+        seed: Decides the order in which shards are copied, or written.
 
-    def check(self) -> None:
-        """Refuse a source that names no data, or both shards and loose files."""
-        others = (self.images, self.annotations, self.drive)
-        if self.shards is not None:
-            is_sound = others == (None, None, None)
-        else:
-            is_sound = None not in (self.images, self.annotations, self.ssd)
-        if not is_sound:
-            raise ColabUtilsError(
-                "A run needs either shards, or images with annotations and ssd: pass one of the "
-                "two. Optional: ssd for shards, drive for images."
-            )
-
-    def open(self, seed: int) -> ShardDataset | CocoFolder:
-        """Open the images: shards if there are any, else the loose files."""
-        if self.images is not None and self.annotations is not None and self.ssd is not None:
-            return open_dataset(
-                self.images,
-                self.annotations,
-                drive=self.drive,
-                ssd=self.ssd,
-                seed=seed,
-                contiguous_labels=True,
-            )
-        shards = open_place(self.shards or "")
-        if self.ssd is None:
-            return ShardDataset(shards, contiguous_labels=True)
-        return ArrivingShards(shards, self.ssd, contiguous_labels=True, seed=seed)
+    Raises:
+        ColabUtilsError: No data is named, or both shards and loose files.
+    """
+    others = (images, annotations, drive)
+    if images is not None and annotations is not None and ssd is not None and shards is None:
+        return open_dataset(
+            images, annotations, drive=drive, ssd=ssd, seed=seed, contiguous_labels=True
+        )
+    if shards is None or others != (None, None, None):
+        raise ColabUtilsError(
+            "A run needs either shards, or images with annotations and ssd: pass one of the two. "
+            "Optional: ssd for shards, drive for images."
+        )
+    if ssd is None:
+        return ShardDataset(shards, contiguous_labels=True)
+    return ArrivingShards(shards, ssd, contiguous_labels=True, seed=seed)
 
 
 def find_images(
     dataset: ShardDataset | CocoFolder,
-    source: DataSource,
+    place: PlaceLike | None,
     val_shards: PlaceLike | None,
 ) -> OpenData:
     """Find the images with objects, and open the validation images.
 
     Args:
         dataset: All images of a run.
-        source: Where they lie.
+        place: Where they lie, for messages.
         val_shards: Shards to measure the average precision on.
 
     Raises:
         ColabUtilsError: No image has objects, or the validation images have other categories.
     """
-    place = source.shards or source.images
     validation = None
     if val_shards:
         validation = ShardDataset(val_shards, contiguous_labels=True)
-        is_moved = _has_moved_names(validation.class_names, dataset.class_names)
+        labels = {name: label for label, name in dataset.class_names.items()}
+        # A name that only one of them has does not count: the other may spell it differently.
+        is_moved = any(
+            labels.get(name, label) != label for label, name in validation.class_names.items()
+        )
         if validation.category_ids != dataset.category_ids or is_moved:
             raise ColabUtilsError(
                 f"{val_shards} has other category ids than {place}, or other ids for the same "
@@ -156,20 +152,4 @@ def find_images(
             f"None of the {len(dataset)} images in {place} has objects. "
             "Check the annotations that the shards were made from."
         )
-    return OpenData(dataset, rows, validation, is_loose=source.shards is None)
-
-
-def _has_moved_names(names: dict[int, str], others: dict[int, str]) -> bool:
-    """Return whether a name belongs to different labels in two datasets.
-
-    A name that only one of the datasets has does not count, because the other dataset may spell it
-    differently.
-
-    Example:
-        >>> _has_moved_names({1: "cat", 2: "dog"}, {1: "dog", 2: "cat"})
-        True
-        >>> _has_moved_names({1: "cat", 2: "dog"}, {1: "Cat", 2: "dog"})
-        False
-    """
-    labels = {name: label for label, name in others.items()}
-    return any(labels.get(name, label) != label for label, name in names.items())
+    return OpenData(dataset, rows, validation)

@@ -27,7 +27,7 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.places import PlaceLike
 from colab_utils.progress import is_watched
 from colab_utils.require import require_choice
-from colab_utils.training.checkpoint import CheckpointFolder, State, explain_state
+from colab_utils.training.checkpoint import CheckpointFolder, State
 from colab_utils.training.layers import assemble_light, assemble_tiny, freeze_norms, use_cpu
 
 GPU_MODEL = "maskrcnn_resnet50_fpn_v2"
@@ -192,19 +192,18 @@ def allow_detections(model: MaskRCNN, objects: int) -> None:
 
 def _read_model(state: State) -> MaskRCNN:
     """Return the model of a checkpoint, in training mode."""
-    with explain_state(state):
-        plan = state["plan"]
-        model = assemble_mask_rcnn(
-            plan["model"],
-            num_classes=plan["num_classes"],
-            starts_from=plan["starts_from"],
-            min_size=plan["min_size"],
-            max_size=plan["max_size"],
-        )
-        model.load_state_dict(state["model"])
-        allow_detections(model, plan["most_objects"])
-        model.class_names = state["class_names"]
-        model.category_ids = state["category_ids"]
+    plan = state["plan"]
+    model = assemble_mask_rcnn(
+        plan["model"],
+        num_classes=plan["num_classes"],
+        starts_from=plan["starts_from"],
+        min_size=plan["min_size"],
+        max_size=plan["max_size"],
+    )
+    model.load_state_dict(state["model"])
+    allow_detections(model, plan["most_objects"])
+    model.class_names = state["class_names"]
+    model.category_ids = state["category_ids"]
     return model
 
 

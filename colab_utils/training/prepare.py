@@ -20,7 +20,7 @@ from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.ranks import Ranks
 from colab_utils.places import PlaceLike
-from colab_utils.training.checkpoint import State, explain_state
+from colab_utils.training.checkpoint import State
 from colab_utils.training.data import OpenData
 from colab_utils.training.layers import fold_norms
 from colab_utils.training.model import (
@@ -113,8 +113,7 @@ def prepare_step(
     # The schedule sets the rate before each step.
     step.optimizer = make_optimizer(network, name=settings.model, learning_rate=0.0)
     if state:
-        with explain_state(state):
-            step.load_state(state)
+        step.load_state(state)
     memory = _plan_memory(settings, data, step)
     batch_size = settings.batch_size or _choose_batch_size(memory, ranks)
     learning_rate = settings.learning_rate or choose_rate(settings.model, batch_size)
@@ -136,18 +135,13 @@ def _build_network(
         "max_size": settings.max_size,
     }
     if state:
-        with explain_state(state):
-            starts_from = state["plan"]["starts_from"]
+        starts_from = state["plan"]["starts_from"]
         return assemble_mask_rcnn(settings.model, starts_from=starts_from, **sizes)
     # The first process downloads the weights, and sends the model to the others.
     if not ranks.is_first:
         weights = None
     with share_errors(ranks):
-        network = build_mask_rcnn(
-            settings.model,
-            weights=weights,
-            **sizes,
-        )
+        network = build_mask_rcnn(settings.model, weights=weights, **sizes)
     return ranks.send(network)
 
 

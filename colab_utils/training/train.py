@@ -24,8 +24,8 @@ from colab_utils.loading.ranks import Ranks
 from colab_utils.places import PlaceLike, open_place
 from colab_utils.require import require_choice, require_seconds
 from colab_utils.shards.lock import hold_folder
-from colab_utils.training.checkpoint import CheckpointFolder, State, explain_state
-from colab_utils.training.data import DataSource, OpenData, find_images
+from colab_utils.training.checkpoint import CheckpointFolder, State
+from colab_utils.training.data import OpenData, find_images, open_images
 from colab_utils.training.layers import use_cpu
 from colab_utils.training.model import GPU_MODEL
 from colab_utils.training.prepare import PreparedStep, prepare_step
@@ -180,8 +180,6 @@ def train(
         raise ColabUtilsError(f"Both steps and epochs ({epochs}) are given. Pass one of them.")
     if run is None:
         raise ColabUtilsError("A run needs a folder for its checkpoints. Pass it as run.")
-    source = DataSource(shards, images, annotations, drive, ssd)
-    source.check()
     # These two are opened late. A URL that cannot be read is refused now.
     for place in (weights, val_shards):
         if place is not None:
@@ -193,9 +191,11 @@ def train(
         folder = CheckpointFolder(run)
         state: State | None = None
         with share_errors(ranks):
-            dataset = source.open(seed)
+            dataset = open_images(
+                shards, images=images, annotations=annotations, drive=drive, ssd=ssd, seed=seed
+            )
             stack.callback(dataset.stop)
-            data = find_images(dataset, source, val_shards)
+            data = find_images(dataset, shards or images, val_shards)
             if ranks.is_first:
                 _warn_of_faults(data)
                 stack.enter_context(hold_folder(folder.run))
@@ -214,17 +214,16 @@ def train(
         loader = _make_loader(prepared, data, transforms=transforms, workers=workers)
         stack.enter_context(closing(loader))
         with share_errors(ranks):
-            with explain_state(state):
-                first_step = 0
-                if state:
-                    loader.load_state_dict(data.match_state(state["loader"], state["order"]))
-                    first_step = state["step"]
-                plan = make_plan(prepared, data, loader, first_step=first_step)
-                loader.expects_pass = plan.steps - first_step > loader.left
-                trainer = Trainer(plan, prepared.step, loader, folder, data, ends_s=ends_s)
-                if state:
-                    _warn_if_finished(plan, state["path"])
-                    trainer.load_state(state)
+            first_step = 0
+            if state:
+                loader.load_state_dict(data.match_state(state["loader"], state["order"]))
+                first_step = state["step"]
+            plan = make_plan(prepared, data, loader, first_step=first_step)
+            loader.expects_pass = plan.steps - first_step > loader.left
+            trainer = Trainer(plan, prepared.step, loader, folder, data, ends_s=ends_s)
+            if state:
+                _warn_if_finished(plan, state["path"])
+                trainer.load_state(state)
             if ranks.is_first:
                 folder.prepare(anew=resume == "never")
         return trainer.run(log if ranks.is_first else None)
@@ -288,12 +287,9 @@ def _choose_settings(
     device: torch.device,
 ) -> TrainSettings:
     """Return the settings of the run, and refuse a checkpoint that does not fit them."""
-    on_gpu = device.type == "cuda"
-    if state is None:
-        return choose_settings(asked, TrainSettings(), on_gpu=on_gpu)
-    with explain_state(state):
-        stored = read_settings({name: state["plan"][name] for name in KEPT})
-        settings = choose_settings(asked, stored, on_gpu=on_gpu)
+    stored = TrainSettings(**{name: state["plan"][name] for name in KEPT} if state else {})
+    settings = choose_settings(asked, stored, on_gpu=device.type == "cuda")
+    if state:
         if settings.augment == OWN_TRANSFORMS and transforms is None:
             raise ColabUtilsError(
                 f"The run of {state['path']} was begun with transforms, and this call has none. "
@@ -343,9 +339,8 @@ def _check_checkpoint(
     before = state["plan"]
     path = state["path"]
     session = asdict(settings) | data.count()
-    for name in ("dataset", "images", "model", "num_classes", "min_size", "max_size", "seed"):
-        # Some loose images may have turned out bad since the checkpoint.
-        if before[name] != session[name] and not (name == "images" and data.is_loose):
+    for name in ("dataset", "model", "num_classes", "min_size", "max_size", "seed"):
+        if before[name] != session[name]:
             raise ColabUtilsError(
                 f"The checkpoint {path} has {name.replace('_', ' ')} {before[name]}, and this "
                 f"training has {session[name]}. Train into {_ELSEWHERE}: older checkpoints are "

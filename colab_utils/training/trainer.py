@@ -24,12 +24,7 @@ from colab_utils.loading.clock import LoopClock
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import Loader
 from colab_utils.progress import show_progress
-from colab_utils.training.checkpoint import (
-    CheckpointFolder,
-    CheckpointWriter,
-    State,
-    explain_state,
-)
+from colab_utils.training.checkpoint import CheckpointFolder, CheckpointWriter, State
 from colab_utils.training.data import OpenData
 from colab_utils.training.evaluate import AveragePrecision, evaluate
 from colab_utils.training.report import (
@@ -49,11 +44,9 @@ _LOG_STEPS = 10
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Several processes ask each other after so many steps whether to stop.
 _AGREE_STEPS = 10
-# After so many skipped steps in a row, the weights are to blame, and not the batches.
-_MOST_SKIPPED = 10
-# With float16, each skipped step halves the scale, from 2**16 on. After so many steps the scale is
-# too small to be the cause.
-_MOST_SKIPPED_WITH_SCALE = 40
+# After so many skipped steps in a row, the weights are to blame, and not the batches. With float16,
+# each skipped step halves the scale, from 2**16 on, so then the scale is not to blame either.
+_MOST_SKIPPED = 20
 
 
 class Trainer:
@@ -376,9 +369,8 @@ class Trainer:
         if self.validation is None or not self.ranks.is_first:
             return
         best = self.folder.read("best")
-        with explain_state(best):
-            if best and best["validation"] == self.validation.fingerprint:
-                self.best = AveragePrecision(**best["ap"])
+        if best and best["validation"] == self.validation.fingerprint:
+            self.best = AveragePrecision(**best["ap"])
 
     def _fetch_losses(self) -> None:
         """Read the losses of the latest steps from the device.
@@ -407,16 +399,15 @@ class Trainer:
 
         All processes have skipped the same steps, so all of them stop.
         """
-        has_scale = self.step.scaler.is_enabled()
         self._skipped_in_a_row += 1
-        if self._skipped_in_a_row >= (_MOST_SKIPPED_WITH_SCALE if has_scale else _MOST_SKIPPED):
+        if self._skipped_in_a_row >= _MOST_SKIPPED:
             self._refuse_loss(
                 "A step needs a finite loss and finite gradients, and there were none in the last "
                 f"{self._skipped_in_a_row} steps. The last of these was {text}"
             )
         # With float16, a gradient may overflow while the loss is finite. The scaler then tries a
         # smaller scale, which is usual.
-        if has_scale and math.isfinite(loss):
+        if self.step.scaler.is_enabled() and math.isfinite(loss):
             return
         self.skipped += 1
         if self.skipped == 1 and self.ranks.is_first:

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -36,7 +36,7 @@ from colab_utils.training import evaluate as evaluate_module
 from colab_utils.training import step as step_module
 from colab_utils.training import train as loop
 from colab_utils.training.checkpoint import CheckpointFolder, CheckpointWriter
-from colab_utils.training.data import DataSource
+from colab_utils.training.data import open_images
 from colab_utils.training.evaluate import AveragePrecision, evaluate
 from colab_utils.training.model import load_trained_model
 from colab_utils.training.report import LogLine, TrainingPlan, TrainReport
@@ -473,24 +473,22 @@ def test_another_batch_size_goes_on_with_the_images_that_are_left(tiny_shards, r
     train(tiny_shards, run, steps=9, **{**TINY, "batch_size": 3})
 
 
+def open_and_wait(shards, **options):
+    """Wait until all shards are on the SSD."""
+    dataset = open_images(shards, **options)
+    dataset.wait()
+    return dataset
+
+
 def test_losses_do_not_depend_on_the_speed_of_drive(dataset, tmp_path, monkeypatch):
     drive = tmp_path / "drive"
     write_shards(dataset.images, dataset.annotations, shards=drive, shard_mb=0.002, workers=1)
     assert len(ShardDataset(drive).index.shards) > 3
-    real_open = DataSource.open
-    waits = True
-
-    def open_shards(source, seed):
-        shards = real_open(source, seed)
-        if waits:
-            shards.wait()
-        return shards
-
-    monkeypatch.setattr(DataSource, "open", open_shards)
     options = {**TINY, "steps": 5}
-    fast = train(drive, tmp_path / "run-fast", ssd=tmp_path / "fast", **options)
-    again = train(drive, tmp_path / "run-again", ssd=tmp_path / "fast", **options)
-    waits = False
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "open_images", open_and_wait)
+        fast = train(drive, tmp_path / "run-fast", ssd=tmp_path / "fast", **options)
+        again = train(drive, tmp_path / "run-again", ssd=tmp_path / "fast", **options)
     slow_down(drive, DriveProfile("test", open_s=0.1, bytes_per_s=1e6, source="made up"))
     slow = train(drive, tmp_path / "run-slow", ssd=tmp_path / "slow", **options)
     assert fast.losses == again.losses == slow.losses
@@ -508,60 +506,6 @@ def test_epochs_are_counted_in_images_whatever_the_batches(tiny_shards, tmp_path
         workers=0,
     )
     assert again.steps == report.steps
-
-
-def change_checkpoint(report: TrainReport, run: Path, change: dict) -> None:
-    """Save the run's last checkpoint with other values; ``...`` leaves one out, as another version
-    may.
-    """
-    state = torch.load(report.checkpoint, weights_only=True)
-    for name, value in change.items():
-        *holders, key = name.split("/")
-        holder = reduce(dict.__getitem__, holders, state)
-        holder[key] = value
-        if value is ...:
-            del holder[key]
-    CheckpointFolder(run).save(state, step=state["step"])
-
-
-WEIGHT = "model/backbone.body.0.0.weight"
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"plan": ...},
-        {"plan/num_classes": 5},
-    ],
-)
-def test_a_checkpoint_of_another_version_or_model_is_refused(undisturbed, tmp_path, change):
-    change_checkpoint(undisturbed, tmp_path, change)
-    with pytest.raises(ColabUtilsError, match=r"this version of colab_utils"):
-        load_trained_model(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"plan/device": ...},
-        {WEIGHT: ...},
-        {"scaler": ...},
-        {"losses": ...},
-        {"loader": ...},
-    ],
-)
-def test_a_checkpoint_of_another_version_is_not_trained_on(
-    undisturbed, tiny_shards, tmp_path, change
-):
-    change_checkpoint(undisturbed, tmp_path, change)
-    with pytest.raises(ColabUtilsError, match="this version of colab_utils"):
-        train(
-            tiny_shards,
-            tmp_path,
-            steps=6,
-            log=print,
-            workers=0,
-        )
 
 
 def test_loss_that_is_no_number_stops_with_its_step(tiny_shards, tmp_path, monkeypatch):
@@ -639,7 +583,7 @@ def test_a_run_of_nothing_but_skipped_steps_ends_in_words(tiny_shards, tmp_path,
 
     break_images(monkeypatch, is_broken)
     with pytest.raises(
-        ColabUtilsError, match=r"none in the last 10 steps\. .* step 12, .*00002\.pt"
+        ColabUtilsError, match=r"none in the last 20 steps\. .* step 22, .*00002\.pt"
     ) as caught:
         train(tiny_shards, tmp_path, steps=30, checkpoint_steps=1, **TINY)
     assert "\n" not in str(caught.value)
@@ -649,7 +593,7 @@ def test_a_run_of_nothing_but_skipped_steps_ends_in_words(tiny_shards, tmp_path,
 @pytest.mark.filterwarnings("ignore:.*skipped")
 def test_a_rate_that_breaks_the_weights_ends_in_one_line(tiny_shards, tmp_path):
     with pytest.raises(ColabUtilsError, match=r"finite.*learning_rate below") as caught:
-        train(tiny_shards, tmp_path, steps=12, learning_rate=1e38, **TINY)
+        train(tiny_shards, tmp_path, steps=24, learning_rate=1e38, **TINY)
     assert "\n" not in str(caught.value)
 
 
