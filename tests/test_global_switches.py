@@ -22,9 +22,9 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.shards.write import write_shards
 from colab_utils.training.losses import compute_losses
-from colab_utils.training.model import load_trained_model
+from colab_utils.training.model import build_mask_rcnn, load_trained_model
 from colab_utils.training.train import train
-from tests.tiny_model import TINY_MODEL, build_tiny
+from tests.tiny_model import TINY_MODEL
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -102,7 +102,7 @@ def data(tmp_path_factory):
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    return build_tiny(60, pretrained=False, min_size=64, max_size=96).train()
+    return build_mask_rcnn(TINY_MODEL, num_classes=60, weights=None, min_size=64, max_size=96)
 
 
 def flatten(value):

@@ -27,7 +27,7 @@ __all__ = ["TINY_MODEL", "build_tiny"]
 TINY_MODEL = "tiny"
 
 
-def build_tiny(num_classes: int, *, pretrained: bool, **sizes: int) -> MaskRCNN:
+def build_tiny(num_classes: int, *, pretrained: bool) -> MaskRCNN:
     """Four stages of one convolution each; with ``pretrained`` its norms and its first stage are
     frozen.
     """
@@ -67,7 +67,6 @@ def build_tiny(num_classes: int, *, pretrained: bool, **sizes: int) -> MaskRCNN:
         box_predictor=FastRCNNPredictor(hidden, num_classes),
         mask_head=MaskRCNNHeads(channels, (channels,), 1),
         mask_predictor=MaskRCNNPredictor(channels, channels, num_classes),
-        **sizes,
     )
 
 

@@ -199,8 +199,7 @@ class CheckpointFolder:
             The state, with the ``path`` of its file; None if there is no checkpoint.
 
         Raises:
-            ColabUtilsError: The disk does not answer; the file cannot be loaded; or all checkpoints
-                of the run are torn.
+            ColabUtilsError: The disk does not answer, or all checkpoints of the run are torn.
         """
         torn: list[Place] = []
         for path in reversed(self._list(which)):
@@ -209,7 +208,7 @@ class CheckpointFolder:
             except TornError:
                 torn.append(path)
                 continue
-            state = _load_content(path, content)
+            state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
             _warn_of_torn(torn)
             if path.parent == self.waiting:
                 # A user who deleted the run does not expect that a checkpoint still waits here.
@@ -274,16 +273,10 @@ class CheckpointWriter:
         self._folder = folder
         self._every_steps = every_steps
         self._saved_s = perf_counter()
-        self._slowest_s = 0.0
+        # Seconds of the checkpoint that took longest.
+        self.slowest_s = 0.0
         self._thread = ThreadPool(1, "checkpoint")
         self._jobs: list[Future[None]] = []
-
-    @property
-    def slowest_s(self) -> float:
-        """Return the seconds of the checkpoint that took longest, the one in progress included."""
-        if all(job.done() for job in self._jobs):
-            return self._slowest_s
-        return max(self._slowest_s, perf_counter() - self._saved_s)
 
     def is_due(self, step: int, *, epoch_ended: bool) -> bool:
         """Return whether a checkpoint is due after this step. While the last checkpoint is being
@@ -313,7 +306,7 @@ class CheckpointWriter:
 
     def _save(self, state: State, began_s: float, step: int, which: Which) -> None:
         self._folder.save(state, step=step, which=which)
-        self._slowest_s = max(self._slowest_s, perf_counter() - began_s)
+        self.slowest_s = max(self.slowest_s, perf_counter() - began_s)
 
     def finish(self) -> None:
         """Wait until all checkpoints are written.
@@ -321,10 +314,8 @@ class CheckpointWriter:
         Raises:
             ColabUtilsError: One of them could not be written.
         """
-        jobs = self._jobs
-        self._jobs = []
-        for job in jobs:
-            job.result()
+        while self._jobs:
+            self._jobs.pop(0).result()
 
     def close(self) -> None:
         """End the thread, after the write in progress."""
@@ -375,19 +366,6 @@ def _read_sealed(path: Place) -> bytes:
         return parse_file(path, read, check_seal)
 
 
-def _load_content(path: Place, content: bytes) -> State:
-    """Return the state that a file holds. Its seal was checked, so the file is not torn."""
-    try:
-        state: State = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:
-        first_line = (str(error) or type(error).__name__).splitlines()[0]
-        raise ColabUtilsError(
-            f"{path} cannot be loaded, though the file is complete ({first_line}). Free memory and "
-            "start again. Or move this file away: the previous checkpoint is loaded then."
-        ) from error
-    return state
-
-
 @contextmanager
 def _explain_read(path: Place) -> Iterator[None]:
     """Say what to do if the block cannot read a checkpoint or its folder."""
@@ -411,8 +389,8 @@ def _find_own_folder() -> Path:
 
 def _name_trouble(error: Any) -> str:
     """Return why a checkpoint was not taken."""
-    reasons = (getattr(error, name, "") for name in ("strerror", "reason"))
-    return next(filter(None, reasons), "Drive does not answer")
+    reason = getattr(error, "strerror", None) or getattr(error, "reason", None)
+    return str(reason or "Drive does not answer")
 
 
 def _warn_of_torn(paths: Sequence[Place]) -> None:

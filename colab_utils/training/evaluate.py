@@ -3,11 +3,12 @@
 import io
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,7 +17,6 @@ from torchvision.models.detection import MaskRCNN
 from torchvision.models.detection.roi_heads import paste_masks_in_image
 from torchvision.models.detection.transform import resize_boxes
 
-from colab_utils.data.sizes import Size
 from colab_utils.data.statistics import USUAL_DETECTIONS, describe_full_images
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.coco_folder import CocoFolder
@@ -199,16 +199,9 @@ def detect(
 
     precision = choose_precision(device)
     is_mask_rcnn = isinstance(model, MaskRCNN)
-    if is_mask_rcnn:
-        model.transform.postprocess = _resize_boxes
-    try:
-        with torch.autocast(
-            torch.device(device).type, precision, enabled=precision != torch.float32
-        ):
-            (output,) = model([send(image, device).float().div_(255)])
-    finally:
-        if is_mask_rcnn:
-            del model.transform.postprocess
+    find_objects = partial(_find_objects, model) if is_mask_rcnn else model
+    with torch.autocast(torch.device(device).type, precision, enabled=precision != torch.float32):
+        [output] = find_objects([send(image, device).float().div_(255)])
     columns = [output[name].cpu() for name in ("boxes", "labels", "scores", "masks")]
     results = []
     for box, label, score, mask in zip(*columns, strict=True):
@@ -229,10 +222,17 @@ def detect(
     return results
 
 
-def _resize_boxes(
-    results: list[dict[str, Tensor]], resized: Sequence[Size], sizes: Sequence[Size]
-) -> list[dict[str, Tensor]]:
-    """Give boxes in pixels of the image, as torchvision does, and leave the masks in them."""
-    for result, before, after in zip(results, resized, sizes, strict=True):
-        result["boxes"] = resize_boxes(result["boxes"], before, after)
-    return results
+def _find_objects(model: MaskRCNN, images: list[Tensor]) -> list[dict[str, Tensor]]:
+    """Find the objects in images, as the model does, and leave the masks in their boxes.
+
+    Source: ``GeneralizedRCNN.forward`` in torchvision's ``models/detection``.
+    """
+    resized, _ = model.transform(images)
+    features = model.backbone(resized.tensors)
+    if isinstance(features, Tensor):
+        features = {"0": features}
+    proposals, _ = model.rpn(resized, features)
+    results, _ = model.roi_heads(features, proposals, resized.image_sizes)
+    for result, size, image in zip(results, resized.image_sizes, images, strict=True):
+        result["boxes"] = resize_boxes(result["boxes"], size, image.shape[1:])
+    return cast(list[dict[str, Tensor]], results)

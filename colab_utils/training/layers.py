@@ -42,7 +42,7 @@ def freeze_norms(model: nn.Module) -> None:
                 setattr(module, name, FrozenBatchNorm2d(norm.num_features, eps=norm.eps))
 
 
-def fold_norms(model: nn.Module) -> int:
+def fold_norms(model: nn.Module) -> None:
     """Fold every ``FrozenBatchNorm2d`` into the convolution before it.
 
     Results stay the same, except for rounding. Folding saves time: torchvision's layer computes its
@@ -51,13 +51,11 @@ def fold_norms(model: nn.Module) -> int:
     model load into one that is not folded, and the other way round. Weights that were trainable
     are still trained.
 
-    Returns:
-        The number of folded layers.
-
     Example:
         >>> block = nn.Sequential(nn.Conv2d(3, 4, 1, bias=False), FrozenBatchNorm2d(4))
-        >>> fold_norms(block), list(block.state_dict())
-        (1, ['0.weight', '1.weight', '1.bias', '1.running_mean', '1.running_var'])
+        >>> fold_norms(block)
+        >>> list(block.state_dict())
+        ['0.weight', '1.weight', '1.bias', '1.running_mean', '1.running_var']
     """
     pairs = [*_find_pairs(model, nn.Conv2d)]
     for conv, norm in pairs:
@@ -69,7 +67,6 @@ def fold_norms(model: nn.Module) -> int:
         _compute_factors(model)
         # Weights that are loaded later need new factors.
         model.register_load_state_dict_post_hook(_compute_factors)
-    return len(pairs)
 
 
 def _find_pairs(model: nn.Module, kind: type[nn.Conv2d]) -> Iterator[tuple[Any, Any]]:
@@ -163,7 +160,7 @@ def use_cpu() -> Iterator[None]:
         yield
 
 
-def assemble_light(num_classes: int, *, pretrained: bool, **sizes: int) -> MaskRCNN:
+def assemble_light(num_classes: int, *, pretrained: bool) -> MaskRCNN:
     """Build a Mask R-CNN on MobileNetV3-Large. With ``pretrained``, freeze its first stages."""
     # The batch norm of MobileNet has a momentum of 0.01. With 0.1, its running statistics settle in
     # a few hundred steps.
@@ -178,17 +175,17 @@ def assemble_light(num_classes: int, *, pretrained: bool, **sizes: int) -> MaskR
     # COCO are 10 to 200 px long after the images are resized.
     levels = {"3": 24, "6": 40, "12": 112, "15": 160}
     anchors = (16, 32, 64, 128, 256)
-    return _put_heads(body, levels, anchors, num_classes, scale=2, **sizes)
+    return _put_heads(body, levels, anchors, num_classes, scale=2)
 
 
-def assemble_tiny(num_classes: int, *, pretrained: bool, **sizes: int) -> MaskRCNN:
+def assemble_tiny(num_classes: int, *, pretrained: bool) -> MaskRCNN:
     """Build a Mask R-CNN on seven convolutions. It ignores ``pretrained``: no weights exist."""
     widths = (24, 48, 64, 96)
     body = nn.Sequential(Conv2dNormActivation(3, widths[0], stride=2))
     for a, b in pairwise(widths):
         body.append(nn.Sequential(Conv2dNormActivation(a, b, stride=2), Conv2dNormActivation(b, b)))
     levels = {"1": 48, "2": 64, "3": 96}
-    return _put_heads(body, levels, (12, 24, 48, 96), num_classes, scale=1, **sizes)
+    return _put_heads(body, levels, (12, 24, 48, 96), num_classes, scale=1)
 
 
 def _put_heads(
@@ -198,7 +195,6 @@ def _put_heads(
     num_classes: int,
     *,
     scale: int,
-    **sizes: int,
 ) -> MaskRCNN:
     """Build a Mask R-CNN on a body, with a feature pyramid.
 
@@ -210,7 +206,6 @@ def _put_heads(
         num_classes: Classes, the background included.
         scale: Factor that multiplies the numbers of channels and of proposals. At 2, the heads have
             a quarter of the channels that torchvision's Mask R-CNN has.
-        **sizes: ``min_size`` and ``max_size``.
     """
     names = {stage: str(level) for level, stage in enumerate(levels)}
     channels = 32 * scale
@@ -230,5 +225,4 @@ def _put_heads(
         box_predictor=FastRCNNPredictor(hidden, num_classes),
         mask_head=MaskRCNNHeads(channels, (channels,) * 2 * scale, 1),
         mask_predictor=MaskRCNNPredictor(channels, channels, num_classes),
-        **sizes,
     )

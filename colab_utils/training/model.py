@@ -102,8 +102,7 @@ def build_mask_rcnn(
     state = _fetch_pretrained(name) if weights == "coco" and name in _WEIGHTS else None
     if weights not in (None, "coco"):
         model = _load_run(name, weights)
-        model.transform.min_size = (min_size,)
-        model.transform.max_size = max_size
+        _set_sizes(model, min_size, max_size)
     elif state is None:
         model = assemble_mask_rcnn(name, num_classes=num_classes, starts_from="random", **sizes)
     elif name == LIGHT_MODEL:
@@ -141,9 +140,8 @@ def assemble_mask_rcnn(
         'imagenet'
     """
     require_choice("model", name, BUILDERS)
-    model = BUILDERS[name](
-        num_classes, pretrained=starts_from != "random", min_size=min_size, max_size=max_size
-    )
+    model = BUILDERS[name](num_classes, pretrained=starts_from != "random")
+    _set_sizes(model, min_size, max_size)
     if starts_from != "random":
         freeze_norms(model)
     model.starts_from = starts_from
@@ -175,7 +173,7 @@ def load_trained_model(run: PlaceLike, *, which: Literal["best", "newest"] = "ne
     if state is None:
         cure = "Train with validation shards first" if which == "best" else "Train first"
         raise ColabUtilsError(f"There is no checkpoint in {run}. {cure}.")
-    return _read_model(state).eval()
+    return read_model(state).eval()
 
 
 def allow_detections(model: MaskRCNN, objects: int) -> None:
@@ -190,8 +188,8 @@ def allow_detections(model: MaskRCNN, objects: int) -> None:
         regions["testing"] = max(regions["testing"], 2 * objects)
 
 
-def _read_model(state: State) -> MaskRCNN:
-    """Return the model of a checkpoint, in training mode."""
+def read_model(state: State) -> MaskRCNN:
+    """Return the model of a checkpoint, as `CheckpointFolder.read` gives it, in training mode."""
     plan = state["plan"]
     model = assemble_mask_rcnn(
         plan["model"],
@@ -208,9 +206,9 @@ def _read_model(state: State) -> MaskRCNN:
 
 
 def _assemble_resnet(
-    build: Callable[..., MaskRCNN], num_classes: int, *, pretrained: bool, **sizes: int
+    build: Callable[..., MaskRCNN], num_classes: int, *, pretrained: bool
 ) -> MaskRCNN:
-    model = build(weights=None, weights_backbone=None, num_classes=num_classes, **sizes)
+    model = build(weights=None, weights_backbone=None, num_classes=num_classes)
     if pretrained:
         # torchvision, too, trains only the last three of five stages of a pretrained backbone.
         for key, parameter in model.backbone.body.named_parameters():
@@ -229,8 +227,8 @@ BUILDERS: dict[str, Callable[..., MaskRCNN]] = {
     LIGHT_MODEL: assemble_light,
     TINY_MODEL: assemble_tiny,
 }
-"""The function that builds each model without weights. Its arguments are the number of classes,
-``pretrained``, ``min_size`` and ``max_size``.
+"""The function that builds each model without weights. Its arguments are the number of classes and
+``pretrained``.
 """
 
 
@@ -265,7 +263,7 @@ def _load_run(name: str, run: PlaceLike) -> MaskRCNN:
             "folder of a run. A file of weights goes into a model of build_mask_rcnn: "
             "model.load_state_dict(torch.load(FILE))."
         )
-    model = _read_model(state)
+    model = read_model(state)
     trained = state["plan"]["model"]
     if trained != name:
         raise ColabUtilsError(
@@ -273,6 +271,12 @@ def _load_run(name: str, run: PlaceLike) -> MaskRCNN:
             "the name of the run's model."
         )
     return model
+
+
+def _set_sizes(model: MaskRCNN, min_size: int, max_size: int) -> None:
+    """Let a model resize images to these sizes."""
+    model.transform.min_size = (min_size,)
+    model.transform.max_size = max_size
 
 
 def _replace_heads(model: MaskRCNN, num_classes: int) -> None:

@@ -26,8 +26,8 @@ from colab_utils.training.layers import fold_norms
 from colab_utils.training.model import (
     LIGHT_MODEL,
     allow_detections,
-    assemble_mask_rcnn,
     build_mask_rcnn,
+    read_model,
 )
 from colab_utils.training.ranks import share_errors
 from colab_utils.training.settings import (
@@ -114,8 +114,7 @@ def prepare_step(
     step.optimizer = make_optimizer(network, name=settings.model, learning_rate=0.0)
     if state:
         step.load_state(state)
-    memory = _plan_memory(settings, data, step)
-    batch_size = settings.batch_size or _choose_batch_size(memory, ranks)
+    batch_size, memory = _fit_memory(settings, data, step)
     learning_rate = settings.learning_rate or choose_rate(settings.model, batch_size)
     settings = replace(settings, batch_size=batch_size, learning_rate=learning_rate)
     return PreparedStep(step, settings, memory)
@@ -128,44 +127,39 @@ def _build_network(
     weights: PlaceLike | None,
     state: State | None,
 ) -> Any:
-    """Return the layers to load a checkpoint into, or the model that a new run starts from."""
-    sizes: dict[str, Any] = {
-        "num_classes": data.dataset.num_classes,
-        "min_size": settings.min_size,
-        "max_size": settings.max_size,
-    }
+    """Return the model of a checkpoint, or the one that a new run starts from."""
     if state:
-        starts_from = state["plan"]["starts_from"]
-        return assemble_mask_rcnn(settings.model, starts_from=starts_from, **sizes)
+        return read_model(state)
     # The first process downloads the weights, and sends the model to the others.
     if not ranks.is_first:
         weights = None
     with share_errors(ranks):
-        network = build_mask_rcnn(settings.model, weights=weights, **sizes)
+        network = build_mask_rcnn(
+            settings.model,
+            num_classes=data.dataset.num_classes,
+            weights=weights,
+            min_size=settings.min_size,
+            max_size=settings.max_size,
+        )
     return ranks.send(network)
 
 
-def _plan_memory(settings: TrainSettings, data: OpenData, step: TrainingStep) -> MemoryPlan | None:
-    """Return how batches fit into the GPU's memory; None on a CPU, or with transforms of the user.
+def _fit_memory(
+    settings: TrainSettings, data: OpenData, step: TrainingStep
+) -> tuple[int, MemoryPlan | None]:
+    """Return the batch size, and how batches fit into the GPU's memory.
 
-    The size of the images that such transforms return is not known.
+    None is measured on a CPU, or with transforms of the user: the size of the images that these
+    return is not known. Then a batch has two images for each process, unless you chose its size.
     """
+    count = step.ranks.count
     if step.device.type != "cuda" or settings.augment == OWN_TRANSFORMS:
-        return None
-    own_share = None
-    if settings.batch_size:
-        own_share = -(-settings.batch_size // step.ranks.count)
+        return settings.batch_size or 2 * count, None
+    own_share = -(-settings.batch_size // count) or None
     with share_errors(step.ranks):
-        return plan_memory(step, data.dataset, data.rows, batch_size=own_share)
-
-
-def _choose_batch_size(memory: MemoryPlan | None, ranks: Ranks) -> int:
-    """Return the largest batch size that fits in every process. If none was measured, it is two
-    images for each process.
-    """
-    if memory is None:
-        return 2 * ranks.count
-    return min(ranks.gather(memory.batch_size)) * ranks.count
+        memory = plan_memory(step, data.dataset, data.rows, batch_size=own_share)
+    # The largest batch must fit in every process.
+    return settings.batch_size or min(step.ranks.gather(memory.batch_size)) * count, memory
 
 
 def plan_memory(

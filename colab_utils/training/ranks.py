@@ -80,7 +80,8 @@ def require_same(ranks: Ranks, facts: Mapping[str, Any]) -> None:
 
     Args:
         ranks: The processes that train together.
-        facts: What this process has: texts, numbers or None. The keys are names for the message.
+        facts: What this process has: texts, numbers or None. The keys are names for the message,
+            which calls what is empty or 0 the default.
 
     Raises:
         ColabUtilsError: Some facts differ. The message lists their values, from rank 0 on.
@@ -88,14 +89,12 @@ def require_same(ranks: Ranks, facts: Mapping[str, Any]) -> None:
     Example:
         >>> require_same(Ranks(), {"seed": 0})
     """
-    others = ranks.gather(dict(facts))
-    differences = [
-        f"{name} ({', '.join(dict.fromkeys(str(other.get(name)) for other in others))})"
-        for name, value in facts.items()
-        if any(other.get(name) != value for other in others)
-    ]
-    # All processes end, also one that misses no fact of the others.
-    if any(other != others[0] for other in others):
+    others = ranks.gather(facts)
+    values = {
+        name: dict.fromkeys(str(other.get(name) or "default") for other in others) for name in facts
+    }
+    differences = [f"{name} ({', '.join(few)})" for name, few in values.items() if len(few) > 1]
+    if differences:
         raise ColabUtilsError(
             f"The processes that train together differ in {'; '.join(differences)}. "
             "Start all of them with the same version, the same settings and complete copies "

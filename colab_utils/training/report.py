@@ -48,14 +48,13 @@ class TrainingPlan(TrainSettings):
 
     def __str__(self) -> str:
         together = f" by {self.ranks} processes" if self.ranks > 1 else ""
-        skipped = (
-            f", {self.skipped_images} more left out (no objects)" if self.skipped_images else ""
-        )
+        skipped = ""
+        if self.skipped_images:
+            skipped = f", {self.skipped_images} more left out (no objects)"
         if self.skipped_objects:
-            every = self.objects + self.skipped_objects
             skipped += (
-                f", {self.skipped_objects:,} of {every:,} objects left out (crowds, or "
-                "boxes without area)"
+                f", {self.skipped_objects:,} of {self.objects + self.skipped_objects:,} objects "
+                "left out (crowds, or boxes without area)"
             )
         classes = format_count(self.num_classes - 1, "class", "classes")
         resumed = f", resumed after step {self.first_step}" if self.first_step else " of a new run"

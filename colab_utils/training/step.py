@@ -142,10 +142,8 @@ class TrainingStep:
             The total loss, a detached float32 scalar on the device.
         """
         statistics = [buffer.clone() for buffer in self._statistics]
-        loss = self.add_gradients(images, targets, flips=flips, total=total)
-        while loss is None:
+        while (loss := self.add_gradients(images, targets, flips=flips, total=total)) is None:
             self._double_parts(0 if images is None else len(images))
-            loss = self.add_gradients(images, targets, flips=flips, total=total)
         if self.ranks.count > 1:
             distributed.all_reduce(loss)
         self.is_applying = True
@@ -262,13 +260,7 @@ class TrainingStep:
         torch.cuda.empty_cache()
 
     def load_state(self, state: State) -> None:
-        """Load the weights, the optimiser and the scaler of a checkpoint, from any device.
-
-        Raises:
-            LookupError, RuntimeError, TypeError, ValueError: ``state`` is not of this model and
-                optimiser.
-        """
-        self.model.load_state_dict(state["model"])
+        """Load the optimiser and the scaler of a checkpoint, from any device."""
         # Only the optimiser's averages come from the checkpoint. Its settings, such as the learning
         # rate, stay as this version has made them for this device.
         groups = self.optimizer.state_dict()["param_groups"]

@@ -20,14 +20,12 @@ from colab_utils.loading.contract import Transforms
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.devices import find_device
 from colab_utils.loading.loader import Loader, make_loader
-from colab_utils.loading.ranks import Ranks
-from colab_utils.places import PlaceLike, open_place
+from colab_utils.places import PlaceLike
 from colab_utils.require import require_choice, require_seconds
 from colab_utils.shards.lock import hold_folder
 from colab_utils.training.checkpoint import CheckpointFolder, State
 from colab_utils.training.data import OpenData, find_images, open_images
 from colab_utils.training.layers import use_cpu
-from colab_utils.training.model import GPU_MODEL
 from colab_utils.training.prepare import PreparedStep, prepare_step
 from colab_utils.training.ranks import join_ranks, require_same, share_errors
 from colab_utils.training.report import Log, TrainingPlan, TrainReport, make_plan
@@ -43,7 +41,6 @@ from colab_utils.training.trainer import Trainer
 
 # A sample that takes longer than these seconds is tried once more by a new process.
 _MAX_WAIT_S = 60.0
-_ELSEWHERE = "another run folder (RUN_NAME), or pass resume='never'"
 
 
 def train(
@@ -180,10 +177,6 @@ def train(
         raise ColabUtilsError(f"Both steps and epochs ({epochs}) are given. Pass one of them.")
     if run is None:
         raise ColabUtilsError("A run needs a folder for its checkpoints. Pass it as run.")
-    # These two are opened late. A URL that cannot be read is refused now.
-    for place in (weights, val_shards):
-        if place is not None:
-            open_place(place)
     with ExitStack() as stack:
         stack.enter_context(_use_training_defaults())
         device = _choose_device()
@@ -200,7 +193,9 @@ def train(
                 _warn_of_faults(data)
                 stack.enter_context(hold_folder(folder.run))
                 state = folder.read_to_resume() if resume == "auto" else None
-        _require_same_call(ranks, data, asked)
+        require_same(
+            ranks, {"version of colab_utils": __version__, **data.describe(), **asdict(asked)}
+        )
         state = ranks.send(state)
 
         prepared = prepare_step(
@@ -246,13 +241,6 @@ def _use_training_defaults() -> Iterator[None]:
         yield
 
 
-def _require_same_call(ranks: Ranks, data: OpenData, asked: TrainSettings) -> None:
-    """Refuse to train if the processes differ in version, data or settings."""
-    facts = {"version of colab_utils": __version__, **data.describe()}
-    settings = {name: value or "default" for name, value in asdict(asked).items()}
-    require_same(ranks, {**facts, **settings, "seed": asked.seed})
-
-
 def _warn_of_faults(data: OpenData) -> None:
     """Warn of shards with bad objects, from which a model learns wrongly.
 
@@ -295,7 +283,15 @@ def _choose_settings(
                 f"The run of {state['path']} was begun with transforms, and this call has none. "
                 "Pass them again as augment."
             )
-        _check_checkpoint(state, settings, data, device=device)
+        session = asdict(settings) | data.count()
+        for name in ("dataset", "model", "num_classes", "min_size", "max_size", "seed"):
+            if state["plan"][name] != session[name]:
+                raise ColabUtilsError(
+                    f"The checkpoint {state['path']} has {name.replace('_', ' ')} "
+                    f"{state['plan'][name]}, and this training has {session[name]}. Train into "
+                    "another run folder (RUN_NAME), or pass resume='never': older checkpoints are "
+                    "then moved to a folder of their own."
+                )
     return settings
 
 
@@ -319,40 +315,6 @@ def _make_loader(
         transforms=transforms,
         max_wait_s=_MAX_WAIT_S if workers != 0 else None,
     )
-
-
-def _check_checkpoint(
-    state: State,
-    settings: TrainSettings,
-    data: OpenData,
-    *,
-    device: torch.device,
-) -> None:
-    """Refuse a checkpoint of other images, or of another model, size or seed.
-
-    Args:
-        state: The checkpoint.
-        settings: The settings of this session.
-        data: The images of this session.
-        device: Where this session trains.
-    """
-    before = state["plan"]
-    path = state["path"]
-    session = asdict(settings) | data.count()
-    for name in ("dataset", "model", "num_classes", "min_size", "max_size", "seed"):
-        if before[name] != session[name]:
-            raise ColabUtilsError(
-                f"The checkpoint {path} has {name.replace('_', ' ')} {before[name]}, and this "
-                f"training has {session[name]}. Train into {_ELSEWHERE}: older checkpoints are "
-                "then moved to a folder of their own."
-            )
-    if before["device"] == "cpu" and device.type == "cuda":
-        text = (
-            f"{path} was begun on a CPU: on this GPU it continues with {settings.model} "
-            f"at {settings.min_size} pixels. For GPU defaults ({GPU_MODEL}, 800 px) train "
-            f"into {_ELSEWHERE}"
-        )
-        warnings.warn(text, ColabUtilsWarning, stacklevel=4)
 
 
 def _warn_if_finished(plan: TrainingPlan, path: str) -> None:

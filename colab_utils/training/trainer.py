@@ -203,14 +203,11 @@ class Trainer:
         for group in self.step.optimizer.param_groups:
             group["lr"] = rate
         self._seed(2)
-        images = batch
-        targets = None
-        ids: list[int] = []
-        if isinstance(batch, tuple):
-            images, targets = batch
+        images, targets = batch if isinstance(batch, tuple) else (batch, None)
+        if targets is not None:
             ids = [int(target["image_id"]) for target in targets]
-        elif batch is not None:
-            ids = batch.image_ids.tolist()
+        else:
+            ids = [] if batch is None else batch.image_ids.tolist()
         total = self.loader.total
         flips = self._choose_flips(total)
         try:
