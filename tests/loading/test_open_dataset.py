@@ -10,9 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
-from collections import Counter
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -46,24 +45,19 @@ from colab_utils.slow_drive import DriveProfile, slow_down
 
 from ..drive_mount import mount_or_skip
 from .test_bounded_wait import stop_mounts
-from .test_dataset import assert_equal_samples
+from .test_dataset import assert_equal_samples, flip_bit
 
 SHARD_MB = 0.02
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory, tiny_dataset):
-    """The shards of the tiny dataset, as `write_shards` writes them."""
+    """The files of the tiny dataset's shards, as `write_shards` writes them, with their folder."""
     # The first loader imports torchvision for seconds, in which all shards would be written.
     load_jpeg_decoder()
     folder = tmp_path_factory.mktemp("reference") / "shards"
-    write_shards(
-        tiny_dataset.images,
-        tiny_dataset.annotations,
-        shards=folder,
-        shard_mb=SHARD_MB,
-        workers=1,
-    )
+    data = tiny_dataset.images, tiny_dataset.annotations
+    write_shards(*data, shards=folder, shard_mb=SHARD_MB, workers=1)
     assert len(read_index(folder).shards) > 4
     return folder
 
@@ -94,16 +88,32 @@ def small_disk(tmp_path):
 
 
 @pytest.fixture
-def mount(tmp_path, monkeypatch):
-    """A mounted Drive, on which the tries of a failed call follow each other soon."""
-    monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.05, 0.2, 0.5, 1.0))
+def mount(tmp_path):
+    """A mounted Drive."""
     (tmp_path / "backing").mkdir()
     with mount_or_skip(tmp_path / "backing", tmp_path / "mount") as mount:
         yield mount
 
 
-def open_tiny(dataset, places, **options):
-    return open_dataset(dataset.images, dataset.annotations, **places, shard_mb=SHARD_MB, **options)
+@pytest.fixture
+def open_tiny(tiny_dataset, places):
+    """Open the tiny dataset; options and places may be others."""
+
+    def open_it(**options):
+        options = {**places, "shard_mb": SHARD_MB, **options}
+        return open_dataset(tiny_dataset.images, tiny_dataset.annotations, **options)
+
+    return open_it
+
+
+@pytest.fixture
+def open_own(own_dataset, places):
+    """Open the copy of the tiny dataset."""
+
+    def open_it(**options):
+        return open_dataset(*own_dataset, **{**places, "shard_mb": SHARD_MB, **options})
+
+    return open_it
 
 
 def list_ids(loader):
@@ -118,55 +128,39 @@ def read_files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_loose_files_are_trained_on_once_an_epoch_while_they_become_shards(
-    tiny_dataset, reference, places, workers
-):
-    dataset = open_tiny(tiny_dataset, places)
-    assert type(dataset) is LooseFiles
-    loader = make_loader(dataset, batch_size=2, workers=workers)
-    batches = len(loader)
-    epochs = [list_ids(loader), list_ids(loader)]
-    loader.close()
-    ids = read_coco(tiny_dataset.annotations).image_ids.tolist()
-    for epoch in epochs:
-        assert Counter(epoch) == Counter(ids)
-    assert epochs[0] != epochs[1]
-    assert batches == len(ids) // 2
-    dataset.wait()
-    assert read_files(places["ssd"]) == read_files(reference)
-    assert read_files(places["drive"]) == read_files(reference)
+def tear_off(folder, *names):
+    """Leave what an interrupted session leaves: no index, and not all files."""
+    for name in ("index.json", *names):
+        (folder / name).unlink()
 
 
-def test_the_next_calls_take_the_shards_of_the_ssd_and_those_of_drive(
-    tiny_dataset, reference, places
-):
-    open_tiny(tiny_dataset, places).wait()
-    assert type(open_tiny(tiny_dataset, places)) is ShardDataset
+def test_the_next_calls_take_the_shards_of_the_ssd_and_those_of_drive(open_tiny, reference, places):
+    open_tiny().wait()
+    assert type(open_tiny()) is ShardDataset
     shutil.rmtree(places["ssd"])
-    arriving = open_tiny(tiny_dataset, places)
+    arriving = open_tiny()
     assert type(arriving) is ArrivingShards
-    assert count_samples(arriving) == tiny_dataset.n
+    assert count_samples(arriving) == 12
     arriving.stop()
     assert read_files(places["ssd"]) == read_files(reference)
-    assert type(open_tiny(tiny_dataset, places)) is ShardDataset
+    assert type(open_tiny()) is ShardDataset
 
 
-def test_shards_of_the_ssd_that_are_not_on_drive_are_sent(tiny_dataset, reference, places):
-    open_tiny(tiny_dataset, {**places, "drive": None}).wait()
+def test_shards_of_the_ssd_that_are_not_on_drive_are_sent(open_tiny, reference, places):
+    open_tiny(drive=None).wait()
     assert not places["drive"].exists()
-    assert type(open_tiny(tiny_dataset, {**places, "drive": None})) is ShardDataset
-    dataset = open_tiny(tiny_dataset, places)
-    assert count_samples(dataset) == tiny_dataset.n
+    assert type(open_tiny(drive=None)) is ShardDataset
+    dataset = open_tiny()
+    assert type(dataset) is ShardDataset
+    assert count_samples(dataset) == 12
     dataset.wait()
     count = len(read_index(reference).shards)
-    assert type(dataset) is ShardDataset
     text = f"{count} of {count} shards written, {count} sent to Drive; the writing took "
     assert text in str(dataset.arrival)
     assert read_files(places["drive"]) == read_files(reference)
 
 
-def test_drive_gets_arrays_then_tars_then_the_index(tiny_dataset, places, tmp_path, monkeypatch):
+def test_drive_gets_arrays_then_tars_then_the_index(open_tiny, places, tmp_path, monkeypatch):
     """A session that is killed between two of them leaves a folder that it knows again."""
     real = writing.write_index
     real_copy = Copying.copy_file
@@ -185,31 +179,27 @@ def test_drive_gets_arrays_then_tars_then_the_index(tiny_dataset, places, tmp_pa
 
     monkeypatch.setattr(writing, "write_index", write_index)
     monkeypatch.setattr(Copying, "copy_file", copy_file)
-    open_tiny(tiny_dataset, places).wait()
+    open_tiny().wait()
     assert log.read_text().split() == [str(places["ssd"]), str(places["drive"])]
 
 
-def write_ramp(monkeypatch, size_mb=0.02):
-    """Make a ramp begin at a size that few small images fill."""
-    monkeypatch.setattr(plan, "_FIRST_SHARD_MB", size_mb)
-
-
 def test_small_shards_come_first_and_are_those_of_write_shards(
-    tiny_dataset, places, tmp_path, monkeypatch
+    open_tiny, tiny_dataset, places, tmp_path, monkeypatch
 ):
-    write_ramp(monkeypatch)
+    # The ramp begins at a size that few small images fill.
+    monkeypatch.setattr(plan, "_FIRST_SHARD_MB", 0.02)
     folder = tmp_path / "written"
     data = tiny_dataset.images, tiny_dataset.annotations
     write_shards(*data, shards=folder, shard_mb=0.06, workers=1)
-    dataset = open_dataset(*data, **places, shard_mb=0.06)
+    dataset = open_tiny(shard_mb=0.06)
     assert dataset.windows[:2] == [[0], [1]]
     dataset.wait()
     index = read_index(folder)
     assert index.recipe["ramp_mb"] == [0.02, 0.04]
     images = [shard.images for shard in index.shards]
     assert images[0] < images[1] < images[2]
-    assert read_files(places["ssd"]) == read_files(folder)
-    assert read_files(places["drive"]) == read_files(folder)
+    for place in places.values():
+        assert read_files(place) == read_files(folder)
 
 
 def call_before_writing(monkeypatch, call):
@@ -225,16 +215,16 @@ def call_before_writing(monkeypatch, call):
 
 
 def test_the_writer_follows_the_first_epoch_at_the_lowest_priority(
-    tiny_dataset, places, monkeypatch
+    open_tiny, tmp_path, monkeypatch
 ):
-    log = places["ssd"].parent / "written"
+    log = tmp_path / "written"
 
     def note(path):
         with open(log, "a") as file:
             file.write(f"{os.nice(0)} {path.name}\n")
 
     call_before_writing(monkeypatch, note)
-    dataset = open_tiny(tiny_dataset, places)
+    dataset = open_tiny()
     dataset.wait()
     tars = [line for line in log.read_text().splitlines() if line.endswith(".tar")]
     assert tars == [f"19 shard-{number:06d}.tar" for number in chain(*dataset.windows)]
@@ -247,20 +237,10 @@ def read_few_before(monkeypatch):
     monkeypatch.setattr(plan, "_TRIED_IMAGES", 2)
 
 
-def test_all_files_of_the_plan_are_asked_for_together(tiny_dataset, places, monkeypatch):
-    """The vote on EXIF does not wait for the images that are tried, nor they for the vote."""
-    are_all_asked = threading.Barrier(2 * tiny_dataset.n)
-
-    def read(*arguments, **options):
-        are_all_asked.wait(60)
-        return read_image(*arguments, **options)
-
-    monkeypatch.setattr(plan, "read_image", read)
-    open_tiny(tiny_dataset, places).stop()
-
-
 @pytest.mark.parametrize("workers", [0, 2])
-def test_each_file_is_read_once(tiny_dataset, places, tmp_path, monkeypatch, workers):
+def test_loose_files_are_read_once_and_trained_on_while_they_become_shards(
+    open_tiny, tiny_dataset, reference, places, tmp_path, monkeypatch, workers
+):
     """By the plan, the vote on EXIF, the writer and the loader together, in all processes."""
     read_few_before(monkeypatch)
     log = tmp_path / "reads"
@@ -273,19 +253,37 @@ def test_each_file_is_read_once(tiny_dataset, places, tmp_path, monkeypatch, wor
         return read_whole(path, **options)
 
     monkeypatch.setattr(files, "read_whole", note)
-    dataset = open_tiny(tiny_dataset, places)
+    dataset = open_tiny()
+    assert type(dataset) is LooseFiles
     loader = make_loader(dataset, batch_size=2, workers=workers)
-    for _ in range(2):
-        assert len(list_ids(loader)) == tiny_dataset.n
+    assert len(loader) == 6
+    epochs = [list_ids(loader), list_ids(loader)]
     loader.close()
+    ids = read_coco(tiny_dataset.annotations).image_ids.tolist()
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(ids)
+    assert epochs[0] != epochs[1]
     dataset.wait()
+    for folder in places.values():
+        assert read_files(folder) == read_files(reference)
     names = sorted(path.name for path in tiny_dataset.images.iterdir())
     assert sorted(log.read_text().split()) == names
 
 
+def test_all_files_of_the_plan_are_asked_for_together(open_tiny, monkeypatch):
+    """The vote on EXIF does not wait for the images that are tried, nor they for the vote."""
+    are_all_asked = threading.Barrier(2 * 12)
+
+    def read(*arguments, **options):
+        are_all_asked.wait(60)
+        return read_image(*arguments, **options)
+
+    monkeypatch.setattr(plan, "read_image", read)
+    open_tiny().stop()
+
+
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_next_pass_finds_the_shards(tiny_dataset, places, workers):
-    dataset = open_tiny(tiny_dataset, places)
+def test_the_next_pass_finds_the_shards(open_tiny, places, workers):
+    dataset = open_tiny()
     loader = make_loader(dataset, batch_size=2, workers=workers, seed=3)
     epochs = [list_ids(loader)]
     dataset.wait()
@@ -294,19 +292,19 @@ def test_the_next_pass_finds_the_shards(tiny_dataset, places, workers):
     dataset.folder = places["ssd"] / "no folder"
     epochs.append(list_ids(loader))
     loader.close()
-    whole = make_loader(open_tiny(tiny_dataset, places), batch_size=2, workers=0, seed=3)
+    whole = make_loader(open_tiny(), batch_size=2, workers=0, seed=3)
     assert [list_ids(whole), list_ids(whole)] == epochs
     # The bytes of the files are not kept beside shards.
     assert not (places["ssd"] / ".loose-files").exists()
 
 
 def test_on_a_full_disk_files_are_not_kept_and_one_warning_says_so(
-    tiny_dataset, reference, places, monkeypatch
+    open_tiny, reference, places, monkeypatch
 ):
     monkeypatch.setattr(file_cache, "_RESERVE_BYTES", 1e30)
     with pytest.warns(ColabUtilsWarning, match="too full to keep more files") as caught:
-        dataset = open_tiny(tiny_dataset, places)
-    assert count_samples(dataset) == tiny_dataset.n
+        dataset = open_tiny()
+    assert count_samples(dataset) == 12
     dataset.wait()
     assert len(caught) == 1
     assert read_files(places["drive"]) == read_files(reference)
@@ -324,52 +322,46 @@ def write_old_shards(dataset, folder, min_size=800):
     write_index(folder, write.join_index(run, done))
 
 
-def test_shards_of_an_older_recipe_go_on_by_it(tiny_dataset, places, tmp_path):
+def test_shards_of_an_older_recipe_go_on_by_it(open_tiny, tiny_dataset, places, tmp_path):
     older = tmp_path / "older"
     write_old_shards(tiny_dataset, older)
     order = read_coco(tiny_dataset.annotations).image_ids
     assert np.array_equal(ShardDataset(older).image_ids, order)
     shutil.copytree(older, places["drive"])
-    for name in ("index.json", "shard-000001.tar", "shard-000003.arrays", "shard-000003.tar"):
-        (places["drive"] / name).unlink()
-    dataset = open_tiny(tiny_dataset, places)
+    tear_off(places["drive"], "shard-000001.tar", "shard-000003.arrays", "shard-000003.tar")
+    dataset = open_tiny()
     assert np.array_equal(dataset.image_ids, order)
     dataset.wait()
     assert read_files(places["drive"]) == read_files(older)
 
 
 def test_photos_of_an_older_recipe_are_decoded_by_it(tmp_path, places):
-    made = make_dataset(tmp_path / "made", n=6, width=1000, height=900, workers=1)
+    made = make_dataset(tmp_path / "made", n=3, width=1000, height=900, workers=1)
+    data = made.images, made.annotations
     older = tmp_path / "older"
-    write_old_shards(made, older, min_size=200)
     half = tmp_path / "half"
+    write_old_shards(made, older, min_size=200)
     for folder in (half, places["drive"]):
         shutil.copytree(older, folder)
-        for name in ("index.json", "shard-000001.tar", "shard-000001.arrays"):
-            (folder / name).unlink()
-    write_shards(
-        made.images, made.annotations, shards=half, min_size=200, shard_mb=SHARD_MB, workers=1
-    )
+        tear_off(folder, "shard-000001.tar", "shard-000001.arrays")
+    options = {"min_size": 200, "shard_mb": SHARD_MB, "workers": 1}
+    write_shards(*data, shards=half, **options)
     assert read_files(half) == read_files(older)
-    dataset = open_dataset(made.images, made.annotations, **places)
+    dataset = open_dataset(*data, **places)
     image = Image.open(made.images / dataset.name_image(0))
-    size = (222, 200)
-    whole = image.resize(size, Image.Resampling.BILINEAR, reducing_gap=3.0)
+    whole = image.resize((222, 200), Image.Resampling.BILINEAR, reducing_gap=3.0)
     assert np.array_equal(dataset[0][0], np.asarray(whole).transpose(2, 0, 1))
     dataset.wait()
     assert read_files(places["drive"]) == read_files(older)
     # Shards of today are of another recipe.
-    write_shards(
-        made.images, made.annotations, shards=tmp_path / "new", min_size=200, shard_mb=SHARD_MB
-    )
-    recipe = read_index(tmp_path / "new").recipe
-    assert recipe["reduced_decode"]
-    assert "reduced_decode" not in read_index(older).recipe
+    write_shards(*data, shards=tmp_path / "new", **options)
+    recipes = [read_index(folder).recipe for folder in (older, tmp_path / "new")]
+    assert [recipe.get("reduced_decode") for recipe in recipes] == [None, True]
 
 
-def test_samples_are_those_of_the_shards(tiny_dataset, reference, places):
+def test_samples_are_those_of_the_shards(open_tiny, reference):
     whole = ShardDataset(reference, contiguous_labels=True)
-    dataset = open_tiny(tiny_dataset, places, contiguous_labels=True)
+    dataset = open_tiny(contiguous_labels=True)
     for index in (0, 5, -1):
         assert_equal_samples(dataset[index], whole[index])
     for name in ("sizes", "counts", "shard_of", "image_ids"):
@@ -378,25 +370,23 @@ def test_samples_are_those_of_the_shards(tiny_dataset, reference, places):
 
 
 def test_large_photos_have_the_sizes_that_they_have_in_shards(tmp_path, places):
-    made = make_dataset(tmp_path / "made", n=4, width=1000, height=900, workers=1)
-    write_shards(made.images, made.annotations, shards=tmp_path / "shards", workers=1)
+    made = make_dataset(tmp_path / "made", n=2, width=1000, height=900, workers=1)
+    data = made.images, made.annotations
+    write_shards(*data, shards=tmp_path / "shards", workers=1)
     whole = ShardDataset(tmp_path / "shards")
-    assert whole.sizes.tolist() == [[800, 888]] * 4
-    dataset = open_dataset(made.images, made.annotations, **places)
-    assert np.array_equal(dataset.sizes, whole.sizes)
-    for index in range(4):
-        image, target = dataset[index]
-        expected, shrunk = whole[index]
+    dataset = open_dataset(*data, **places)
+    assert dataset.sizes.tolist() == whole.sizes.tolist() == [[800, 888]] * 2
+    for (image, target), (expected, shrunk) in zip(dataset, whole, strict=True):
         # A shard compresses a photo that was shrunk once more.
         assert (image.int() - expected.int()).abs().float().mean() < 3
         assert torch.equal(target["masks"], shrunk["masks"])
-        assert torch.allclose(target["boxes"], shrunk["boxes"])
-        assert torch.allclose(target["area"], shrunk["area"])
+        for key in ("boxes", "area"):
+            assert torch.allclose(target[key], shrunk[key])
     dataset.stop()
 
 
-def test_any_loader_reads_it(tiny_dataset, reference, places):
-    dataset = open_tiny(tiny_dataset, places)
+def test_any_loader_reads_it(open_tiny, reference):
+    dataset = open_tiny()
     loader = DataLoader(
         dataset,
         batch_size=3,
@@ -406,20 +396,20 @@ def test_any_loader_reads_it(tiny_dataset, reference, places):
         multiprocessing_context="fork",
     )
     ids = [int(target["image_id"]) for batch in loader for _, target in batch]
-    assert Counter(ids) == Counter(ShardDataset(reference).image_ids.tolist())
+    assert sorted(ids) == sorted(ShardDataset(reference).image_ids.tolist())
     dataset.stop()
     assert pickle.loads(pickle.dumps(dataset)).arrival is None
 
 
-def test_an_epoch_that_was_begun_goes_on_from_finished_shards(tiny_dataset, places):
-    dataset = open_tiny(tiny_dataset, places)
+def test_an_epoch_that_was_begun_goes_on_from_finished_shards(open_tiny):
+    dataset = open_tiny()
     loader = make_loader(dataset, batch_size=2, workers=0)
     batches = iter(loader)
     next(batches)
     state = loader.state_dict()
     rest = list_ids(batches)
     dataset.wait()
-    again = make_loader(open_tiny(tiny_dataset, places), batch_size=2, workers=0)
+    again = make_loader(open_tiny(), batch_size=2, workers=0)
     again.load_state_dict(state)
     assert list_ids(again) == rest
 
@@ -484,7 +474,7 @@ def count_tars(folder):
     [("ssd", 0, False), ("drive", 2, True), ("ssd", 4, False)],
 )
 def test_a_session_that_was_killed_goes_on_after_its_last_shard(
-    tiny_dataset, reference, places, folder, shards, is_new_machine
+    open_tiny, tiny_dataset, reference, places, folder, shards, is_new_machine
 ):
     def is_reached():
         return (places["ssd"] / WRITER_NAME).exists() and count_tars(places[folder]) >= shards
@@ -493,60 +483,56 @@ def test_a_session_that_was_killed_goes_on_after_its_last_shard(
     if is_new_machine:
         shutil.rmtree(places["ssd"])
     on_drive = {path: path.stat().st_mtime_ns for path in places["drive"].glob("shard-*")}
-    dataset = open_tiny(tiny_dataset, places)
-    assert count_samples(dataset) == tiny_dataset.n
-    if isinstance(dataset, LooseFiles):
-        dataset.wait()
-    else:
-        dataset.stop()
-    assert read_files(places["ssd"]) == read_files(reference)
-    assert read_files(places["drive"]) == read_files(reference)
+    dataset = open_tiny()
+    assert count_samples(dataset) == 12
+    # It may be an `ArrivingShards`, too.
+    dataset.wait()
+    for place in places.values():
+        assert read_files(place) == read_files(reference)
     # What was there was not sent again.
     assert all(path.stat().st_mtime_ns == time_ns for path, time_ns in on_drive.items())
 
 
-def test_a_bad_image_is_told_and_left_out(own_dataset, places):
+def test_a_bad_image_is_told_and_left_out(open_own, own_dataset, places):
     images, annotations = own_dataset
     coco = read_coco(annotations)
     names = [coco.file_name(index) for index in (2, 7)]
     (images / names[0]).unlink()
     (images / names[1]).write_bytes(b"no image")
-    dataset = open_dataset(images, annotations, **places, shard_mb=SHARD_MB, max_bad=0.2)
+    dataset = open_own(max_bad=0.2)
     assert dataset.max_bad == 2
     loader = make_loader(dataset, batch_size=3, workers=1)
     dataset.wait()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with pytest.warns(ColabUtilsWarning, match="An image is left out") as told:
         ids = list_ids(loader)
     loader.close()
-    text = " ".join(str(warning.message) for warning in caught)
-    assert "An image is left out (number 2 so far)" in text
-    assert all(name in text for name in names)
+    text = " ".join(str(warning.message) for warning in told)
+    assert all(words in text for words in (*names, "(number 2 so far)"))
     assert sorted(ids) == sorted(np.delete(coco.image_ids, (2, 7)).tolist())
     skipped = read_index(places["drive"]).skipped
     assert sorted(image.file_name for image in skipped) == sorted(names)
-    assert len(open_dataset(images, annotations, **places)) == len(coco) - 2
+    assert len(open_own()) == len(coco) - 2
 
 
-def test_an_image_that_was_repaired_is_read_anew(own_dataset, places):
+def test_an_image_that_was_repaired_is_read_anew(open_own, own_dataset, places):
     images, annotations = own_dataset
     path = images / read_coco(annotations).file_name(4)
     content = path.read_bytes()
     path.write_bytes(b"no image")
-    for skipped, written in ([path.name], content), ([], content):
-        open_dataset(images, annotations, **places, shard_mb=SHARD_MB, max_bad=1).wait()
+    for skipped in ([path.name], []):
+        open_own(max_bad=1).wait()
         index = read_index(places["drive"])
         assert [image.file_name for image in index.skipped] == skipped
         # The session is interrupted before its end.
         for folder in places.values():
-            (folder / "index.json").unlink()
-        path.write_bytes(written)
+            tear_off(folder)
+        path.write_bytes(content)
 
 
-def test_a_cell_may_run_again_while_shards_are_written(own_dataset, reference, places):
+def test_a_cell_may_run_again_while_shards_are_written(open_own, own_dataset, reference, places):
     slow_down(own_dataset[0], DriveProfile("test", open_s=0.1, bytes_per_s=1e9, source="made up"))
-    first = open_dataset(*own_dataset, **places, shard_mb=SHARD_MB, streams=1)
-    again = open_dataset(*own_dataset, **places, shard_mb=SHARD_MB)
+    first = open_own(streams=1)
+    again = open_own()
     assert again.arrival._process.is_alive()
     again.wait()
     assert read_files(places["drive"]) == read_files(reference)
@@ -554,27 +540,26 @@ def test_a_cell_may_run_again_while_shards_are_written(own_dataset, reference, p
         first.wait()
 
 
-def test_a_folder_that_cannot_be_read_is_said_to_be_unreadable(tiny_dataset, places, monkeypatch):
+def test_a_folder_that_cannot_be_read_is_said_to_be_unreadable(open_tiny, monkeypatch):
     def refuse(path, *_, **__):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr("colab_utils.files.open_file", refuse)
     with pytest.raises(ColabUtilsError, match=r"ssd.* cannot be read: Permission denied\. Give"):
-        open_tiny(tiny_dataset, places)
+        open_tiny()
 
 
-def test_a_shard_without_a_usable_image_is_passed_over(own_dataset, places):
+def test_a_shard_without_a_usable_image_is_passed_over(open_own, own_dataset, places):
     images, annotations = own_dataset
     coco = read_coco(annotations)
-    dataset = open_dataset(images, annotations, **places, shard_mb=SHARD_MB, max_bad=1.0)
+    dataset = open_own()
     dataset.wait()
-    bad_ids = dataset.image_ids[dataset.shard_of == 1]
-    rows = np.flatnonzero(np.isin(coco.image_ids, bad_ids))
+    rows = np.flatnonzero(np.isin(coco.image_ids, dataset.image_ids[dataset.shard_of == 1]))
     for row in rows.tolist():
         (images / coco.file_name(row)).unlink()
     for folder in places.values():
         shutil.rmtree(folder)
-    dataset = open_dataset(images, annotations, **places, shard_mb=SHARD_MB, max_bad=1.0)
+    dataset = open_own(max_bad=1.0)
     with pytest.warns(ColabUtilsWarning, match="An image is left out"):
         ids = list_ids(make_loader(dataset, batch_size=2, workers=0))
     assert sorted(ids) == sorted(np.delete(coco.image_ids, rows).tolist())
@@ -582,34 +567,31 @@ def test_a_shard_without_a_usable_image_is_passed_over(own_dataset, places):
     assert len(ShardDataset(places["drive"])) == len(ids)
 
 
-def test_too_many_bad_images_end_in_one_message(own_dataset, places):
+def test_too_many_bad_images_end_in_one_message(open_own, own_dataset):
     images, annotations = own_dataset
-    coco = read_coco(annotations)
-    (images / coco.file_name(4)).unlink()
-    dataset = open_dataset(images, annotations, **places, shard_mb=SHARD_MB, max_bad=0)
+    (images / read_coco(annotations).file_name(4)).unlink()
+    dataset = open_own(max_bad=0)
     with pytest.raises(ColabUtilsError, match=r"The image file .* cannot be read"):
-        list_ids(make_loader(dataset, batch_size=1, workers=0))
+        count_samples(dataset)
     with pytest.raises(ColabUtilsError, match="Bad images so far: 1,"):
         dataset.wait()
 
 
-def test_without_any_usable_image_there_is_no_dataset(own_dataset, places):
-    images, annotations = own_dataset
-    for path in images.iterdir():
+def test_without_any_usable_image_there_is_no_dataset(open_own, own_dataset):
+    for path in own_dataset[0].iterdir():
         path.unlink()
     with pytest.raises(ColabUtilsError, match=r"No image that was tried .* the file is missing"):
-        open_dataset(images, annotations, **places)
+        open_own()
 
 
-def test_beside_another_writer_loose_files_are_trained_on(tiny_dataset, places):
+def test_beside_another_writer_loose_files_are_trained_on(open_tiny, places):
     with hold_folder(places["ssd"]):
         with pytest.warns(ColabUtilsWarning, match="Another writer is at work .* writes no shards"):
-            dataset = open_tiny(tiny_dataset, places)
+            dataset = open_tiny()
         assert type(dataset) is LooseFiles
-        assert count_samples(dataset) == tiny_dataset.n
-    dataset = open_tiny(tiny_dataset, places)
-    dataset.wait()
-    assert type(open_tiny(tiny_dataset, places)) is ShardDataset
+        assert count_samples(dataset) == 12
+    open_tiny().wait()
+    assert type(open_tiny()) is ShardDataset
 
 
 @pytest.fixture(params=["another writer", "full", "read-only"])
@@ -629,11 +611,11 @@ def closed_drive(request, small_disk):
 
 
 def test_a_drive_that_takes_no_files_leaves_the_shards_on_the_ssd(
-    tiny_dataset, reference, places, closed_drive
+    open_tiny, reference, places, closed_drive
 ):
     with pytest.warns(ColabUtilsWarning, match="The shards are not sent to Drive"):
-        dataset = open_tiny(tiny_dataset, {**places, "drive": closed_drive})
-    assert count_samples(dataset) == tiny_dataset.n
+        dataset = open_tiny(drive=closed_drive)
+    assert count_samples(dataset) == 12
     dataset.wait()
     assert read_files(places["ssd"]) == read_files(reference)
     assert not list(closed_drive.glob("shard-*"))
@@ -644,94 +626,99 @@ def test_a_drive_that_is_gone_is_not_missed_where_the_ssd_has_all_shards(
 ):
     shutil.copytree(tiny_dataset.images.parent, tmp_path / "backing" / "data")
     data = mount.folder / "data"
-    files = (data / "images", data / tiny_dataset.annotations.name)
-    places["drive"] = mount.folder / "shards"
-    open_dataset(*files, **places, shard_mb=SHARD_MB).wait()
+    call = partial(
+        open_dataset,
+        data / "images",
+        data / tiny_dataset.annotations.name,
+        drive=mount.folder / "shards",
+        ssd=places["ssd"],
+        shard_mb=SHARD_MB,
+    )
+    call().wait()
     mount.fail(lost=True)
     with pytest.warns(ColabUtilsWarning, match="Drive got disconnected.*were not compared"):
-        dataset = open_dataset(*files, **places, shard_mb=SHARD_MB)
-    assert count_samples(dataset) == tiny_dataset.n
+        dataset = call()
+    assert count_samples(dataset) == 12
     (places["ssd"] / "shard-000001.tar").unlink()
     with pytest.raises(ColabUtilsError, match="Drive got disconnected"):
-        open_dataset(*files, **places, shard_mb=SHARD_MB)
+        call()
 
 
-def test_on_a_disk_that_is_too_small_loose_files_are_trained_on(tiny_dataset, places, monkeypatch):
+@pytest.fixture
+def no_space(monkeypatch):
     monkeypatch.setattr("colab_utils.machine.find_free_space", lambda folder: 1000)
+
+
+def test_on_a_disk_that_is_too_small_loose_files_are_trained_on(open_tiny, places, no_space):
     with pytest.warns(ColabUtilsWarning, match="of free disk, .* writes no shards"):
-        dataset = open_tiny(tiny_dataset, places)
-    assert count_samples(dataset) == tiny_dataset.n
+        dataset = open_tiny()
+    assert count_samples(dataset) == 12
     assert read_files(places["ssd"]) == {}
 
 
-def test_shards_that_do_not_fit_are_read_on_drive(tiny_dataset, places, reference, monkeypatch):
+def test_shards_that_do_not_fit_are_read_on_drive(open_tiny, places, reference, no_space):
     shutil.copytree(reference, places["drive"])
-    monkeypatch.setattr("colab_utils.machine.find_free_space", lambda folder: 1000)
     with pytest.warns(ColabUtilsWarning, match="of free disk, .* the shards in .* themselves"):
-        dataset = open_tiny(tiny_dataset, places)
+        dataset = open_tiny()
     assert dataset.folder == places["drive"]
 
 
 def test_a_disk_that_fills_ends_the_writing_alone(
-    tiny_dataset, reference, places, small_disk, monkeypatch
+    open_tiny, reference, places, small_disk, monkeypatch
 ):
     monkeypatch.setattr(files, "require_space", lambda *_: None)
     with pytest.warns(ColabUtilsWarning, match="too full to keep more files"):
-        dataset = open_tiny(tiny_dataset, {**places, "ssd": small_disk})
+        dataset = open_tiny(ssd=small_disk)
     with pytest.raises(ColabUtilsError, match=r"No space left .* it continues there"):
         dataset.wait()
     with pytest.warns(ColabUtilsWarning, match=r"No space left .* Training goes on"):
-        assert len(list_ids(make_loader(dataset, batch_size=1, workers=1))) == tiny_dataset.n
-    open_tiny(tiny_dataset, places).wait()
+        assert count_samples(dataset) == 12
+    open_tiny().wait()
     assert read_files(places["drive"]) == read_files(reference)
 
 
-def test_a_drive_that_fills_leaves_training_alone(tiny_dataset, reference, places, small_disk):
-    dataset = open_tiny(tiny_dataset, {**places, "drive": small_disk})
+def test_a_drive_that_fills_leaves_training_alone(open_tiny, reference, places, small_disk):
+    dataset = open_tiny(drive=small_disk)
     loader = make_loader(dataset, batch_size=3, workers=0)
     with pytest.raises(ColabUtilsError, match="No space left"):
         dataset.wait()
     # The shards on the SSD are complete.
     assert read_files(places["ssd"]) == read_files(reference)
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            assert len(list_ids(loader)) == tiny_dataset.n
+    with pytest.warns(ColabUtilsWarning, match=r"No space left .* Training goes on") as warned:
+        assert len(list_ids(loader)) == len(list_ids(loader)) == 12
     assert len(warned) == 1
-    assert re.search("No space left .* Training goes on", str(warned[0].message))
     assert not (small_disk / "index.json").exists()
-    assert type(open_tiny(tiny_dataset, places)) is ShardDataset
-    open_tiny(tiny_dataset, places).wait()
+    assert type(open_tiny()) is ShardDataset
+    open_tiny().wait()
     assert read_files(places["drive"]) == read_files(reference)
 
 
 def test_without_any_answer_of_drive_the_shards_stay_on_the_ssd(
-    tiny_dataset, reference, places, mount
+    open_tiny, reference, places, mount
 ):
     mount.fail(lost=True)
-    places["drive"] = mount.folder / "shards"
     with pytest.warns(ColabUtilsWarning, match="Drive got disconnected.*not sent to Drive"):
-        dataset = open_tiny(tiny_dataset, places)
+        dataset = open_tiny(drive=mount.folder / "shards")
     dataset.wait()
     assert read_files(places["ssd"]) == read_files(reference)
 
 
 def test_training_ends_though_drive_answers_nothing(
-    tiny_dataset, reference, places, mount, tmp_path, monkeypatch
+    open_tiny, reference, mount, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(writing, "_STOP_S", 0.2)
-    places["drive"] = mount.folder / "shards"
-    dataset = open_tiny(tiny_dataset, places)
+    drive = mount.folder / "shards"
+    dataset = open_tiny(drive=drive)
     with stop_mounts():
-        assert count_samples(dataset) == tiny_dataset.n
+        assert count_samples(dataset) == 12
         dataset.stop()
     wait_until(lambda: not dataset.arrival._process.is_alive())
-    open_tiny(tiny_dataset, places).wait()
+    open_tiny(drive=drive).wait()
     assert read_files(tmp_path / "backing" / "shards") == read_files(reference)
 
 
 def test_a_writer_that_waits_for_a_file_for_ever_is_ended(
-    tiny_dataset, places, tmp_path, monkeypatch
+    open_tiny, tiny_dataset, places, tmp_path, monkeypatch
 ):
     read_few_before(monkeypatch)
     monkeypatch.setattr("colab_utils.reader._GIVE_UP_S", 1.0)
@@ -742,26 +729,27 @@ def test_a_writer_that_waits_for_a_file_for_ever_is_ended(
         )
         with stop_mounts(), pytest.raises(ColabUtilsError, match="did not come within 1 seconds"):
             dataset.wait()
-        open_tiny(tiny_dataset, places).wait()
-    assert len(ShardDataset(places["drive"])) == tiny_dataset.n
+        open_tiny().wait()
+    assert len(ShardDataset(places["drive"])) == 12
 
 
-def test_the_end_of_a_program_ends_the_writing(tiny_dataset, reference, places):
+def test_the_end_of_a_program_ends_the_writing(open_tiny, tiny_dataset, reference, places):
     program = """
 import sys
 from colab_utils import open_dataset
+from colab_utils.loading import writing
 from colab_utils.slow_drive import DriveProfile, slow_down
 
 images, annotations, drive, ssd = sys.argv[1:]
 slow_down(images, DriveProfile("slow", open_s=3600, bytes_per_s=1e9, source="a test"))
+writing._STOP_S = 0.2
 open_dataset(images, annotations, drive=drive, ssd=ssd, shard_mb=0.02)
 print("opened")
 """
     # The shards are planned already, so that no image is read to plan them.
     shutil.copytree(reference, places["ssd"])
-    (places["ssd"] / "index.json").unlink()
-    (places["ssd"] / "shard-000001.tar").unlink()
-    words = [tiny_dataset.images, tiny_dataset.annotations, places["drive"], places["ssd"]]
+    tear_off(places["ssd"], "shard-000001.tar")
+    words = [tiny_dataset.images, tiny_dataset.annotations, *places.values()]
     ended = subprocess.run(
         [sys.executable, "-c", program, *words],
         capture_output=True,
@@ -770,7 +758,7 @@ print("opened")
         text=True,
     )
     assert ended.stdout == "opened\n"
-    open_tiny(tiny_dataset, places).wait()
+    open_tiny().wait()
     assert read_files(places["drive"]) == read_files(reference)
 
 
@@ -782,12 +770,10 @@ print("opened")
         (lambda path: 1 / 0, False, "The writing of shards failed: ZeroDivisionError"),
     ],
 )
-def test_a_writing_that_ends_early_is_told(
-    tiny_dataset, places, monkeypatch, call, is_stopped, message
-):
+def test_a_writing_that_ends_early_is_told(open_tiny, monkeypatch, call, is_stopped, message):
     monkeypatch.setattr(writing, "_STOP_S", 0.1)
     call_before_writing(monkeypatch, call)
-    dataset = open_tiny(tiny_dataset, places)
+    dataset = open_tiny()
     if is_stopped:
         dataset.stop()
     with pytest.raises(ColabUtilsError, match=message):
@@ -795,22 +781,17 @@ def test_a_writing_that_ends_early_is_told(
     dataset.stop()
 
 
-def test_a_folder_begun_with_other_settings_goes_on_by_these(tiny_dataset, places, tmp_path):
+def test_a_folder_begun_with_other_settings_goes_on_by_these(
+    open_tiny, tiny_dataset, places, tmp_path
+):
     older = tmp_path / "older"
-    write_shards(
-        tiny_dataset.images,
-        tiny_dataset.annotations,
-        shards=older,
-        shard_mb=0.03,
-        storage="keep",
-        min_size=64,
-        workers=1,
-    )
+    data = tiny_dataset.images, tiny_dataset.annotations
+    options = {"shard_mb": 0.03, "storage": "keep", "min_size": 64, "workers": 1}
+    write_shards(*data, shards=older, **options)
     shutil.copytree(older, places["drive"])
-    (places["drive"] / "index.json").unlink()
-    (places["drive"] / "shard-000001.tar").unlink()
-    dataset = open_tiny(tiny_dataset, places)
-    assert count_samples(dataset) == tiny_dataset.n
+    tear_off(places["drive"], "shard-000001.tar")
+    dataset = open_tiny()
+    assert count_samples(dataset) == 12
     dataset.wait()
     assert read_files(places["drive"]) == read_files(older)
 
@@ -818,28 +799,25 @@ def test_a_folder_begun_with_other_settings_goes_on_by_these(tiny_dataset, place
 @pytest.mark.parametrize("held", ["drive", "ssd"])
 @pytest.mark.parametrize("has_index", [False, True])
 def test_shards_of_other_annotations_are_refused(
-    tiny_dataset, own_dataset, places, reference, held, has_index
+    open_own, own_dataset, places, reference, held, has_index
 ):
-    images, annotations = own_dataset
+    annotations = own_dataset[1]
     annotations.write_bytes(annotations.read_bytes() + b"\n")
     shutil.copytree(reference, places[held])
     if not has_index:
-        (places[held] / "index.json").unlink()
+        tear_off(places[held])
     before = read_files(places[held])
     with pytest.raises(ColabUtilsError, match=r"other annotations|of another dataset"):
-        open_dataset(images, annotations, **places)
+        open_own()
     assert read_files(places[held]) == before
 
 
-def test_a_damaged_shard_of_an_earlier_session_is_written_anew(tiny_dataset, reference, places):
+def test_a_damaged_shard_of_an_earlier_session_is_written_anew(open_tiny, reference, places):
     shutil.copytree(reference, places["drive"])
-    (places["drive"] / "index.json").unlink()
-    path = places["drive"] / "shard-000002.tar"
-    damaged = bytearray(path.read_bytes())
-    damaged[600] ^= 1
-    path.write_bytes(damaged)
-    dataset = open_tiny(tiny_dataset, places)
-    assert count_samples(dataset) == tiny_dataset.n
+    tear_off(places["drive"])
+    flip_bit(places["drive"] / "shard-000002.tar", 600)
+    dataset = open_tiny()
+    assert count_samples(dataset) == 12
     dataset.wait()
     assert read_files(places["ssd"]) == read_files(reference)
 
@@ -858,7 +836,6 @@ def test_a_damaged_shard_of_an_earlier_session_is_written_anew(tiny_dataset, ref
 )
 def test_bad_arguments_are_refused(tiny_dataset, places, change, message):
     options = {"images": tiny_dataset.images, "annotations": tiny_dataset.annotations}
-    options |= places | change
     with pytest.raises(ColabUtilsError, match=message):
-        open_dataset(options.pop("images"), options.pop("annotations"), **options)
+        open_dataset(**options | places | change)
     assert not places["ssd"].exists()
