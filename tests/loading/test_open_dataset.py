@@ -474,9 +474,9 @@ def test_a_bad_image_is_told_and_left_out(open_own, own_dataset, places):
     dataset = open_own(max_bad=0.2)
     assert dataset.max_bad == 2
     dataset.wait()
-    with pytest.warns(ColabUtilsWarning, match="An image is left out") as told:
+    with pytest.warns(ColabUtilsWarning, match="An image is left out") as caught:
         ids = list_ids(make_loader(dataset, batch_size=3, workers=0))
-    text = " ".join(str(warning.message) for warning in told)
+    text = " ".join(str(warning.message) for warning in caught)
     assert all(words in text for words in (*names, "(number 2 so far)"))
     assert sorted(ids) == sorted(np.delete(coco.image_ids, (2, 7)).tolist())
     skipped = read_index(places["drive"]).skipped
