@@ -9,7 +9,7 @@ def list_corners(x: float, y: float, width: float, height: float) -> list[float]
     return [x, y, x + width, y, x + width, y + height, x, y + height]
 
 
-def make_object(number: int, image: int, box: list[int], **fields: Any) -> dict[str, Any]:
+def make_object(number: int, image: int, box: list[float], **fields: Any) -> dict[str, Any]:
     """An annotation of a rectangle; ``fields`` are added, or take the place of its own."""
     return {
         "id": number,

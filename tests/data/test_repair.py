@@ -15,14 +15,12 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.write import write_shards
+from tests.coco_files import make_object
+from tests.pictures import make_exif
 
 HEIGHT = 64
 WIDTH = 96
 SQUARE_PIXELS = 480
-
-
-def list_corners(x, y, width, height):
-    return [x, y, x + width, y, x + width, y + height, x, y + height]
 
 
 class Export:
@@ -35,42 +33,21 @@ class Export:
         self.shards = folder / "shards"
         self.images.mkdir()
         categories = [{"id": 1, "name": "car"}]
-        self.coco: dict[str, Any] = {"images": [], "annotations": [], "categories": categories}
+        self.objects: list[dict[str, Any]] = []
+        self.coco = {"images": [], "annotations": self.objects, "categories": categories}
         for i in range(4):
-            self.save_photo(i, WIDTH, HEIGHT)
+            self.save_photo(i)
             entry = {"id": i + 1, "file_name": f"{i}.jpg", "width": WIDTH, "height": HEIGHT}
             self.coco["images"].append(entry)
             for x in (8, 38):
-                self.add(
-                    i + 1,
-                    [x, 10, 20, 24],
-                    segmentation=[list_corners(x, 10, 20, 24)],
-                )
+                self.add(i + 1, [x, 10, 20, 24])
 
-    @property
-    def objects(self) -> list[dict[str, Any]]:
-        objects: list[dict[str, Any]] = self.coco["annotations"]
-        return objects
-
-    def save_photo(self, i, width, height, **options):
-        pixels = np.random.default_rng(i).integers(
-            0,
-            255,
-            (height, width, 3),
-            np.uint8,
-        )
-        Image.fromarray(pixels).save(self.images / f"{i}.jpg", **options)
+    def save_photo(self, i, **options):
+        noise = Image.effect_noise((WIDTH, HEIGHT), 90).convert("RGB")
+        noise.save(self.images / f"{i}.jpg", **options)
 
     def add(self, image, box, **fields):
-        annotation = {
-            "id": len(self.objects) + 1,
-            "image_id": image,
-            "category_id": 1,
-            "bbox": box,
-            "area": box[2] * box[3],
-            "iscrowd": 0,
-        }
-        self.objects.append(annotation | fields)
+        self.objects.append(make_object(len(self.objects) + 1, image, box, **fields))
 
     def save(self):
         self.annotations.write_text(json.dumps(self.coco))
@@ -81,12 +58,24 @@ class Export:
         return {problem.kind: problem.count for problem in report.problems}
 
     def repair(self, **options):
-        self.annotations.write_text(json.dumps(self.coco))
+        self.save()
         self.repaired.unlink(missing_ok=True)
         return repair_annotations(self.images, self.annotations, output=self.repaired, **options)
 
+    def read_repaired(self):
+        return json.loads(self.repaired.read_text())["annotations"]
+
+    def read_sizes(self):
+        """Return width and height of each image after the repair."""
+        images = json.loads(self.repaired.read_text())["images"]
+        return [(image["width"], image["height"]) for image in images]
+
+    def open(self):
+        self.save()
+        return CocoFolder(self.images, self.annotations)
+
     def write(self, **options):
-        self.annotations.write_text(json.dumps(self.coco))
+        self.save()
         return write_shards(self.images, self.annotations, shards=self.shards, workers=1, **options)
 
 
@@ -120,7 +109,7 @@ def test_an_empty_annotation_does_not_cost_its_image(export, leftover):
     assert report.skipped == ()
     assert report.faults == {"empty annotation": 1}
     assert "1 x empty annotation: note: left out of training" in str(report)
-    for dataset in (ShardDataset(export.shards), CocoFolder(export.images, export.annotations)):
+    for dataset in (ShardDataset(export.shards), export.open()):
         assert dataset[0][1]["masks"].sum((1, 2)).tolist() == [SQUARE_PIXELS] * 2
     repaired = export.repair()
     assert repaired.ok
@@ -150,20 +139,15 @@ def test_swapped_sides_are_mended_where_all_images_have_them(export):
     assert [(repair.kind, repair.count) for repair in report.repairs] == [
         ("width and height swapped", 4)
     ]
-    repaired = json.loads(export.repaired.read_text())
-    assert {(entry["width"], entry["height"]) for entry in repaired["images"]} == {(96, 64)}
-    assert len(repaired["annotations"]) == 8
+    assert export.read_sizes() == [(WIDTH, HEIGHT)] * 4
+    assert len(export.read_repaired()) == 8
 
 
 def test_files_that_were_turned_are_not_taken_for_swapped_sides(export):
     """An outline lies where the upright photo alone has pixels."""
     for entry in export.coco["images"]:
         swap_sides(entry)
-    export.add(
-        1,
-        [10, 70, 20, 20],
-        segmentation=[list_corners(10, 70, 20, 20)],
-    )
+    export.add(1, [10, 70, 20, 20])
     with pytest.raises(ColabUtilsError, match=r"no object to keep.*\(4 x size mismatch\)"):
         export.repair()
 
@@ -172,21 +156,16 @@ def test_files_that_were_turned_are_not_taken_for_swapped_sides(export):
 def test_a_size_that_is_missing_comes_from_the_file(export, missing):
     for side in missing:
         del export.coco["images"][1][side]
-    export.save()
-    report = repair_annotations(export.images, export.annotations, output=export.repaired)
-    entries = json.loads(export.repaired.read_text())["images"]
-    assert [(entry["width"], entry["height"]) for entry in entries] == [(WIDTH, HEIGHT)] * 4
+    report = export.repair()
+    assert export.read_sizes() == [(WIDTH, HEIGHT)] * 4
     assert "width written anew" in {repair.kind for repair in report.repairs}
 
 
 def test_a_size_that_is_missing_stays_so_where_exif_makes_it_unclear(export):
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    export.save_photo(1, WIDTH, HEIGHT, exif=exif)
+    export.save_photo(1, exif=make_exif(6))
     del export.coco["images"][1]["width"]
-    export.save()
-    report = repair_annotations(export.images, export.annotations, output=export.repaired)
-    assert json.loads(export.repaired.read_text())["images"][1]["width"] == 0
+    report = export.repair()
+    assert export.read_sizes()[1] == (0, HEIGHT)
     assert "EXIF rotation, unclear" in {problem.kind for problem in report.problems}
 
 
@@ -212,22 +191,18 @@ def make_crowds_of_darwin(export, count):
 def test_a_crowd_without_area_is_serious_whatever_their_share(export):
     for image in range(1, 5):
         for x in range(0, 72, 8):
-            export.add(
-                image,
-                [x, 40, 6, 6],
-                segmentation=[list_corners(x, 40, 6, 6)],
-            )
+            export.add(image, [x, 40, 6, 6])
     make_crowds_of_darwin(export, 1)
     assert export.check() == {"crowd without area": 1, "crowd": 1}
     with pytest.raises(ColabUtilsError, match=r"1 x crowd without area: .*--crowds objects"):
         export.write(max_bad=0.01)
     with pytest.warns(match="1 x crowd without area"):
-        CocoFolder(export.images, export.annotations)
+        export.open()
     assert not export.repair().ok
     report = export.repair(crowds="objects")
     assert report.ok
     assert report.statistics.objects == 44
-    annotation = json.loads(export.repaired.read_text())["annotations"][0]
+    annotation = export.read_repaired()[0]
     assert (annotation["iscrowd"], annotation["area"]) == (0, SQUARE_PIXELS - 25)
 
 
@@ -249,43 +224,37 @@ def test_a_crowd_without_area_is_serious_whatever_their_share(export):
 def test_an_area_that_fits_neither_box_nor_mask_is_that_of_the_mask(export, area, expected):
     export.objects[0]["area"] = area
     export.repair()
-    assert json.loads(export.repaired.read_text())["annotations"][0]["area"] == expected
+    assert export.read_repaired()[0]["area"] == expected
 
 
 def test_shares_of_the_image_become_pixels(export):
     """As Azure's export has box, outline and area."""
-    original = [*export.objects]
-    for n, annotation in enumerate(original):
-        outline = annotation["segmentation"][0]
-        export.objects[n] = annotation | {
-            "bbox": (np.array(annotation["bbox"]) / [WIDTH, HEIGHT, WIDTH, HEIGHT]).tolist(),
-            "area": annotation["area"] / WIDTH / HEIGHT,
-            "segmentation": [(np.reshape(outline, (-1, 2)) / [WIDTH, HEIGHT]).ravel().tolist()],
-        }
+    original = [dict(annotation) for annotation in export.objects]
+    for annotation in export.objects:
+        outline = np.array(annotation["segmentation"]) / ([WIDTH, HEIGHT] * 4)
+        annotation.update(
+            bbox=(np.array(annotation["bbox"]) / ([WIDTH, HEIGHT] * 2)).tolist(),
+            area=annotation["area"] / WIDTH / HEIGHT,
+            segmentation=outline.tolist(),
+        )
     export.repair()
-    repaired = json.loads(export.repaired.read_text())["annotations"]
-    assert [(entry["bbox"], entry["area"]) for entry in repaired] == [
+    assert [(entry["bbox"], entry["area"]) for entry in export.read_repaired()] == [
         (entry["bbox"], entry["area"]) for entry in original
     ]
 
 
-def normalise(annotation):
-    annotation["segmentation"] = [[x / 96 for x in annotation["segmentation"][0]]]
-
-
-def turn_box(annotation):
-    annotation["bbox"] = [60, 40, 20, 20]
-
-
 @pytest.mark.parametrize(
-    ("spoil", "kind"),
-    [(normalise, "normalised polygon"), (turn_box, "mask and box disagree")],
+    ("fields", "kind"),
+    [
+        ({"segmentation": [[0.1, 0.2, 0.3, 0.2, 0.3, 0.5]]}, "normalised polygon"),
+        ({"bbox": [60, 40, 20, 20]}, "mask and box disagree"),
+    ],
 )
-def test_loose_files_say_what_check_calls_serious(export, spoil, kind):
-    spoil(export.objects[0])
+def test_loose_files_say_what_check_calls_serious(export, fields, kind):
+    export.objects[0].update(fields)
     assert export.check() == {kind: 1}
     with pytest.warns(match=f"coco.json has bad objects: 1 x {kind}: object is trained"):
-        CocoFolder(export.images, export.annotations)
+        export.open()
 
 
 def run_along_rows(outline):
@@ -320,11 +289,8 @@ def test_boxes_of_corners_near_the_origin_are_mended_with_the_others(export):
         x, y, width, height = annotation["bbox"]
         annotation["bbox"] = [x, y, x + width, y + height]
     export.repair()
-    mended = json.loads(export.repaired.read_text())["annotations"]
-    assert {tuple(annotation["bbox"]) for annotation in mended} == {
-        (8, 10, 20, 24),
-        (38, 10, 20, 24),
-    }
+    boxes = {tuple(annotation["bbox"]) for annotation in export.read_repaired()}
+    assert boxes == {(8, 10, 20, 24), (38, 10, 20, 24)}
 
 
 def test_objects_of_an_image_in_several_entries_are_told_until_they_are_joined(export):
@@ -332,7 +298,7 @@ def test_objects_of_an_image_in_several_entries_are_told_until_they_are_joined(e
     export.coco["images"].append(entry | {"id": 9})
     export.objects[0]["image_id"] = 9
     assert export.check() == {"objects in several entries of an image": 1}
-    for read in (export.write, lambda: CocoFolder(export.images, export.annotations)):
+    for read in (export.write, export.open):
         with pytest.warns(match=r"several entries of '0\.jpg' with different objects"):
             read()
     export.repair()
@@ -346,8 +312,7 @@ def test_ids_that_repeat_are_noted_and_renewed(export):
     report = export.repair()
     assert report.ok
     assert not report.problems
-    ids = [entry["id"] for entry in json.loads(export.repaired.read_text())["annotations"]]
-    assert ids == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [entry["id"] for entry in export.read_repaired()] == [*range(1, 9)]
 
 
 @pytest.mark.parametrize(("text", "crowds"), [("False", 0), (" true", 1), ("0", 0), ("1", 1)])
@@ -356,21 +321,21 @@ def test_iscrowd_may_be_text(export, text, crowds):
     export.save()
     assert read_coco(export.annotations).crowds == crowds
     assert export.repair().images == 4
-    assert json.loads(export.repaired.read_text())["annotations"][0]["iscrowd"] == crowds
+    assert export.read_repaired()[0]["iscrowd"] == crowds
 
 
 @pytest.mark.parametrize(
     ("change", "kind"),
     [
         # The box has height and width in the wrong order.
-        (lambda annotation: annotation.update(bbox=[*annotation["bbox"][:2], 24, 20]), "loose box"),
+        (lambda row: {"bbox": [*row["bbox"][:2], 24, 20]}, "loose box"),
         # The area is that of an outline with a hole.
-        (lambda annotation: annotation.update(area=288), "area and mask disagree"),
+        (lambda _: {"area": 288}, "area and mask disagree"),
     ],
 )
 def test_objects_that_look_odd_are_told_and_kept(export, change, kind):
     for annotation in export.objects:
-        change(annotation)
+        annotation.update(change(annotation))
     report = export.write()
     assert report.faults == {kind: 8}
     assert f"8 x {kind}: note: check" in str(report)
@@ -380,35 +345,27 @@ def test_objects_that_look_odd_are_told_and_kept(export, change, kind):
 
 
 @pytest.mark.parametrize(
-    "change",
+    "fields",
     [
         # The area is that of the box, as in many exports.
-        lambda annotation: annotation.update(
-            area=480, segmentation=[[8, 10, 28, 10, 28, 34]], bbox=[8, 10, 20, 24]
-        ),
+        {"segmentation": [[8, 10, 28, 10, 28, 34]]},
         # The object is cut by the edge of the image.
-        lambda annotation: annotation.update(
-            area=480, segmentation=[list_corners(90, 10, 20, 24)], bbox=[90, 10, 20, 24]
-        ),
+        make_object(1, 1, [90, 10, 20, 24]),
         # The object has only a few pixels.
-        lambda annotation: annotation.update(
-            area=30, segmentation=[list_corners(8, 10, 5, 5)], bbox=[8, 10, 5, 5]
-        ),
+        make_object(1, 1, [8, 10, 5, 5], area=30),
         # The box also holds what is hidden.
-        lambda annotation: annotation.update(bbox=[annotation["bbox"][0], 10, 20, 28]),
+        {"bbox": [8, 10, 20, 28]},
     ],
 )
-def test_objects_that_are_as_tools_write_them_are_not_odd(export, change):
-    change(export.objects[0])
+def test_objects_that_are_as_tools_write_them_are_not_odd(export, fields):
+    export.objects[0].update(fields)
     assert export.write().faults == {}
 
 
 def test_outlines_of_smaller_images_are_told(export):
     for annotation in export.objects:
-        numbers = np.array([*annotation["segmentation"][0], *annotation["bbox"]]) / 4
-        annotation["segmentation"] = [numbers[:-4].tolist()]
-        annotation["bbox"] = numbers[-4:].tolist()
-        annotation["area"] = 30
+        box = [side / 4 for side in annotation["bbox"]]
+        annotation.update(make_object(annotation["id"], annotation["image_id"], box))
     export.save()
     report = check_dataset(export.images, export.annotations)
     assert report.ok
