@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import shutil
@@ -21,6 +20,8 @@ from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, escape
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.write import write_shards
+from tests.coco_files import make_object
+from tests.pictures import make_exif, save
 
 
 class Dataset:
@@ -70,13 +71,11 @@ def dataset(tiny_dataset, tmp_path):
 
 def test_images_with_more_than_100_objects_are_counted(dataset):
     assert "more than 100 objects" not in str(dataset.check())
-    rows = dataset.rows
+    first = dataset.rows[0]
     for k in range(120):
-        x = 10 * (k % 12)
-        y = 10 * (k // 12)
-        outline = [x, y, x + 8, y, x + 8, y + 8, x, y + 8]
-        shape = {"bbox": [x, y, 8, 8], "area": 64, "segmentation": [outline]}
-        rows.append({**rows[0], **shape, "id": 10_000 + k, "iscrowd": 0})
+        box = [10 * (k % 12), 10 * (k // 12), 8, 8]
+        category = {"category_id": first["category_id"]}
+        dataset.rows.append(make_object(10_000 + k, first["image_id"], box, **category))
     report = dataset.check()
     assert report.ok
     assert "1 image has more than 100 objects (12" in str(report)
@@ -132,12 +131,10 @@ def turn(orientation, *, size=(160, 128)):
     """A photo with an orientation by EXIF, of another size than its annotations say."""
 
     def spoil(dataset):
-        exif = Image.Exif()
-        exif[0x0112] = orientation
         if size == (160, 160):
             dataset.coco["images"][4].update(height=160)
             drop_crowds(dataset)
-        paint(size=size, exif=exif)(dataset)
+        paint(size=size, exif=make_exif(orientation))(dataset)
 
     return spoil
 
@@ -538,9 +535,8 @@ def test_damage_that_only_decoding_shows_is_seen_by_a_deep_check(dataset):
     damaged = bytearray(dataset.file(4).read_bytes())
     damaged[9000] ^= 255
     dataset.file(4).write_bytes(damaged)
-    jpeg = io.BytesIO()
-    Image.effect_noise((160, 128), 90).save(jpeg, "JPEG", comment=b"\xff\xd9")
-    dataset.file(5).write_bytes(jpeg.getvalue()[:3000])
+    jpeg = save(Image.effect_noise((160, 128), 90), "JPEG", comment=b"\xff\xd9")
+    dataset.file(5).write_bytes(jpeg[:3000])
     assert dataset.check().ok
     assert list_serious(dataset.check(deep=True)) == ["truncated image", "bad image"]
 
