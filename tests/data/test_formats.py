@@ -23,11 +23,18 @@ from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.write import write_shards
 
-RECIPES = re.findall(
-    r"^## (.*?)\n.*?```python\n(.*?)```",
-    Path("docs/FORMATS.md").read_text().partition("## Out of COCO")[0],
-    re.DOTALL | re.MULTILINE,
-)
+PAGE = Path("docs/FORMATS.md").read_text()
+
+
+def find_code(page, mark):
+    """Return the code below each heading of a page, by the heading."""
+    pattern = rf"^{mark} (.*?)\n.*?```python\n(.*?)```"
+    return dict(re.findall(pattern, page, re.DOTALL | re.MULTILINE))
+
+
+RECIPES = find_code(PAGE.partition("## Out of COCO")[0], "##")
+# The code of the page for other trainers.
+TRAINERS = find_code(PAGE, "###")
 WIDTH = 256
 HEIGHT = 192
 OBJECTS = {
@@ -37,20 +44,14 @@ OBJECTS = {
     ],
     "b": [("dog", [(40, 40), (200, 32), (192, 160), (120, 176), (48, 152)])],
 }
+RUNS = "Run lengths in a CSV, as on Kaggle"
 # Pascal VOC gives these classes these values.
 CLASSES = {"cat": 8, "dog": 12}
 
 
 def save_photo(path):
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(
-        np.random.default_rng(0).integers(
-            0,
-            256,
-            (HEIGHT, WIDTH, 3),
-            np.uint8,
-        )
-    ).save(path)
+    Image.effect_noise((WIDTH, HEIGHT), 90).convert("RGB").save(path)
 
 
 def draw(values, outline=None):
@@ -204,7 +205,7 @@ MADE = {
         "nuclei/images",
         "nuclei.json",
     ),
-    "Run lengths in a CSV, as on Kaggle": (make_run_lengths, "kaggle", "kaggle.json"),
+    RUNS: (make_run_lengths, "kaggle", "kaggle.json"),
     "VIA": (
         make_via,
         "balloon/train",
@@ -221,24 +222,33 @@ MADE = {
 }
 
 
-def test_every_recipe_is_tried():
-    assert [name for name, _ in RECIPES] == [*MADE]
-
-
-@pytest.mark.parametrize(
-    ("name", "code"),
-    RECIPES,
-    ids=[name for name, _ in RECIPES],
-)
-def test_the_objects_come_out_where_they_were_drawn(name, code, tmp_path, monkeypatch):
-    for package in re.findall(r"# pip install (\w+)", code):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"no {package}: make test-formats installs it")
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    """The recipes run in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "docs/recipes")
+
+
+def run_recipe(name, *changes):
+    """Run a recipe with changes, each the old text and the new one."""
+    code = RECIPES[name]
+    for change in changes:
+        code = code.replace(*change)
+    exec(compile(code, name, "exec"), {})
+
+
+def test_every_recipe_is_tried():
+    assert [*RECIPES] == [*MADE]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_objects_come_out_where_they_were_drawn(name, workplace):
+    for package in re.findall(r"# pip install (\w+)", RECIPES[name]):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"no {package}: make test-formats installs it")
     make, images, annotations = MADE[name]
     make()
-    exec(compile(code, name, "exec"), {})
+    run_recipe(name)
     assert check_dataset(images, annotations).ok
     dataset = CocoFolder(images, annotations)
     result = {
@@ -259,11 +269,6 @@ def test_the_objects_come_out_where_they_were_drawn(name, code, tmp_path, monkey
             assert labels == [objects[place][0] for place in overlap.argmax(1)]
 
 
-def run_recipe(name):
-    [code] = [code for heading, code in RECIPES if heading == name]
-    exec(compile(code, name, "exec"), {})
-
-
 def write_table(names, lines):
     for name in names:
         save_photo(Path("kaggle", name))
@@ -281,31 +286,26 @@ def read_classes(annotations):
     return classes
 
 
-def test_a_table_keeps_its_classes_and_images_without_a_line(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_table_keeps_its_classes_and_images_without_a_line(workplace):
     lines = ["ImageId,ClassId,EncodedPixels", "a[1].jpg,1,65 3", "a[1].jpg,3,100 5", "b.jpg,4,"]
     write_table(["a[1].jpg", "b.jpg", "c.jpg"], lines)
-    run_recipe("Run lengths in a CSV, as on Kaggle")
+    run_recipe(RUNS)
     assert read_classes("kaggle.json") == {"a[1].jpg": ["1", "3"], "b.jpg": [], "c.jpg": []}
 
 
-def test_a_class_behind_the_name_of_an_image_is_a_class(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_class_behind_the_name_of_an_image_is_a_class(workplace):
     write_table(["a_1.jpg"], ["ImageId_ClassId,EncodedPixels", "a_1.jpg_2,65 3", "a_1.jpg_4,"])
-    [code] = [code for heading, code in RECIPES if heading.startswith("Run lengths")]
-    exec(code.replace('"ImageId"', '"ImageId_ClassId"'), {})
+    run_recipe(RUNS, ('"ImageId"', '"ImageId_ClassId"'))
     assert read_classes("kaggle.json") == {"a_1.jpg": ["2"]}
 
 
-def test_a_table_with_two_columns_of_classes_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_table_with_two_columns_of_classes_is_refused(workplace):
     write_table(["a.jpg"], ["ImageId,ClassId,Label,EncodedPixels", "a.jpg,1,cat,65 3"])
     with pytest.raises(ValueError, match="Which of"):
-        run_recipe("Run lengths in a CSV, as on Kaggle")
+        run_recipe(RUNS)
 
 
-def test_circles_ellipses_and_boxes_to_check_of_via(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_circles_ellipses_and_boxes_to_check_of_via(workplace):
     save_photo(Path("balloon/train/x.jpg"))
     shapes = [
         ({"name": "circle", "cx": 60, "cy": 60, "r": 20}, {"name": "ball"}),
@@ -332,36 +332,14 @@ def test_circles_ellipses_and_boxes_to_check_of_via(tmp_path, monkeypatch):
     assert np.allclose(areas, [np.pi * 400, np.pi * 400, 600], rtol=0.05)
 
 
-# The code of the page for other trainers, by its heading.
-TRAINERS = dict(
-    re.findall(
-        r"^### (.*?)\n.*?```python\n(.*?)```",
-        Path("docs/FORMATS.md").read_text(),
-        re.DOTALL | re.MULTILINE,
-    )
-)
-
-
-@pytest.fixture(scope="module", params=["built-in", "COCO"])
-def folder(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
     """A folder with the shards of 60 images in `shards/train` and `shards/val`."""
     folder = tmp_path_factory.mktemp("trainers")
-    if request.param == "COCO":
-        source = request.getfixturevalue("coco_mini_val")
-        coco = json.loads(source.annotations.read_text())
-        coco["images"] = coco["images"][:60]
-        kept = {image["id"] for image in coco["images"]}
-        coco["annotations"] = [row for row in coco["annotations"] if row["image_id"] in kept]
-        annotations = folder / "coco.json"
-        annotations.write_text(json.dumps(coco))
-        images = source.images
-    else:
-        made = make_dataset(folder / "data", n=60, width=320, height=240, workers=1)
-        images = made.images
-        annotations = made.annotations
+    made = make_dataset(folder / "data", n=60, width=320, height=240, workers=1)
     for split in ("train", "val"):
         shards = folder / "shards" / split
-        report = write_shards(images, annotations, shards=shards, shard_mb=1, workers=1)
+        report = write_shards(made.images, made.annotations, shards=shards, shard_mb=1, workers=1)
         assert report.images == 60
         assert report.shards > 1
     return folder
@@ -370,12 +348,6 @@ def folder(request, tmp_path_factory):
 def read_ours(folder, **options):
     dataset = ShardDataset(folder / "shards/train", **options)
     return [dataset[index] for index in range(len(dataset))]
-
-
-def read_with_data_loader(folder, **options):
-    dataset = ShardDataset(folder / "shards/train", **options)
-    batches = DataLoader(dataset, batch_size=7, num_workers=2, collate_fn=list)
-    return [sample for batch in batches for sample in batch]
 
 
 def run_lines(name, code=None):
@@ -413,10 +385,10 @@ def assert_same(samples, expected, *, first_label=0):
     assert objects > 60
 
 
-@pytest.mark.parametrize("contiguous", [False, True])
-def test_a_stock_data_loader_reads_the_same(folder, contiguous):
-    options = {"contiguous_labels": contiguous}
-    assert_same(read_with_data_loader(folder, **options), read_ours(folder, **options))
+def test_a_stock_data_loader_reads_the_same(folder):
+    dataset = ShardDataset(folder / "shards/train")
+    batches = DataLoader(dataset, batch_size=7, num_workers=2, collate_fn=list)
+    assert_same([sample for batch in batches for sample in batch], read_ours(folder))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
