@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from colab_utils.data.checks import DatasetReport
+
 
 def list_corners(x: float, y: float, width: float, height: float) -> list[float]:
     return [x, y, x + width, y, x + width, y + height, x, y + height]
@@ -21,3 +23,8 @@ def make_object(number: int, image: int, box: list[float], **fields: Any) -> dic
         "segmentation": [list_corners(*box)],
         **fields,
     }
+
+
+def count_problems(report: DatasetReport) -> dict[str, int]:
+    """How often a report names each kind of defect."""
+    return {problem.kind: problem.count for problem in report.problems}

@@ -464,11 +464,3 @@ def test_a_zip_that_is_no_whole_export_is_told(tmp_path, tiny_dataset, ssd, name
     if name.startswith("photos"):
         images, _ = unpack_dataset(pack(tmp_path / "photos.zip", files), ssd)
         assert len(read_images(images)) == 8
-
-
-def test_a_zip_in_place_of_the_images_is_named(tmp_path, tiny_dataset):
-    (tmp_path / "zips").mkdir()
-    write_zip(tmp_path / "zips/images.zip", tiny_dataset)
-    report = check_dataset(tmp_path / "zips", tiny_dataset.annotations)
-    [problem] = [problem for problem in report.problems if problem.kind == "missing image"]
-    assert "which holds images.zip: unpack it first" in problem.examples[0]

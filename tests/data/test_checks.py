@@ -20,7 +20,7 @@ from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, escape
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.write import write_shards
-from tests.coco_files import make_object
+from tests.coco_files import count_problems, make_object
 from tests.pictures import make_exif, save
 
 
@@ -245,7 +245,8 @@ DEFECTS = [
     (lambda d: renumber(d, "frame_1"), None, False, 12),
     (spoil_annotation(category_id=10**9), "unknown category", True, 11),
     (spoil_annotation(segmentation=[]), "object without mask", True, 11),
-    (spoil_annotation(segmentation=[[1, 2, 3]]), "bad mask", True, 11),
+    # The box is made no outline.
+    (spoil_annotation(segmentation=[[30, 30, 20, 20]]), "bad mask", True, 11),
     # Nothing is lost here.
     (
         spoil_annotation(segmentation=[[1, 2, 3, 4]], bbox=[1, 2, 0, 0]),
@@ -313,10 +314,6 @@ def list_serious(report):
     return [problem.kind for problem in report.problems if not problem.effect.startswith("note")]
 
 
-def list_kinds(report):
-    return {problem.kind: problem.count for problem in report.problems}
-
-
 @pytest.fixture
 def no_fork(monkeypatch):
     """Images are looked at in a thread: to fork takes longer than a dozen of them."""
@@ -329,12 +326,12 @@ def _start_threads(workers, join, *shared):
 
 @pytest.mark.parametrize(("spoil", "kind", "serious", "kept"), DEFECTS)
 def test_each_defect_has_a_name_and_a_cure(dataset, spoil, kind, serious, kept, tmp_path, no_fork):
-    before = list_kinds(dataset.check())
+    before = count_problems(dataset.check())
     spoil(dataset)
     report = dataset.check()
     if kind is not None:
-        assert list_kinds(report).get(kind, 0) == before.get(kind, 0) + 1
-    others = list_kinds(report).keys() - before.keys() - {kind}
+        assert count_problems(report).get(kind, 0) == before.get(kind, 0) + 1
+    others = count_problems(report).keys() - before.keys() - {kind}
     # The first of the two images has all objects.
     if kind == "repeated image id":
         others -= {
@@ -381,7 +378,7 @@ def test_a_good_dataset_has_only_harmless_problems(tiny_dataset, coco_mini):
     for source in (tiny_dataset, coco_mini):
         report = check_dataset(source.images, source.annotations)
         assert report.ok
-        assert list_kinds(report).keys() <= harmless
+        assert count_problems(report).keys() <= harmless
     rows = json.loads(coco_mini.annotations.read_text())["annotations"]
     assert (report.images, report.annotations) == (80, len(rows))
     objects = [row for row in rows if not row["iscrowd"]]
@@ -444,7 +441,7 @@ def test_objects_without_a_mask_take_their_images_along(dataset):
     assert (report.images, report.annotations) == (12 - len(gone), 31 - objects)
     [repair] = report.repairs
     assert (repair.kind, repair.count) == ("object without a whole mask", len(gone))
-    assert f"with {objects} objects" in repair.effect
+    assert f"images left out whole, with {objects} objects" in repair.effect
 
 
 def test_repair_of_what_tools_write(dataset):
@@ -457,6 +454,7 @@ def test_repair_of_what_tools_write(dataset):
         if isinstance(row["segmentation"], list):
             row["segmentation"] = [*map(str, row["segmentation"][0])]
         row.update(image_id=str(row["image_id"]), bbox=[*map(str, row["bbox"])])
+        row["iscrowd"] = str(bool(row["iscrowd"]))
     rows[0].update(bbox=[], area=None)
     rows[1]["segmentation"] = [rows[1]["segmentation"], [1, 2, 3, 4]]
     report = dataset.repair()
@@ -466,6 +464,7 @@ def test_repair_of_what_tools_write(dataset):
         "segmentation written anew",
         "bbox written anew",
         "area written anew",
+        "iscrowd written anew",
     }
     repaired = json.loads(dataset.repaired.read_text())["annotations"]
     assert {type(number) for row in repaired for number in row["bbox"]} <= {float, int}
@@ -561,7 +560,7 @@ def test_what_a_broken_disk_does_not_give_is_a_bad_image(dataset, monkeypatch):
         return real(path, **options)
 
     monkeypatch.setattr(files, "open_file", fail)
-    assert list_kinds(dataset.check())["bad image"] == 1
+    assert count_problems(dataset.check())["bad image"] == 1
 
 
 def test_a_process_that_the_system_ends_is_told(dataset, monkeypatch):
@@ -602,7 +601,7 @@ def test_fields_that_change_what_an_evaluation_means_are_noted(dataset):
     dataset.coco["images"][0]["not_exhaustive_category_ids"] = []
     for annotation in dataset.rows[:3]:
         annotation["ignore"] = 1
-    counts = list_kinds(dataset.check())
+    counts = count_problems(dataset.check())
     assert counts["annotation to ignore"] == 3
     assert counts["classes not looked for"] == 1
 

@@ -118,6 +118,9 @@ def test_every_encoding_of_json_gives_the_same_names(path, encoding):
             [1, 0, 3, 3],
         ),
         (change_annotation(iscrowd=False), "iscrowd", 0),
+        (change_annotation(iscrowd="False"), "iscrowd", 0),
+        (change_annotation(iscrowd=" true"), "iscrowd", 1),
+        (change_annotation(iscrowd="1"), "iscrowd", 1),
         # The lists come in any order, beside keys of other tools.
         ({"imagePath": 1, "features": [], **dict(reversed(make_coco().items()))}, "id", 1),
         # The checks need to see the empty list.
@@ -130,7 +133,10 @@ def test_every_encoding_of_json_gives_the_same_names(path, encoding):
     ],
 )
 def test_odd_but_readable_entries_are_read(path, coco, key, expected):
-    assert read(path, coco).annotations(0)[0][key] == expected
+    dataset = read(path, coco)
+    [annotation] = dataset.annotations(0)
+    assert annotation[key] == expected
+    assert dataset.crowds == annotation["iscrowd"]
 
 
 @pytest.mark.parametrize(
@@ -149,10 +155,9 @@ def test_odd_but_readable_entries_are_read(path, coco, key, expected):
     ],
 )
 def test_a_faulty_annotation_costs_its_image_and_not_the_file(path, changes, reason):
-    good = {**make_coco()["annotations"][0], "image_id": 3, "id": 9}
-    dataset = read(
-        path, make_coco(annotations=[{**make_coco()["annotations"][0], **changes}, good])
-    )
+    coco = change_annotation(**changes)
+    coco["annotations"].append({**make_coco()["annotations"][0], "image_id": 3, "id": 9})
+    dataset = read(path, coco)
     [(number, sentence)] = dataset.read_annotations(0)[1]
     assert (number, dataset.read_annotations(1)[1]) == (1, [])
     assert reason in sentence
@@ -335,17 +340,17 @@ def test_images_may_be_selected_in_any_order(coco_mini):
 
 
 def test_image_ids_may_be_names(path):
-    name = "0000001_02999_d_0000005"
-    images = [{"id": name, "file_name": "a.jpg", "height": 6, "width": 8}]
-    annotations = [{**make_coco()["annotations"][0], "image_id": name}]
-    dataset = read(path, make_coco(images=images, annotations=annotations))
-    assert 0 < dataset.image_ids[0] < 2**52
-    (annotation,) = dataset.annotations(0)
-    assert annotation["image_id"] == dataset.image_ids[0]
     # Whatever comes before it, a name has the same integer.
-    more = [{"id": 1, "file_name": "b.jpg"}, *images]
-    again = read(path, make_coco(images=more, annotations=annotations))
-    assert again.image_ids.tolist() == [1, dataset.image_ids[0]]
+    ids = []
+    for before in (1, 2):
+        coco = change_annotation(image_id="0000001_02999_d_0000005")
+        coco["images"][:] = [{"id": n, "file_name": "b.jpg"} for n in range(before)]
+        coco["images"].append({**make_coco()["images"][0], "id": "0000001_02999_d_0000005"})
+        dataset = read(path, coco)
+        [annotation] = dataset.annotations(before)
+        ids += [annotation["image_id"], dataset.image_ids[before]]
+    assert len({*ids}) == 1
+    assert 0 < ids[0] < 2**52
 
 
 @pytest.mark.parametrize(
@@ -575,6 +580,7 @@ def test_ids_of_images_in_text_are_numbers_only_if_they_are_written_so(path, nam
     [
         (["0 (1).jpg"], "but 0 (1).jpg is there"),
         (["0.png"], "but 0.png is there"),
+        (["images.zip"], "which holds images.zip: unpack it first"),
         (["a/0.jpg", "b/0.jpg"], "in several folders below it (a/0.jpg and b/0.jpg)"),
     ],
 )

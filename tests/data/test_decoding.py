@@ -4,7 +4,6 @@ and without either.
 
 import gc
 import io
-import json
 import os
 import struct
 import sys
@@ -23,17 +22,14 @@ import torchvision  # noqa: F401
 from PIL import Image, ImageFile
 
 from colab_utils.data import decoding
-from colab_utils.data.checks import check_dataset
 from colab_utils.data.decoding import (
     decode_pixels,
     guard_pillow,
     load_jpeg_decoder,
     read_npy_header,
-    to_rgb,
 )
 from colab_utils.data.orientation import decode_upright
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.shards.stored_images import store_image
 from tests.pictures import make_exif, make_png, save
 
@@ -68,14 +64,6 @@ def test_headers_are_those_of_numpy(shape, dtype):
 def test_other_headers_are_refused(data):
     with pytest.raises(ValueError, match=r"header|type"):
         read_npy_header(data)
-
-
-def test_a_palette_with_more_transparencies_than_colours_is_told():
-    image = Image.new("P", (4, 4), 9)
-    # Pillow reads this from the chunk of a damaged PNG.
-    image.info["transparency"] = bytes(300)
-    with pytest.raises(ColabUtilsError, match="not a complete image: palette index out of range"):
-        to_rgb(image)
 
 
 def test_threads_do_not_disturb_each_other():
@@ -395,30 +383,6 @@ def test_a_jpeg_whose_tables_are_damaged_is_refused_as_by_pillow(marker, change)
     data = b"".join([b"\xff\xd8", *parts, rest])
     with pytest.raises(ColabUtilsError, match="not a"):
         decode_pixels(data)
-
-
-@pytest.mark.parametrize("orientation", [6, 8])
-@pytest.mark.parametrize("is_upright", [True, False])
-def test_a_tiff_that_pillow_turns_has_its_size_as_turned(tmp_path, orientation, is_upright):
-    (tmp_path / "images").mkdir()
-    noise = Image.effect_noise((48, 32), 80).convert("RGB")
-    noise.save(tmp_path / "images/a.tif", exif=make_exif(orientation))
-    width, height = (32, 48) if is_upright else (48, 32)
-    coco = {
-        "images": [{"id": 1, "file_name": "a.tif", "width": width, "height": height}],
-        "annotations": [],
-        "categories": [{"id": 1, "name": "car"}],
-    }
-    (tmp_path / "coco.json").write_text(json.dumps(coco))
-    report = check_dataset(tmp_path / "images", tmp_path / "coco.json")
-    dataset = CocoFolder(tmp_path / "images", tmp_path / "coco.json")
-    # Check says what reading does.
-    assert report.ok is is_upright
-    if is_upright:
-        assert dataset[0][0].shape == (3, 48, 32)
-    else:
-        with pytest.raises(ColabUtilsError, match="the annotations say 48 x 32"):
-            dataset[0]
 
 
 @pytest.mark.parametrize("bits", [8, 16])

@@ -16,7 +16,7 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards import plan
 from colab_utils.show.report import write_check
-from tests.coco_files import make_object
+from tests.coco_files import count_problems, make_object
 from tests.pictures import make_exif
 
 LONG = 96
@@ -101,10 +101,6 @@ def read_recipe(shards):
     return json.loads((shards / "index.json").read_text())["recipe"]
 
 
-def find_kinds(report):
-    return {problem.kind: problem.count for problem in report.problems}
-
-
 KINDS = {
     "half turns": [{"orientation": tag} for tag in HALF_TURNS],
     "square photos": [{"orientation": tag, "square": True} for tag in range(2, 9)],
@@ -135,7 +131,7 @@ def test_photos_that_can_tell_decide_for_those_that_cannot(photos, shards, kind,
     assert checked.ok
     assert (checked.exif, checked.unclear) == (exif, ())
     expected = "EXIF rotation, turned" if upright else "EXIF rotation, kept"
-    assert find_kinds(checked)[expected] == len(KINDS[kind])
+    assert count_problems(checked)[expected] == len(KINDS[kind])
 
 
 DISAGREE = [(6, True), (8, False), (3, True), (3, False)]
@@ -159,7 +155,7 @@ def test_where_nothing_decides_photos_stay_as_stored_and_check_calls_it(
         assert list_fits(photos.open()) == right
     checked = photos.check()
     assert checked.ok
-    assert find_kinds(checked) == {"EXIF rotation, unclear": unclear}
+    assert count_problems(checked) == {"EXIF rotation, unclear": unclear}
     assert len(checked.unclear) == 2
     page = write_check(checked, photos.images, photos.annotations, tmp_path / "check.html")
     text = page.read_text()
@@ -225,6 +221,18 @@ def test_photos_without_a_turn_say_nothing_and_a_wrong_word_is_refused(photos, s
     for call in (photos.open, photos.check, partial(photos.write, shards / "other")):
         with pytest.raises(ColabUtilsError, match="exif must be one of auto, turn, keep"):
             call(exif="upright")
+
+
+@pytest.mark.parametrize("orientation", [6, 8])
+def test_a_tiff_that_pillow_turns_has_its_size_as_turned(photos, orientation):
+    for upright in (True, False):
+        photos.add(orientation, upright=upright, kind="tif")
+    # Check says what reading does.
+    assert count_problems(photos.check()) == {"size mismatch": 1}
+    dataset = photos.open()
+    assert fits(dataset[0])
+    with pytest.raises(ColabUtilsError, match="the annotations say 96 x 64"):
+        dataset[1]
 
 
 def test_the_commands_take_the_argument(photos, shards, tmp_path, capsys):
