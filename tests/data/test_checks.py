@@ -7,7 +7,6 @@ import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,48 +19,31 @@ from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, escape
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.write import write_shards
-from tests.coco_files import count_problems, make_object
+from tests.coco_files import CocoFiles, count_problems
 from tests.pictures import make_exif, save
 
 
-class Dataset:
+class Dataset(CocoFiles):
     """A copy of the tiny dataset that a test may spoil."""
 
     def __init__(self, source, folder):
-        self.images = folder / "images"
-        self.annotations = folder / "annotations.json"
-        self.repaired = folder / "repaired.json"
-        shutil.copytree(source.images, self.images)
-        self.coco: dict[str, Any] = json.loads(source.annotations.read_text())
-        rows = self.coco["annotations"]
+        super().__init__(folder)
+        shutil.copytree(source.images, self.images, dirs_exist_ok=True)
+        self.coco = json.loads(source.annotations.read_text())
+        rows = self.objects
         bare = {image["id"] for image in self.coco["images"]} - {row["image_id"] for row in rows}
         rows += [{**rows[0], "image_id": number, "id": number} for number in sorted(bare)]
         self.save()
 
-    def save(self):
-        self.annotations.write_text(json.dumps(self.coco))
-
     def file(self, i):
         return self.images / self.coco["images"][i]["file_name"]
 
-    @property
-    def rows(self):
-        return self.coco["annotations"]
-
     def list_objects(self, i):
         number = self.coco["images"][i]["id"]
-        return [row for row in self.rows if row["image_id"] == number]
+        return [row for row in self.objects if row["image_id"] == number]
 
     def keep_objects(self, keep):
-        self.coco["annotations"] = [*filter(keep, self.rows)]
-
-    def check(self, **options):
-        self.save()
-        return check_dataset(self.images, self.annotations, **options)
-
-    def repair(self, **options):
-        self.save()
-        return repair_annotations(self.images, self.annotations, output=self.repaired, **options)
+        self.coco["annotations"] = [*filter(keep, self.objects)]
 
 
 @pytest.fixture
@@ -71,11 +53,11 @@ def dataset(tiny_dataset, tmp_path):
 
 def test_images_with_more_than_100_objects_are_counted(dataset):
     assert "more than 100 objects" not in str(dataset.check())
-    first = dataset.rows[0]
+    first = dataset.objects[0]
     for k in range(120):
         box = [10 * (k % 12), 10 * (k // 12), 8, 8]
-        category = {"category_id": first["category_id"]}
-        dataset.rows.append(make_object(10_000 + k, first["image_id"], box, **category))
+        category = first["category_id"]
+        dataset.add_object(first["image_id"], box, id=10_000 + k, category_id=category)
     report = dataset.check()
     assert report.ok
     assert "1 image has more than 100 objects (12" in str(report)
@@ -86,7 +68,7 @@ def cut(path, bytes_left):
 
 
 def spoil_annotation(**changes):
-    return lambda dataset: dataset.rows[2].update(changes)
+    return lambda dataset: dataset.objects[2].update(changes)
 
 
 def spoil_image(**changes):
@@ -103,7 +85,7 @@ def repeat_entry(dataset):
     empty(dataset)
     image_id = dataset.coco["images"][4]["id"]
     for n, row in enumerate(dataset.list_objects(5)):
-        dataset.rows.append({**row, "image_id": image_id, "id": 900 + n})
+        dataset.objects.append({**row, "image_id": image_id, "id": 900 + n})
 
 
 def empty(dataset):
@@ -157,7 +139,7 @@ def pipe(dataset):
 
 def change_box(change):
     def spoil(dataset):
-        annotation = dataset.rows[2]
+        annotation = dataset.objects[2]
         annotation["bbox"] = change(*annotation["bbox"])
 
     return spoil
@@ -170,12 +152,12 @@ def draw(polygon, box=None):
         x0 = min(polygon[::2])
         y0 = min(polygon[1::2])
         around = [x0, y0, max(polygon[::2]) - x0, max(polygon[1::2]) - y0]
-        dataset.rows[2].update(
+        dataset.objects[2].update(
             segmentation=[polygon],
             bbox=box or around,
         )
         # It was that of another mask.
-        del dataset.rows[2]["area"]
+        del dataset.objects[2]["area"]
 
     return spoil
 
@@ -193,7 +175,7 @@ def renumber(dataset, number):
 
 
 def repeat_annotation(dataset):
-    dataset.rows.append({**dataset.rows[2], "id": 999})
+    dataset.objects.append({**dataset.objects[2], "id": 999})
 
 
 def repeat_category(dataset):
@@ -326,7 +308,7 @@ def _start_threads(workers, join, *shared):
 
 @pytest.mark.parametrize(("spoil", "kind", "serious", "kept"), DEFECTS)
 def test_each_defect_has_a_name_and_a_cure(dataset, spoil, kind, serious, kept, tmp_path, no_fork):
-    before = count_problems(dataset.check())
+    before = dataset.count_problems()
     spoil(dataset)
     report = dataset.check()
     if kind is not None:
@@ -390,7 +372,7 @@ def test_a_good_dataset_has_only_harmless_problems(tiny_dataset, coco_mini):
 
 def test_masks_painted_with_cvat_are_crowds_unless_taken_as_objects(dataset):
     """All are crowds: 0 objects, unless they are taken as objects."""
-    for annotation in dataset.rows:
+    for annotation in dataset.objects:
         annotation["iscrowd"] = 1
     report = dataset.check()
     assert list_serious(report) == ["many crowds"]
@@ -417,7 +399,7 @@ def test_masks_painted_with_cvat_are_crowds_unless_taken_as_objects(dataset):
     ],
 )
 def test_a_file_for_something_else_is_told_by_its_purpose(dataset, extra, purpose):
-    for annotation in dataset.rows:
+    for annotation in dataset.objects:
         annotation.pop("segmentation")
         annotation.update(extra)
     report = dataset.check()
@@ -431,7 +413,7 @@ def test_a_file_for_something_else_is_told_by_its_purpose(dataset, extra, purpos
 
 def test_objects_without_a_mask_take_their_images_along(dataset):
     """As in a mixed export: none of them becomes background."""
-    rows = dataset.rows
+    rows = dataset.objects
     for annotation in rows[:9]:
         annotation["segmentation"] = []
     gone = {annotation["image_id"] for annotation in rows[:9]}
@@ -449,7 +431,7 @@ def test_repair_of_what_tools_write(dataset):
     missing.
     """
     original = dataset.check().statistics
-    rows = dataset.rows
+    rows = dataset.objects
     for row in rows:
         if isinstance(row["segmentation"], list):
             row["segmentation"] = [*map(str, row["segmentation"][0])]
@@ -483,7 +465,7 @@ def test_repair_of_what_tools_write(dataset):
     ],
 )
 def test_repair_of_what_nobody_expects(dataset, change, kept):
-    dataset.rows[2].update(change)
+    dataset.objects[2].update(change)
     report = dataset.repair()
     assert report.ok
     assert report.images == kept
@@ -524,7 +506,7 @@ def test_masks_are_checked_where_the_json_has_no_size(dataset):
     for image in dataset.coco["images"]:
         del image["width"], image["height"]
     assert dataset.check().ok
-    dataset.rows[0]["segmentation"] = {"size": [1, 1], "counts": [1]}
+    dataset.objects[0]["segmentation"] = {"size": [1, 1], "counts": [1]}
     assert list_serious(dataset.check()) == ["bad mask"]
 
 
@@ -560,7 +542,7 @@ def test_what_a_broken_disk_does_not_give_is_a_bad_image(dataset, monkeypatch):
         return real(path, **options)
 
     monkeypatch.setattr(files, "open_file", fail)
-    assert count_problems(dataset.check())["bad image"] == 1
+    assert dataset.count_problems()["bad image"] == 1
 
 
 def test_a_process_that_the_system_ends_is_told(dataset, monkeypatch):
@@ -599,9 +581,9 @@ def test_categories_whose_names_are_alike_are_noted(dataset, alike):
 
 def test_fields_that_change_what_an_evaluation_means_are_noted(dataset):
     dataset.coco["images"][0]["not_exhaustive_category_ids"] = []
-    for annotation in dataset.rows[:3]:
+    for annotation in dataset.objects[:3]:
         annotation["ignore"] = 1
-    counts = count_problems(dataset.check())
+    counts = dataset.count_problems()
     assert counts["annotation to ignore"] == 3
     assert counts["classes not looked for"] == 1
 

@@ -4,19 +4,17 @@ the user says.
 
 import json
 import os
-from functools import partial
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from colab_utils import CocoFolder, check_dataset, write_shards
 from colab_utils.__main__ import main
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards import plan
 from colab_utils.show.report import write_check
-from tests.coco_files import count_problems, make_object
+from tests.coco_files import CocoFiles, count_problems
 from tests.pictures import make_exif
 
 LONG = 96
@@ -35,53 +33,33 @@ BACK = {
 }
 
 
-class Photos:
+class Photos(CocoFiles):
     """A folder of photos with one bright object each, whose outline is drawn on the photo as it is
     shown, or as it is stored.
     """
 
-    def __init__(self, folder):
-        self.images = folder / "images"
-        self.images.mkdir()
-        self.annotations = folder / "coco.json"
-        categories = [{"id": 1, "name": "can"}]
-        self.coco = {"images": [], "annotations": [], "categories": categories}
-
     def add(self, orientation, *, upright=True, square=False, sized=True, kind="jpg"):
-        number = len(self.coco["images"]) + 1
+        number = len(self.objects) + 1
         pixels = np.zeros((LONG, LONG if square else SHORT, 3), np.uint8)
         pixels[56:88, 8:40] = 255
         shown = Image.fromarray(pixels)
         stored = shown.transpose(BACK[orientation]) if orientation in BACK else shown
-        image = {"id": number, "file_name": f"{number}.{kind}"}
-        stored.save(self.images / image["file_name"], exif=make_exif(orientation), quality=95)
+        name = f"{number}.{kind}"
+        entry = self.add_image(stored, name, exif=make_exif(orientation), quality=95)
         labelled = shown if upright else stored
-        if sized:
-            image |= {"width": labelled.width, "height": labelled.height}
-        self.coco["images"].append(image)
+        entry.update(width=labelled.width, height=labelled.height)
+        if not sized:
+            del entry["width"], entry["height"]
         left, top, right, bottom = labelled.getbbox()
-        box = [left, top, right - left, bottom - top]
-        self.coco["annotations"].append(make_object(number, number, box))
-        self.annotations.write_text(json.dumps(self.coco))
+        self.add_object(number, [left, top, right - left, bottom - top])
 
-    def open(self, **options):
-        return CocoFolder(self.images, self.annotations, **options)
-
-    def check(self, **options):
-        return check_dataset(self.images, self.annotations, **options)
-
-    def write(self, shards, **options):
-        return write_shards(self.images, self.annotations, shards=shards, workers=1, **options)
+    def read_recipe(self):
+        return json.loads((self.shards / "index.json").read_text())["recipe"]
 
 
 @pytest.fixture
 def photos(tmp_path):
     return Photos(tmp_path)
-
-
-@pytest.fixture
-def shards(tmp_path):
-    return tmp_path / "shards"
 
 
 def fits(sample):
@@ -97,10 +75,6 @@ def list_fits(dataset):
     return [fits(dataset[i]) for i in order]
 
 
-def read_recipe(shards):
-    return json.loads((shards / "index.json").read_text())["recipe"]
-
-
 KINDS = {
     "half turns": [{"orientation": tag} for tag in HALF_TURNS],
     "square photos": [{"orientation": tag, "square": True} for tag in range(2, 9)],
@@ -111,7 +85,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("upright", [True, False])
-def test_photos_that_can_tell_decide_for_those_that_cannot(photos, shards, kind, upright):
+def test_photos_that_can_tell_decide_for_those_that_cannot(photos, kind, upright):
     for tag in (1, *QUARTER_TURNS):
         photos.add(tag, upright=upright)
     for photo in KINDS[kind]:
@@ -119,10 +93,10 @@ def test_photos_that_can_tell_decide_for_those_that_cannot(photos, shards, kind,
     used, exif = ("turned", "turn") if upright else ("used as stored", "keep")
     match = f"They are {used}, as the other photos"
     with pytest.warns(ColabUtilsWarning, match=match) as warned:
-        report = photos.write(shards)
-    assert read_recipe(shards)["exif"] == exif
+        report = photos.write()
+    assert photos.read_recipe()["exif"] == exif
     assert report.images == 5 + len(KINDS[kind])
-    assert all(list_fits(ShardDataset(shards)))
+    assert all(list_fits(ShardDataset(photos.shards)))
     loose = photos.open()
     with pytest.warns(ColabUtilsWarning, match=match) as warned_by_loose:
         assert all(list_fits(loose))
@@ -139,18 +113,16 @@ NONE_TELLS = [(1, True), (3, True), (3, False), (2, True)]
 
 
 @pytest.mark.parametrize("set_of", [DISAGREE, NONE_TELLS])
-def test_where_nothing_decides_photos_stay_as_stored_and_check_calls_it(
-    photos, shards, tmp_path, set_of
-):
+def test_where_nothing_decides_photos_stay_as_stored_and_check_calls_it(photos, tmp_path, set_of):
     for tag, upright in set_of:
         photos.add(tag, upright=upright)
     unclear = sum(tag in HALF_TURNS for tag, _ in set_of)
     right = [not upright or tag not in HALF_TURNS for tag, upright in set_of]
     with pytest.warns(ColabUtilsWarning, match=r"used as stored, because .* choose exif \(--exif"):
-        report = photos.write(shards)
+        report = photos.write()
     assert report.faults == {"EXIF rotation, unclear": unclear}
-    assert read_recipe(shards)["exif"] == "keep"
-    assert list_fits(ShardDataset(shards)) == right
+    assert photos.read_recipe()["exif"] == "keep"
+    assert list_fits(ShardDataset(photos.shards)) == right
     with pytest.warns(ColabUtilsWarning, match="used as stored, because"):
         assert list_fits(photos.open()) == right
     checked = photos.check()
@@ -165,7 +137,7 @@ def test_where_nothing_decides_photos_stay_as_stored_and_check_calls_it(
 
 
 @pytest.mark.parametrize("exif", ["turn", "keep"])
-def test_an_argument_decides_for_photos_whose_size_does_not_tell_alone(photos, shards, exif):
+def test_an_argument_decides_for_photos_whose_size_does_not_tell_alone(photos, exif):
     upright = exif == "turn"
     # The sizes of these two decide, whatever the argument says.
     photos.add(6, upright=not upright)
@@ -173,20 +145,20 @@ def test_an_argument_decides_for_photos_whose_size_does_not_tell_alone(photos, s
     for tag in HALF_TURNS:
         photos.add(tag, upright=upright)
     photos.add(8, square=True, upright=upright)
-    photos.write(shards, exif=exif)
-    assert read_recipe(shards)["exif"] == exif
-    assert all(list_fits(ShardDataset(shards)))
+    photos.write(exif=exif)
+    assert photos.read_recipe()["exif"] == exif
+    assert all(list_fits(ShardDataset(photos.shards)))
     assert all(list_fits(photos.open(exif=exif)))
     checked = photos.check(exif=exif)
     assert checked.ok
     assert (checked.exif, checked.unclear) == (exif, ())
     # A call without the argument goes on by the recipe. Another argument is refused.
-    assert photos.write(shards).images == 6
+    assert photos.write().images == 6
     with pytest.raises(ColabUtilsError, match="made with other settings"):
-        photos.write(shards, exif="keep" if exif == "turn" else "turn")
+        photos.write(exif="keep" if exif == "turn" else "turn")
 
 
-def test_an_older_folder_goes_on_by_its_own_recipe(photos, shards, monkeypatch):
+def test_an_older_folder_goes_on_by_its_own_recipe(photos, monkeypatch):
     for tag in (6, 3, 8, 3, 3, 3):
         photos.add(tag)
     # Versions before this one wrote no ``exif``.
@@ -199,26 +171,29 @@ def test_an_older_folder_goes_on_by_its_own_recipe(photos, shards, monkeypatch):
         return real(recipe, image_bytes)
 
     monkeypatch.setattr(plan, "complete_recipe", complete)
-    photos.write(shards, shard_mb=0.001)
+    photos.write(shard_mb=0.001)
     monkeypatch.undo()
-    assert "exif" not in read_recipe(shards)
+    assert "exif" not in photos.read_recipe()
+    shards = photos.shards
     before = {path.name: path.read_bytes() for path in shards.iterdir()}
     tars = sorted(shards.glob("shard-*.tar"))
     assert len(tars) > 1
     for path in (tars[-1], tars[-1].with_suffix(".arrays"), shards / "index.json"):
         os.unlink(path)
-    photos.write(shards, shard_mb=0.001)
+    photos.write(shard_mb=0.001)
     assert {path.name: path.read_bytes() for path in shards.iterdir()} == before
 
 
-def test_photos_without_a_turn_say_nothing_and_a_wrong_word_is_refused(photos, shards):
+def test_photos_without_a_turn_say_nothing_and_a_wrong_word_is_refused(photos):
     photos.add(1)
     photos.add(6)
-    photos.write(shards)
-    assert read_recipe(shards)["exif"] == "turn"
+    with pytest.raises(ColabUtilsError, match="exif must be one of auto, turn, keep"):
+        photos.write(exif="upright")
+    photos.write()
+    assert photos.read_recipe()["exif"] == "turn"
     assert all(list_fits(photos.open()))
     assert photos.check().problems == ()
-    for call in (photos.open, photos.check, partial(photos.write, shards / "other")):
+    for call in (photos.open, photos.check):
         with pytest.raises(ColabUtilsError, match="exif must be one of auto, turn, keep"):
             call(exif="upright")
 
@@ -228,31 +203,32 @@ def test_a_tiff_that_pillow_turns_has_its_size_as_turned(photos, orientation):
     for upright in (True, False):
         photos.add(orientation, upright=upright, kind="tif")
     # Check says what reading does.
-    assert count_problems(photos.check()) == {"size mismatch": 1}
+    assert photos.count_problems() == {"size mismatch": 1}
     dataset = photos.open()
     assert fits(dataset[0])
     with pytest.raises(ColabUtilsError, match="the annotations say 96 x 64"):
         dataset[1]
 
 
-def test_the_commands_take_the_argument(photos, shards, tmp_path, capsys):
+def test_the_commands_take_the_argument(photos, tmp_path, capsys):
     for tag in (3, 2, 1):
         photos.add(tag)
+    photos.save()
     data = ["--images", str(photos.images), "--annotations", str(photos.annotations)]
     repaired = ["check", *data, "--exif", "turn", "--repair", str(tmp_path / "new.json")]
     assert main(repaired) == 0
     assert "EXIF rotation, turned" in capsys.readouterr().out
-    assert main(["preprocess", *data, "--shards", str(shards), "--exif", "turn"]) == 0
-    assert read_recipe(shards)["exif"] == "turn"
-    assert all(list_fits(ShardDataset(shards)))
+    assert main(["preprocess", *data, "--shards", str(photos.shards), "--exif", "turn"]) == 0
+    assert photos.read_recipe()["exif"] == "turn"
+    assert all(list_fits(ShardDataset(photos.shards)))
 
 
-def test_damaged_and_missing_photos_tell_nothing(photos, shards):
+def test_damaged_and_missing_photos_tell_nothing(photos):
     for tag in (6, 6, 6, 3):
         photos.add(tag)
     (photos.images / "1.jpg").unlink()
     (photos.images / "2.jpg").write_bytes(b"\xff\xd8\xff\xe1nothing")
     with pytest.warns(ColabUtilsWarning, match="They are turned"):
-        report = photos.write(shards, max_bad=2)
+        report = photos.write(max_bad=2)
     assert report.images == 2
-    assert all(list_fits(ShardDataset(shards)))
+    assert all(list_fits(ShardDataset(photos.shards)))

@@ -1,64 +1,33 @@
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 from pycocotools import mask as coco_mask
 
-from colab_utils.data.checks import check_dataset
 from colab_utils.data.masks import encode_segmentation
-from colab_utils.data.repair import repair_annotations
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
-from colab_utils.shards.write import write_shards
-from tests.coco_files import count_problems, make_object
+from tests.coco_files import CocoFiles, make_object
 from tests.pictures import make_exif
 
 HEIGHT = 64
 WIDTH = 96
 SQUARE_PIXELS = 480
+NOISE = Image.effect_noise((WIDTH, HEIGHT), 90).convert("RGB")
 
 
-class Export:
+class Export(CocoFiles):
     """Four photos of two squares each, which a test exports in its own way."""
 
     def __init__(self, folder: Path) -> None:
-        self.images = folder / "images"
-        self.annotations = folder / "coco.json"
-        self.repaired = folder / "repaired.json"
-        self.shards = folder / "shards"
-        self.images.mkdir()
-        categories = [{"id": 1, "name": "car"}]
-        self.objects: list[dict[str, Any]] = []
-        self.coco = {"images": [], "annotations": self.objects, "categories": categories}
-        for i in range(4):
-            self.save_photo(i)
-            entry = {"id": i + 1, "file_name": f"{i}.jpg", "width": WIDTH, "height": HEIGHT}
-            self.coco["images"].append(entry)
+        super().__init__(folder)
+        for i in range(1, 5):
+            self.add_image(NOISE, f"{i - 1}.jpg")
             for x in (8, 38):
-                self.add(i + 1, [x, 10, 20, 24])
-
-    def save_photo(self, i, **options):
-        noise = Image.effect_noise((WIDTH, HEIGHT), 90).convert("RGB")
-        noise.save(self.images / f"{i}.jpg", **options)
-
-    def add(self, image, box, **fields):
-        self.objects.append(make_object(len(self.objects) + 1, image, box, **fields))
-
-    def save(self):
-        self.annotations.write_text(json.dumps(self.coco))
-
-    def check(self):
-        self.save()
-        return count_problems(check_dataset(self.images, self.annotations))
-
-    def repair(self, **options):
-        self.save()
-        self.repaired.unlink(missing_ok=True)
-        return repair_annotations(self.images, self.annotations, output=self.repaired, **options)
+                self.add_object(i, [x, 10, 20, 24])
 
     def read_repaired(self):
         return json.loads(self.repaired.read_text())["annotations"]
@@ -67,14 +36,6 @@ class Export:
         """Return width and height of each image after the repair."""
         images = json.loads(self.repaired.read_text())["images"]
         return [(image["width"], image["height"]) for image in images]
-
-    def open(self):
-        self.save()
-        return CocoFolder(self.images, self.annotations)
-
-    def write(self, **options):
-        self.save()
-        return write_shards(self.images, self.annotations, shards=self.shards, workers=1, **options)
 
 
 @pytest.fixture
@@ -92,8 +53,8 @@ LEFTOVERS = [
 
 @pytest.mark.parametrize("leftover", LEFTOVERS)
 def test_an_empty_annotation_does_not_cost_its_image(export, leftover):
-    export.add(1, [0, 0, 0, 0], **leftover)
-    assert export.check() == {"empty annotation": 1}
+    export.add_object(1, [0, 0, 0, 0], **leftover)
+    assert export.count_problems() == {"empty annotation": 1}
     report = export.write(max_bad=0)
     assert report.skipped == ()
     assert report.faults == {"empty annotation": 1}
@@ -107,7 +68,7 @@ def test_an_empty_annotation_does_not_cost_its_image(export, leftover):
 
 def test_a_set_without_objects_and_shards_among_the_images_are_told(export):
     export.coco["annotations"] = []
-    assert export.check() == {"no objects": 1, "image without objects": 4}
+    assert export.count_problems() == {"no objects": 1, "image without objects": 4}
     assert "no object to train on" in str(export.write())
     export.shards = export.images
     with pytest.raises(ColabUtilsError, match="is the image folder"):
@@ -122,7 +83,7 @@ def swap_sides(entry):
 def test_swapped_sides_are_mended_where_all_images_have_them(export):
     for entry in export.coco["images"]:
         swap_sides(entry)
-    assert export.check() == {"size mismatch": 4}
+    assert export.count_problems() == {"size mismatch": 4}
     report = export.repair()
     assert report.ok
     assert [(repair.kind, repair.count) for repair in report.repairs] == [
@@ -136,7 +97,7 @@ def test_files_that_were_turned_are_not_taken_for_swapped_sides(export):
     """An outline lies where the upright photo alone has pixels."""
     for entry in export.coco["images"]:
         swap_sides(entry)
-    export.add(1, [10, 70, 20, 20])
+    export.add_object(1, [10, 70, 20, 20])
     with pytest.raises(ColabUtilsError, match=r"no object to keep.*\(4 x size mismatch\)"):
         export.repair()
 
@@ -151,7 +112,7 @@ def test_a_size_that_is_missing_comes_from_the_file(export, missing):
 
 
 def test_a_size_that_is_missing_stays_so_where_exif_makes_it_unclear(export):
-    export.save_photo(1, exif=make_exif(6))
+    NOISE.save(export.images / "1.jpg", exif=make_exif(6))
     del export.coco["images"][1]["width"]
     report = export.repair()
     assert export.read_sizes()[1] == (0, HEIGHT)
@@ -180,9 +141,9 @@ def make_crowds_of_darwin(export, count):
 def test_a_crowd_without_area_is_serious_whatever_their_share(export):
     for image in range(1, 5):
         for x in range(0, 72, 8):
-            export.add(image, [x, 40, 6, 6])
+            export.add_object(image, [x, 40, 6, 6])
     make_crowds_of_darwin(export, 1)
-    assert export.check() == {"crowd without area": 1, "crowd": 1}
+    assert export.count_problems() == {"crowd without area": 1, "crowd": 1}
     with pytest.raises(ColabUtilsError, match=r"1 x crowd without area: .*--crowds objects"):
         export.write(max_bad=0.01)
     with pytest.warns(match="1 x crowd without area"):
@@ -241,7 +202,7 @@ def test_shares_of_the_image_become_pixels(export):
 )
 def test_loose_files_say_what_check_calls_serious(export, fields, kind):
     export.objects[0].update(fields)
-    assert export.check() == {kind: 1}
+    assert export.count_problems() == {kind: 1}
     with pytest.warns(match=f"coco.json has bad objects: 1 x {kind}: object is trained"):
         export.open()
 
@@ -265,7 +226,7 @@ def test_outlines_in_another_order_make_no_boxes(export, change):
     """The boxes are right, and the outlines wrong. Nothing else shows it."""
     for annotation in export.objects:
         annotation["segmentation"] = change(annotation["segmentation"])
-    assert export.check()["mask and box disagree"] >= 4
+    assert export.count_problems()["mask and box disagree"] >= 4
     with pytest.raises(ColabUtilsError, match="boxes lie elsewhere than their outlines"):
         export.repair()
     assert not export.repaired.exists()
@@ -286,7 +247,7 @@ def test_objects_of_an_image_in_several_entries_are_told_until_they_are_joined(e
     entry = export.coco["images"][0]
     export.coco["images"].append(entry | {"id": 9})
     export.objects[0]["image_id"] = 9
-    assert export.check() == {"objects in several entries of an image": 1}
+    assert export.count_problems() == {"objects in several entries of an image": 1}
     for read in (export.write, export.open):
         with pytest.warns(match=r"several entries of '0\.jpg' with different objects"):
             read()
@@ -297,7 +258,7 @@ def test_objects_of_an_image_in_several_entries_are_told_until_they_are_joined(e
 def test_ids_that_repeat_are_noted_and_renewed(export):
     for n, annotation in enumerate(export.objects):
         annotation["id"] = n % 2 + 1
-    assert export.check() == {"repeated annotation id": 2}
+    assert export.count_problems() == {"repeated annotation id": 2}
     report = export.repair()
     assert report.ok
     assert not report.problems
@@ -319,7 +280,7 @@ def test_objects_that_look_odd_are_told_and_kept(export, change, kind):
     report = export.write()
     assert report.faults == {kind: 8}
     assert f"8 x {kind}: note: check" in str(report)
-    report = check_dataset(export.images, export.annotations)
+    report = export.check()
     assert report.ok
     assert [problem.kind for problem in report.problems] == [kind]
 
@@ -346,8 +307,7 @@ def test_outlines_of_smaller_images_are_told(export):
     for annotation in export.objects:
         box = [side / 4 for side in annotation["bbox"]]
         annotation.update(make_object(annotation["id"], annotation["image_id"], box))
-    export.save()
-    report = check_dataset(export.images, export.annotations)
+    report = export.check()
     assert report.ok
     [problem] = report.problems
     assert problem.kind == "objects in one corner"
