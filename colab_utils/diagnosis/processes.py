@@ -131,9 +131,10 @@ class _SampleNotes:
         try:
             yield
         except Exception as error:
+            number = self._row["sample"]
             # The first of several samples is not blamed for the others.
-            if count == 1 or self._row["sample"] != sample:
-                error.add_note(_BLAMES.format(self._row["sample"]))
+            if number >= 0 and (count == 1 or number != sample):
+                error.add_note(_BLAMES.format(number))
             raise
         finally:
             # A worker that calls sys.exit() ends at this sample.

@@ -33,7 +33,7 @@ class Samples(Dataset):
         if self.act:
             self.act(index)
         time.sleep(self.wait_s)
-        return torch.full((3, 8, 8), float(index)), index
+        return torch.zeros(3, 8, 8), index
 
 
 def collate(samples):

@@ -22,10 +22,6 @@ from colab_utils.diagnosis.watch import watch
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "same_environment"),
-    pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
-    pytest.mark.skipif(
-        sys.platform != "linux", reason="processes are looked at through Linux's /proc"
-    ),
 ]
 ROOT = Path(__file__).parents[2]
 # A dataset has this many samples, and a loop takes at most MOST batches of a loader.
@@ -156,7 +152,7 @@ def test_lightning_fits_a_watched_loader(accumulated, capsys):
 
 
 @ignore_lightning
-def test_lightning_gives_its_own_loader_to_watch(capsys):
+def test_lightning_gives_its_own_loader_to_watch():
     module, trainer = make_lightning()
     # At this point Lightning has put a sampler for each process into the loader.
     trainer.strategy.process_dataloader = watch
@@ -166,7 +162,7 @@ def test_lightning_gives_its_own_loader_to_watch(capsys):
 
 
 @ignore_lightning
-def test_lightning_ends_an_endless_stream(capsys):
+def test_lightning_ends_an_endless_stream():
     module, trainer = make_lightning(epochs=-1, max_steps=MOST)
     watched = watch(DataLoader(_Stream(), batch_size=2))
     trainer.fit(module, watched)
@@ -176,7 +172,7 @@ def test_lightning_ends_an_endless_stream(capsys):
 
 
 @ignore_lightning
-def test_fabric_sets_up_a_loader_before_it_is_watched(capsys):
+def test_fabric_sets_up_a_loader_before_it_is_watched():
     lightning = pytest.importorskip("lightning")
     fabric = lightning.Fabric(accelerator="cpu", devices=1)
     model, optimizer, loader = make_training()
@@ -198,7 +194,7 @@ def accelerators():
 
 
 @pytest.mark.parametrize("accumulated", [1, 4])
-def test_accelerate_prepares_a_loader_before_it_is_watched(accumulated, accelerators, capsys):
+def test_accelerate_prepares_a_loader_before_it_is_watched(accumulated, accelerators):
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulated)
@@ -348,7 +344,7 @@ def check(make, batches, pick=lambda batch: batch):
     return watched
 
 
-def test_a_plain_list_is_watched_as_a_loader(capsys):
+def test_a_plain_list_is_watched_as_a_loader():
     assert (
         len(
             check(
@@ -360,7 +356,7 @@ def test_a_plain_list_is_watched_as_a_loader(capsys):
     )
 
 
-def test_a_loader_without_a_length(capsys):
+def test_a_loader_without_a_length():
     watched = check(_WithoutLength, 4)
     assert len([*watched]) == 4
     with pytest.raises(TypeError, match="len"):
@@ -372,12 +368,12 @@ def test_a_loader_without_a_length(capsys):
     ("length", "size", "batches"),
     [(6, None, 6), (6, 2, 3), (None, 2, MOST)],
 )
-def test_a_stream_with_and_without_an_end(length, size, batches, workers, capsys):
+def test_a_stream_with_and_without_an_end(length, size, batches, workers):
     check(lambda: DataLoader(_Stream(length), batch_size=size, num_workers=workers), batches)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_batches_that_the_dataset_makes(workers, capsys):
+def test_batches_that_the_dataset_makes(workers):
     samples = [{"x": torch.full((3, 2), float(number))} for number in range(4)]
     loader = DataLoader(samples, batch_size=None, num_workers=workers)
     assert check(lambda: loader, 4, pick=lambda batch: batch["x"]).summary().images == 12
@@ -388,7 +384,7 @@ def test_batches_that_the_dataset_makes(workers, capsys):
 )
 @pytest.mark.parametrize("endless", [False, True])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_loader_of_webdataset_is_watched(endless, workers, tmp_path, capsys):
+def test_a_loader_of_webdataset_is_watched(endless, workers, tmp_path):
     webdataset = pytest.importorskip("webdataset")
     with webdataset.TarWriter(str(tmp_path / "a.tar")) as shard:
         for number in range(ITEMS):
@@ -416,7 +412,7 @@ def test_a_loader_of_webdataset_is_watched(endless, workers, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_stream_of_hugging_face_is_watched(workers, capsys):
+def test_a_stream_of_hugging_face_is_watched(workers):
     datasets = pytest.importorskip("datasets")
     table = datasets.Dataset.from_dict({"x": [float(number) for number in range(ITEMS)]})
 
@@ -436,7 +432,7 @@ def test_a_stream_of_hugging_face_is_watched(workers, capsys):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_loader_of_mosaic_streaming_is_watched(workers, tmp_path, capsys):
+def test_a_loader_of_mosaic_streaming_is_watched(workers, tmp_path):
     streaming = pytest.importorskip("streaming")
     with streaming.MDSWriter(out=str(tmp_path / "data"), columns={"x": "float64"}) as writer:
         for number in range(ITEMS):
@@ -449,7 +445,7 @@ def test_a_loader_of_mosaic_streaming_is_watched(workers, tmp_path, capsys):
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_stateful_loader_goes_on_where_it_stood(workers, capsys):
+def test_a_stateful_loader_goes_on_where_it_stood(workers):
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
 
     def make():

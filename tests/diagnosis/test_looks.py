@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import queue
 import re
-import sys
 import threading
 import time
 from collections import Counter
@@ -25,28 +24,16 @@ from colab_utils.diagnosis.watch import watch
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import read_file
 from colab_utils.reader import Reader
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
-    pytest.mark.skipif(
-        sys.platform != "linux", reason="processes are looked at through Linux's /proc"
-    ),
-]
+from tests.diagnosis.loops import Samples, burn, watch_pass
 
 
 @pytest.mark.parametrize(
     ("call", "path", "kind"),
     [
-        ("shared futex", "", "lock"),
-        ("futex", "", "thread"),
-        ("flock", "", "lock"),
-        ("clock_nanosleep", "", "sleep"),
         ("pread64", "/data/1.jpg", "read"),
-        ("openat", "/data/1.jpg", "read"),
         # The kernel waits here for a page of a mapped file.
         ("folio_wait_bit_common", "", "read"),
         ("read", "socket:[7]", "process"),
-        ("recvfrom", "", "process"),
         ("wait4", "", "process"),
         ("", "", ""),
     ],
@@ -71,66 +58,46 @@ def _find_wait_of(act):
         os.waitpid(pid, 0)
 
 
+def _act_in_a_pool(threads, act):
+    with ThreadPoolExecutor(threads) as pool:
+        pool.submit(act).result()
+
+
 def test_a_process_is_seen_to_wait(tmp_path):
     path = tmp_path / "lock"
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        assert _find_wait_of(lambda: fcntl.flock(path.open(), fcntl.LOCK_EX)) == "lock"
-    assert _find_wait_of(lambda: time.sleep(60)) == "sleep"
-    assert _find_wait_of(lambda: fifo.read_bytes()) == "read"
     # Another process writes what comes out of a pipe, whether that has a name or not.
-    named = os.open(fifo, os.O_RDWR)
-    assert _find_wait_of(lambda: os.read(named, 1)) == "process"
-    os.close(named)
+    named = os.open(fifo, os.O_RDWR | os.O_CLOEXEC)
     reader, writer = os.pipe()
-    assert _find_wait_of(lambda: os.read(reader, 1)) == "process"
-    os.close(reader)
-    os.close(writer)
-
-
-@pytest.mark.parametrize(("threads", "wait"), [(1, "read"), (2, "process")])
-def test_a_thread_that_waits_for_another_one_waits_for_what_that_waits_for(threads, wait, tmp_path):
-    reader, writer = os.pipe()
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
-    calls = {"read": fifo.read_bytes, "process": partial(os.read, reader, 1)}
-
-    def read_in_a_pool():
-        with ThreadPoolExecutor(threads) as pool:
-            pool.submit(calls[wait]).result()
-
-    assert _find_wait_of(read_in_a_pool) == wait
-    os.close(reader)
-    os.close(writer)
-
-
-def test_a_lock_of_several_processes_is_told_from_one_of_threads():
+    other_fifo = tmp_path / "other"
+    os.mkfifo(other_fifo)
     shared = multiprocessing.Lock()
     own = threading.Lock()
-    with shared, own:
-        assert _find_wait_of(shared.acquire) == "lock"
-        assert _find_wait_of(own.acquire) == "thread"
+    read_pipe = partial(os.read, reader, 1)
+    with path.open("w") as file, shared, own:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        for wait, act in (
+            ("lock", lambda: fcntl.flock(path.open(), fcntl.LOCK_EX)),
+            ("sleep", partial(time.sleep, 60)),
+            ("read", other_fifo.read_bytes),
+            ("process", partial(os.read, named, 1)),
+            ("process", read_pipe),
+            # A lock of several processes is told from one of threads.
+            ("lock", shared.acquire),
+            ("thread", own.acquire),
+            # A thread that waits for another one waits for what that one waits for.
+            ("read", partial(_act_in_a_pool, 1, other_fifo.read_bytes)),
+            ("process", partial(_act_in_a_pool, 2, read_pipe)),
+        ):
+            assert _find_wait_of(act) == wait, act
+    for number in (named, reader, writer):
+        os.close(number)
 
 
-def test_workers_that_are_not_forked_are_listed():
-    for method in ("spawn", "forkserver"):
-        process = multiprocessing.get_context(method).Process(target=time.sleep, args=(60,))
-        process.start()
-        try:
-            until_s = time.monotonic() + 20
-            while process.pid not in list_other_workers() and time.monotonic() < until_s:
-                time.sleep(0.05)
-            assert list_other_workers() == [process.pid]
-        finally:
-            process.kill()
-            process.join()
-    assert list_other_workers() == []
-
-
-def test_a_start_of_a_spawned_worker_is_no_sample():
-    process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_that_are_not_forked_are_listed_and_their_start_is_no_sample(method):
+    process = multiprocessing.get_context(method).Process(target=time.sleep, args=(60,))
     process.start()
     try:
         looks = Looks(WorkerMonitor(None))
@@ -140,30 +107,15 @@ def test_a_start_of_a_spawned_worker_is_no_sample():
             assert not looks.waits
             looks.take("wait", threading.current_thread())
         assert looks.waits.total() == 1
+        assert list_other_workers() == [process.pid]
     finally:
         process.kill()
         process.join()
-
-
-class _Uneven(Dataset):
-    """The first sample opens something; sample 3 is slow each time."""
-
-    is_open = False
-    slow_s = 0.1
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        if not self.is_open:
-            time.sleep(0.3)
-            self.is_open = True
-        time.sleep(self.slow_s if index == 3 else 0.001)
-        return index
+    assert list_other_workers() == []
 
 
 @pytest.mark.parametrize("work_s", [0.0, 0.5])
-def test_workers_that_are_at_work_outside_of_samples_are_not_idle(work_s, capsys):
+def test_workers_that_are_at_work_outside_of_samples_are_not_idle(work_s):
     def collate(samples):
         time.sleep(work_s)
         return samples
@@ -173,25 +125,9 @@ def test_workers_that_are_at_work_outside_of_samples_are_not_idle(work_s, capsys
             time.sleep(0.5 - work_s)
             yield number
 
-    loader = DataLoader(
-        _Uneven(),
-        sampler=order(),
-        batch_size=1,
-        collate_fn=collate,
-        num_workers=1,
-    )
-    watched = watch(loader)
-    list(watched)
+    watched = watch_pass(Samples(8), sampler=order(), collate_fn=collate, num_workers=1)
     assert watched._record.looks.is_usual("collate") == (work_s > 0)
     assert (watched.summary().causes[0].id == "collate") == (work_s > 0)
-
-
-def test_a_process_that_loads_samples_itself_says_what_they_wait_for(capsys):
-    watched = watch(DataLoader(_Uneven(), batch_size=1, sampler=[3] * 20))
-    list(watched)
-    (cause,) = watched.summary().causes
-    assert cause.id == "sleep"
-    assert "This process loads the samples itself" in cause.why
 
 
 def make_looks(**phases):
@@ -314,21 +250,11 @@ class _Ahead:
                 yield pool.submit(load_late).result()
 
 
-def test_a_loop_that_waits_for_its_own_thread_is_at_no_line_to_make_cheaper(capsys):
-    watched = watch(_Ahead())
-    list(watched)
-    (cause,) = watched.summary().causes
-    assert cause.id == "sleep"
-    assert "A thread of this process loads the samples" in cause.why
-    assert re.search(r"test_looks.py:\d+ load_late ", cause.why)
-    assert "worker processes" in cause.next
-
-
 class _Around:
     """Takes the batches of a DataLoader in a thread."""
 
     def __init__(self, workers):
-        self.loader = DataLoader(_Uneven(), sampler=[3] * 20, num_workers=workers)
+        self.loader = DataLoader(Samples(20, 0.1), num_workers=workers)
 
     def __iter__(self):
         batches = queue.SimpleQueue()
@@ -344,60 +270,6 @@ class _Around:
         thread.join()
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_loader_in_a_thread_is_seen(workers, capsys):
-    watched = watch(_Around(workers))
-    list(watched)
-    (cause,) = watched.summary().causes
-    assert cause.id == "sleep"
-    assert cause.why.startswith("A thread of this process takes batches from a DataLoader.")
-    assert re.search(r"test_looks.py:\d+ __getitem__ `time.sleep", cause.why)
-    assert ("Use worker processes" in cause.next) == (workers == 0)
-    assert watched._record.monitor.read_times().samples == 20 * workers
-
-
-class _Helped(_Uneven):
-    """Loads each sample in a thread."""
-
-    def __getitem__(self, index):
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(load_late).result() or index
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_the_thread_of_a_sample_is_seen(workers, capsys):
-    watched = watch(DataLoader(_Helped(), sampler=[3] * 40, num_workers=workers))
-    list(watched)
-    (cause,) = watched.summary().causes
-    assert cause.id == "sleep"
-    assert re.search(r"test_looks.py:\d+ load_late `", cause.why)
-    assert ("This process loads the samples itself" in cause.why) == (workers == 0)
-
-
-class _Locked(Dataset):
-    def __init__(self):
-        self.lock = multiprocessing.Lock()
-
-    def __len__(self):
-        return 100
-
-    def __getitem__(self, index):
-        with self.lock:
-            until_s = time.thread_time() + 0.02
-            while time.thread_time() < until_s:
-                pass
-        return index
-
-
-@pytest.mark.clock
-def test_workers_that_take_turns_at_a_lock_are_named(capsys):
-    watched = watch(DataLoader(_Locked(), batch_size=2, num_workers=2))
-    list(watched)
-    # A machine may be busy with other work, too.
-    cures = {cause.id: cause.next for cause in watched.summary().causes}
-    assert "More workers would not help" in cures["lock"]
-
-
 class _Stream(IterableDataset):
     def __iter__(self):
         for number in range(40):
@@ -405,12 +277,48 @@ class _Stream(IterableDataset):
             yield number
 
 
-def test_a_worker_whose_samples_are_not_seen_is_looked_at(capsys):
-    watched = watch(DataLoader(_Stream(), batch_size=2, num_workers=1))
-    list(watched)
-    (cause,) = watched.summary().causes
+AROUND = r"^A thread of this process takes batches from a DataLoader\..* __getitem__ `time.sleep"
+HELPED = Samples(40, act=lambda _: _act_in_a_pool(1, load_late))
+
+
+@pytest.mark.parametrize(
+    ("loader", "why", "has_workers"),
+    [
+        (DataLoader(Samples(20, 0.1)), "This process loads the samples itself", False),
+        # No line of the loop itself is to be made cheaper.
+        (
+            _Ahead(),
+            r"A thread of this process loads the samples.*test_\w+.py:\d+ load_late ",
+            False,
+        ),
+        (_Around(0), AROUND, False),
+        (_Around(1), AROUND, True),
+        # The thread of a sample is seen.
+        (DataLoader(HELPED), r"loads the samples itself.*test_\w+.py:\d+ load_late `", False),
+        (DataLoader(HELPED, num_workers=1), r"^A sample takes .* load_late `", True),
+        # Samples of a stream are not seen.
+        (DataLoader(_Stream(), 2, num_workers=1), r"^In \d+ looks at samples", True),
+    ],
+)
+def test_who_loads_and_sleeps_is_named(loader, why, has_workers):
+    (cause,) = watch_pass(loader).summary().causes
     assert cause.id == "sleep"
-    assert "looks at samples" in cause.why
+    assert re.search(why, cause.why), cause.why
+    assert ("worker processes" in cause.next) != has_workers
+
+
+@pytest.mark.clock
+def test_workers_that_take_turns_at_a_lock_are_named():
+    lock = multiprocessing.Lock()
+
+    def work_alone(_):
+        with lock:
+            burn(0.02)
+
+    watched = watch_pass(Samples(100, act=work_alone), batch_size=2, num_workers=2)
+    # A machine may be busy with other work, too.
+    cures = {cause.id: cause.next for cause in watched.summary().causes}
+    assert "More workers would not help" in cures["lock"]
 
 
 class _Batched(Dataset):
@@ -420,15 +328,6 @@ class _Batched(Dataset):
     def __getitems__(self, indices):
         time.sleep(0.01 * len(indices))
         return [torch.zeros(2)] * len(indices)
-
-
-def test_samples_that_come_in_batches_are_counted(capsys):
-    watched = watch(DataLoader(_Batched(), batch_size=4, num_workers=2))
-    assert len(list(watched)) == 10
-    times = watched._record.monitor.read_times()
-    assert times.samples == 40
-    assert times.wall_s == pytest.approx(0.4, rel=0.5)
-    assert not any("not seen" in text for text in watched.summary().unseen)
 
 
 def test_a_page_that_is_written_to_counts_as_ones_own():
@@ -484,56 +383,6 @@ class _Wrapper(Dataset):
         return sample
 
 
-@pytest.mark.parametrize(
-    "dataset",
-    [
-        _Wrapper(Subset(_Uneven(), range(8))),
-        # Wrappers around built-in types are watched, too.
-        _Wrapper([*range(8)]),
-        # A wrapper may load several samples for one.
-        _Wrapper(_Wrapper(_Wrapper(_Uneven()))),
-    ],
-)
-def test_the_work_of_a_wrapper_belongs_to_its_samples(dataset, capsys):
-    watched = watch(DataLoader(dataset, num_workers=1))
-    list(watched)
-    times = watched._record.monitor.read_times()
-    assert times.samples == 8
-    assert times.wall_s > 0.8
-
-
-def test_the_sample_of_a_wrapper_has_the_number_of_the_dataset_within(capsys):
-    dataset = _Uneven()
-    dataset.slow_s = 0.8
-    loader = DataLoader(
-        Subset(_Wrapper(dataset), [5, 3, 1, 7]), num_workers=1, persistent_workers=True
-    )
-    watched = watch(loader)
-    for _ in range(3):
-        list(watched)
-    assert {3} <= {sample for samples in watched._record.seen.values() for sample in samples}
-    cures = {cause.id: cause.next for cause in watched.summary().causes}
-    assert "Look at sample 3" in cures["slow_sample"]
-
-
-class _Sized(Dataset):
-    """Takes an index and a size, as for training at several scales."""
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, key):
-        time.sleep(0.3)
-        return key[0]
-
-
-def test_a_sample_without_a_number_is_a_sample(capsys):
-    watched = watch(DataLoader(_Sized(), sampler=[(3, 32)] * 8, num_workers=1))
-    list(watched)
-    assert watched._record.looks.is_usual("sample")
-    assert not watched._record.looks.is_usual("collate")
-
-
 class _Blend(IterableDataset):
     """Loads the samples of a map-style dataset."""
 
@@ -545,26 +394,55 @@ class _Blend(IterableDataset):
             yield self.dataset[number]
 
 
-def test_samples_within_an_iterable_dataset_are_not_all_of_its_work(capsys):
-    watched = watch(DataLoader(_Blend(_Uneven()), num_workers=1))
-    list(watched)
-    assert watched._record.monitor.read_times().samples == 0
+@pytest.mark.parametrize(
+    ("dataset", "samples", "least_s"),
+    [
+        (_Batched(), 40, 0.4),
+        (_Wrapper(Subset(Samples(8), range(8))), 8, 0.8),
+        # Wrappers around built-in types are watched, too.
+        (_Wrapper([*range(8)]), 8, 0.8),
+        # A wrapper may load several samples for one.
+        (_Wrapper(_Wrapper(_Wrapper(Samples(8)))), 8, 2.4),
+        # Samples within an iterable dataset are not all of its work.
+        (_Blend(Samples(8)), 0, 0),
+    ],
+)
+def test_samples_are_counted_with_the_work_of_their_wrappers(dataset, samples, least_s):
+    watched = watch_pass(dataset, batch_size=4, num_workers=1)
+    times = watched._record.monitor.read_times()
+    assert times.samples == samples
+    assert least_s <= times.wall_s < least_s + 1
+    assert any("not seen" in text for text in watched.summary().unseen) == (samples == 0)
 
 
-class _Asking(_Wrapper):
-    """Asks another process before it loads a sample."""
-
-    def __getitem__(self, index):
-        if index == 3:
-            reader, _writer = os.pipe()
-            os.read(reader, 1)
-        return self.dataset[index]
-
-
-def test_a_wrapper_that_waits_for_another_process_is_not_idle():
-    watched = watch(DataLoader(_Asking(_Uneven()), num_workers=1), timeout_s=1, on_stall="raise")
-    with pytest.raises(ColabUtilsError, match=r"\(pid \d+\) waits in read\. "):
+def test_the_sample_of_a_wrapper_has_the_number_of_the_dataset_within():
+    dataset = Samples(8, act=lambda index: time.sleep(0.8 * (index == 3)))
+    samples = Subset(_Wrapper(dataset), [5, 3, 1, 7])
+    watched = watch(DataLoader(samples, num_workers=1, persistent_workers=True))
+    for _ in range(3):
         list(watched)
+    assert {3} <= {sample for samples in watched._record.seen.values() for sample in samples}
+    cures = {cause.id: cause.next for cause in watched.summary().causes}
+    assert "Look at sample 3" in cures["slow_sample"]
+
+
+def test_a_sample_without_a_number_is_a_sample():
+    # It has an index and a size, as for training at several scales.
+    watched = watch_pass(Samples(8, 0.3), sampler=[(3, 32)] * 8, num_workers=1, batch_size=1)
+    assert watched._record.looks.is_usual("sample")
+    assert not watched._record.looks.is_usual("collate")
+
+
+def _ask(index):
+    if index == 3:
+        reader, _writer = os.pipe()
+        os.read(reader, 1)
+
+
+def test_a_sample_that_waits_for_another_process_is_not_idle():
+    loader = DataLoader(_Wrapper(Samples(8, act=_ask)), num_workers=1)
+    with pytest.raises(ColabUtilsError, match=r"\(pid \d+\) waits in read, at sample 3\. "):
+        list(watch(loader, timeout_s=1, on_stall="raise"))
 
 
 def step_first(batch):
@@ -576,7 +454,7 @@ def step_first(batch):
         layer(batch).square().mean().backward()
 
 
-def test_passes_that_follow_the_step_of_the_optimizer_are_a_step(capsys):
+def test_passes_that_follow_the_step_of_the_optimizer_are_a_step():
     watched = watch([torch.rand(100, 1000)] * 10_000)
     for batch in watched:
         step_first(batch)

@@ -13,9 +13,6 @@ from colab_utils.diagnosis.memory_growth import MemoryLog, Reading, find_growth
 from colab_utils.diagnosis.system_calls import measure_memory
 from colab_utils.machine import find_free_memory
 
-# Python 3.12 warns that a process with threads forks, which torch's DataLoader does by design.
-pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-
 MB = 1_000_000
 
 

@@ -14,9 +14,6 @@ from pathlib import Path
 import pytest
 
 pytestmark = [
-    pytest.mark.skipif(
-        sys.platform != "linux", reason="processes are looked at through Linux's /proc"
-    ),
     pytest.mark.timeout(120),
 ]
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,6 @@ import gc
 import json
 import multiprocessing
 import re
-import sys
 import time
 import weakref
 
@@ -25,13 +24,6 @@ from torch.utils.data import (
 from colab_utils.diagnosis import summary as module
 from colab_utils.diagnosis.watch import watch
 from colab_utils.errors import ColabUtilsError
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
-    pytest.mark.skipif(
-        sys.platform != "linux", reason="processes are looked at through Linux's /proc"
-    ),
-]
 
 
 class _Items(Dataset):
@@ -67,7 +59,7 @@ def make_step():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_watching_changes_neither_order_nor_random_numbers(workers, capsys):
+def test_watching_changes_neither_order_nor_random_numbers(workers):
     def loop(around):
         torch.manual_seed(3)
         loader = DataLoader(_Items(9), batch_size=2, shuffle=True, num_workers=workers)
@@ -140,7 +132,7 @@ def test_a_loop_that_is_left_has_its_summary(way, capsys):
     assert "images/s" in capsys.readouterr().err
 
 
-def test_an_endless_stream_and_one_that_cannot_start_again(capsys):
+def test_an_endless_stream_and_one_that_cannot_start_again():
     watched = watch(DataLoader(_Stream(), batch_size=None, num_workers=1))
     assert [int(value) for value in watched] == list(range(8))
     assert any("not seen" in text for text in watched.summary().unseen)
@@ -150,7 +142,7 @@ def test_an_endless_stream_and_one_that_cannot_start_again(capsys):
     assert once.summary().batches == 2
 
 
-def test_two_watches_on_one_loader_tell_the_same(capsys):
+def test_two_watches_on_one_loader_tell_the_same():
     step = make_step()
     loader = DataLoader(_Items(8), batch_size=2)
     inner = watch(loader)
@@ -162,7 +154,7 @@ def test_two_watches_on_one_loader_tell_the_same(capsys):
 
 
 @pytest.mark.clock
-def test_a_loop_with_workers_says_what_is_slow_in_it(capsys):
+def test_a_loop_with_workers_says_what_is_slow_in_it():
     step = make_step()
     watched = watch(DataLoader(_Items(40, wait_s=0.05), batch_size=2, num_workers=1))
     for values, _ in watched:
@@ -186,7 +178,7 @@ def test_workers_have_started_when_each_has_given_a_batch():
     assert starts == [True, True, False] * 2
 
 
-def test_passes_of_one_batch_have_a_cure_of_their_own(capsys):
+def test_passes_of_one_batch_have_a_cure_of_their_own():
     # No cause is named before a loop has lasted half a second.
     watched = watch(DataLoader(_Items(8, wait_s=0.05), num_workers=1))
     step = make_step()
@@ -199,7 +191,7 @@ def test_passes_of_one_batch_have_a_cure_of_their_own(capsys):
     assert not any("No optimizer" in text for text in summary.unseen)
 
 
-def test_a_few_quick_batches_are_no_verdict(capsys):
+def test_a_few_quick_batches_are_no_verdict():
     watched = watch([torch.zeros(2)])
     for _ in watched:
         time.sleep(0.001)
@@ -263,7 +255,7 @@ def test_of_several_processes_each_says_its_rank(tmp_path):
         assert text.startswith(f"Rank {rank}: ")
 
 
-def test_micro_batches_without_a_step_have_the_parts_of_those_with_one(capsys):
+def test_micro_batches_without_a_step_have_the_parts_of_those_with_one():
     step = make_step()
     watched = watch(DataLoader(_Items(48), batch_size=2))
     for number, (values, _) in enumerate(watched):
@@ -305,7 +297,7 @@ def test_images_are_counted_that_came_where_collate_leaves_some_out():
     assert watched.summary().images == 6
 
 
-def test_loaders_that_one_line_makes_anew_are_one_loader(capsys):
+def test_loaders_that_one_line_makes_anew_are_one_loader():
     def train(items):
         watched = watch(DataLoader(items, num_workers=1, persistent_workers=True))
         list(watched)
@@ -328,7 +320,7 @@ class _Wrapped:
 
 
 @pytest.mark.parametrize("stays", [False, True])
-def test_workers_of_a_loader_in_a_wrapper_are_counted(stays, capsys):
+def test_workers_of_a_loader_in_a_wrapper_are_counted(stays):
     watched = watch(_Wrapped(persistent_workers=stays))
     for _ in range(2):
         list(watched)
@@ -339,7 +331,7 @@ def test_workers_of_a_loader_in_a_wrapper_are_counted(stays, capsys):
 
 
 @pytest.mark.clock
-def test_where_the_step_is_the_limit_its_line_is_named(capsys):
+def test_where_the_step_is_the_limit_its_line_is_named():
     watched = watch(DataLoader(_Items(16), batch_size=2))
     step = make_step()
     for values, _ in watched:
