@@ -257,9 +257,9 @@ def _catch_all():
 
 
 def _receive():
-    here, there = socket.socketpair()
-    with here, there:
-        yield here.recv(1)
+    receiver, sender = socket.socketpair()
+    with receiver, sender:
+        yield receiver.recv(1)
 
 
 @pytest.mark.parametrize(
