@@ -18,3 +18,8 @@ def make(request):
         return loader
 
     return build
+
+
+@pytest.fixture
+def ssd(tmp_path):
+    return tmp_path / "ssd"

@@ -3,8 +3,11 @@ be repeated.
 """
 
 import json
+import os
 import threading
 import time
+from itertools import count
+from unittest.mock import Mock
 
 import pytest
 from torch.utils.data import DataLoader
@@ -25,7 +28,7 @@ from tests.drive_mount import mount_or_skip
 
 from .test_dataset import assert_equal_samples
 
-SLOW = DriveProfile("test", open_s=0.2, bytes_per_s=1e6, source="made up for the test")
+SLOW = DriveProfile("test", open_s=0.03, bytes_per_s=1e6, source="made up for the test")
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +44,27 @@ def drive(tmp_path_factory, tiny_dataset):
     return folder
 
 
+@pytest.fixture
+def close_gate(monkeypatch):
+    """Let only the first files of shards arrive until the gate is set."""
+
+    def close(after=0):
+        gate = threading.Event()
+        numbers = count()
+        copy_file = Copying.copy_file
+
+        def wait_and_copy(self, *file):
+            is_first = next(numbers) < after
+            while not (is_first or self.stop.is_set() or gate.wait(0.01)):
+                pass
+            return copy_file(self, *file)
+
+        monkeypatch.setattr(Copying, "copy_file", wait_and_copy)
+        return gate
+
+    return close
+
+
 def flatten(batches):
     return [index for batch in batches for index in batch]
 
@@ -49,49 +73,54 @@ def list_ids(batches):
     return [[int(target["image_id"]) for target in targets] for _, targets in batches]
 
 
+def assert_every_image(dataset, epoch):
+    assert sorted(flatten(epoch)) == sorted(dataset.image_ids.tolist())
+
+
+def load(dataset, **options):
+    return make_loader(dataset, **{"batch_size": 2, "workers": 0, **options})
+
+
 @pytest.mark.parametrize("workers", [0, 2])
-def test_every_image_once_an_epoch_from_the_first_on(drive, tmp_path, workers):
-    slow_down(drive, SLOW)
-    dataset = ArrivingShards(drive, tmp_path / "ssd", workers=1)
-    loader = make_loader(dataset, batch_size=2, workers=workers)
+def test_every_image_once_an_epoch_from_the_first_on(drive, ssd, close_gate, workers):
+    # The first shard has two files.
+    gate = close_gate(after=2)
+    dataset = ArrivingShards(drive, ssd)
+    loader = load(dataset, workers=workers)
     batches = iter(loader)
     first = next(batches)
     # The loader began with the shards that were there.
     assert not dataset.arrival.is_complete
+    gate.set()
     epochs = [list_ids([first, *batches]), list_ids(loader)]
     loader.close()
     for epoch in epochs:
         assert len(epoch) == len(loader)
-        assert sorted(flatten(epoch)) == sorted(dataset.image_ids.tolist())
+        assert_every_image(dataset, epoch)
     assert epochs[0] != epochs[1]
     assert dataset.arrival.is_complete
     dataset.arrival.stop()
-    assert ShardDataset(tmp_path / "ssd").index == dataset.index
+    assert ShardDataset(ssd).index == dataset.index
 
 
-def test_samples_are_those_of_the_shards(drive, tmp_path):
+def test_samples_are_those_of_the_shards(drive, ssd):
     whole = ShardDataset(drive)
-    samples = {index: whole[index] for index in (len(whole) - 1, 0)}
     slow_down(drive, SLOW)
-    dataset = ArrivingShards(drive, tmp_path / "ssd")
-    for index, sample in samples.items():
+    dataset = ArrivingShards(drive, ssd)
+    for index in (-1, 0):
         # Reading a sample waits for its shard.
-        assert_equal_samples(dataset[index], sample)
+        assert_equal_samples(dataset[index], whole[index])
     dataset.arrival.stop()
 
 
-def test_the_order_comes_again_from_a_state(drive, tmp_path):
+def test_the_order_comes_again_from_a_state(drive, ssd, tmp_path):
     slow_down(drive, SLOW)
-    dataset = ArrivingShards(drive, tmp_path / "ssd", workers=1)
-    loader = make_loader(dataset, batch_size=2, workers=1, seed=3)
+    dataset = ArrivingShards(drive, ssd, workers=1)
+    loader = load(dataset, workers=1, seed=3)
     batches = iter(loader)
-    before = []
-    state = {}
-    for batch in batches:
-        before += list_ids([batch])
-        if len(before) == 3:
-            state = json.loads(json.dumps(loader.state_dict()))
-            break
+    before = [next(batches) for _ in range(3)]
+    assert len(list_ids(before)) == 3
+    state = json.loads(json.dumps(loader.state_dict()))
     after = list_ids(batches)
     loader.close()
     assert sorted(flatten(state["joined"])) == list(range(len(dataset.index.shards)))
@@ -99,46 +128,45 @@ def test_the_order_comes_again_from_a_state(drive, tmp_path):
         # A new machine has none of the shards.
         ArrivingShards(drive, tmp_path / "other", seed=5),
         # A finished copy is opened as a plain dataset.
-        ShardDataset(tmp_path / "ssd"),
+        ShardDataset(ssd),
     ):
-        loader = make_loader(again, batch_size=2, workers=0, seed=3)
+        loader = load(again, seed=3)
         loader.load_state_dict(state)
         assert list_ids(loader) == after
     # With another batch size, the images that are left come once.
-    loader = make_loader(again, batch_size=3, workers=0, seed=3)
+    loader = load(again, batch_size=3, seed=3)
     loader.load_state_dict(state)
     assert sorted(flatten(list_ids(loader))) == sorted(flatten(after))
 
 
 def list_two_epochs(dataset, **options):
-    loader = make_loader(dataset, batch_size=2, workers=0, seed=3, **options)
+    loader = load(dataset, seed=3, **options)
     epochs = [list_ids(loader), list_ids(loader)]
-    assert sorted(flatten(epochs[0])) == sorted(flatten(epochs[1]))
+    for epoch in epochs:
+        assert_every_image(dataset, epoch)
     return epochs
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_the_order_does_not_depend_on_how_fast_shards_arrive(
-    drive, tiny_dataset, tmp_path, shuffle
+    drive, tiny_dataset, ssd, tmp_path, close_gate, shuffle
 ):
-    fast = ArrivingShards(drive, tmp_path / "fast")
+    fast = ArrivingShards(drive, ssd)
     fast.wait()
     epochs = list_two_epochs(fast, shuffle=shuffle)
     slow_down(drive, SLOW)
+    gate = close_gate()
     slow = ArrivingShards(drive, tmp_path / "slow", workers=1)
     assert not slow.arrival.is_complete
-    assert list_two_epochs(slow, shuffle=shuffle) == epochs
+    gate.set()
     # The shards are complete on the SSD.
-    again = ArrivingShards(drive, tmp_path / "fast")
-    assert list_two_epochs(again, shuffle=shuffle) == epochs
-    nearest = open_dataset(
-        tiny_dataset.images, tiny_dataset.annotations, drive=drive, ssd=tmp_path / "fast"
-    )
+    again = ArrivingShards(drive, ssd)
+    nearest = open_dataset(tiny_dataset.images, tiny_dataset.annotations, drive=drive, ssd=ssd)
     assert type(nearest) is ShardDataset
-    assert list_two_epochs(nearest, shuffle=shuffle) == epochs
-    plain = list_two_epochs(ShardDataset(drive), shuffle=shuffle)
+    for dataset in (slow, again, nearest):
+        assert list_two_epochs(dataset, shuffle=shuffle) == epochs
     # Later epochs mix all shards, and so does each epoch of shards that do not arrive.
-    assert plain[1] == epochs[1]
+    assert list_two_epochs(ShardDataset(drive), shuffle=shuffle)[1] == epochs[1]
 
 
 def test_an_epoch_after_one_that_was_broken_off_begins_with_the_first_shards(drive, tmp_path):
@@ -147,30 +175,29 @@ def test_an_epoch_after_one_that_was_broken_off_begins_with_the_first_shards(dri
         dataset = ArrivingShards(drive, tmp_path / str(waits), workers=1)
         if waits:
             dataset.wait()
-        loader = make_loader(dataset, batch_size=2, workers=0)
+        loader = load(dataset)
         next(iter(loader))
         windows = loader.state_dict()["joined"]
         orders.append(list_ids(loader))
         # The epoch begins with the shard that is copied first.
-        number = orders[-1][0][0]
-        row = dataset.image_ids.tolist().index(number)
+        row = dataset.image_ids.tolist().index(orders[-1][0][0])
         assert dataset.shard_of[row] == windows[0][0]
         slow_down(drive, SLOW)
     assert orders[0] == orders[1]
 
 
-def test_an_epoch_begun_on_a_finished_copy_goes_on_while_shards_arrive(drive, tmp_path):
-    loader = make_loader(ShardDataset(drive), batch_size=2, workers=0, seed=3)
+def test_an_epoch_begun_on_a_finished_copy_goes_on_while_shards_arrive(drive, ssd):
+    loader = load(ShardDataset(drive))
     batches = iter(loader)
     next(batches)
     state = loader.state_dict()
     slow_down(drive, SLOW)
-    again = make_loader(ArrivingShards(drive, tmp_path / "ssd"), batch_size=2, workers=0, seed=3)
+    again = load(ArrivingShards(drive, ssd))
     again.load_state_dict(state)
     assert list_ids(again) == list_ids(batches)
 
 
-def test_a_drive_that_is_gone_ends_in_a_line_that_says_what_is_safe(drive, tmp_path, monkeypatch):
+def test_a_drive_that_is_gone_ends_in_a_line_that_says_what_is_safe(drive, ssd, monkeypatch):
     real = Copying.copy_file
 
     def copy_file(self, name, *rest):
@@ -178,27 +205,21 @@ def test_a_drive_that_is_gone_ends_in_a_line_that_says_what_is_safe(drive, tmp_p
             raise DriveLostError("It cannot be read: Drive got disconnected.")
         return real(self, name, *rest)
 
-    monkeypatch.setattr(Copying, "copy_file", copy_file)
-    dataset = ArrivingShards(drive, tmp_path / "ssd", workers=1)
-    batches = iter(make_loader(dataset, batch_size=1, workers=0))
-    delivered = []
-
-    def train():
-        for _, targets in batches:
-            delivered.extend(int(target["image_id"]) for target in targets)
-
-    with pytest.raises(
-        DriveLostError, match=r"\d+ of \d+ shards in .*ssd are safe, and the same call continues"
-    ):
-        train()
-    assert delivered
-    assert len(set(delivered)) == len(delivered)
-    monkeypatch.setattr(Copying, "copy_file", real)
-    again = ArrivingShards(drive, tmp_path / "ssd", workers=1)
-    assert len(list_ids(make_loader(again, batch_size=2, workers=0))) == -(-len(again) // 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Copying, "copy_file", copy_file)
+        dataset = ArrivingShards(drive, ssd, workers=1)
+        delivered = []
+        with pytest.raises(
+            DriveLostError,
+            match=r"\d+ of \d+ shards in .*ssd are safe, and the same call continues",
+        ):
+            delivered.extend(target["image_id"] for _, [target] in load(dataset, batch_size=1))
+    assert len(set(delivered)) == len(delivered) > 0
+    again = ArrivingShards(drive, ssd, workers=1)
+    assert_every_image(again, list_ids(load(again)))
 
 
-def test_a_copy_that_is_stopped_leaves_no_index(drive, tmp_path, monkeypatch):
+def test_a_copy_that_is_stopped_leaves_no_index(drive, ssd, monkeypatch):
     real = Copying.copy_file
 
     def copy_file(self, name, *rest):
@@ -209,17 +230,17 @@ def test_a_copy_that_is_stopped_leaves_no_index(drive, tmp_path, monkeypatch):
         return done
 
     monkeypatch.setattr(Copying, "copy_file", copy_file)
-    dataset = ArrivingShards(drive, tmp_path / "ssd", workers=1)
+    dataset = ArrivingShards(drive, ssd, workers=1)
     dataset.arrival.stop()
     assert not dataset.arrival.is_complete
-    assert not (tmp_path / "ssd" / "index.json").exists()
+    assert not (ssd / "index.json").exists()
 
 
 READERS = {
     "the dataset": lambda dataset: dataset[0],
     "its last": lambda dataset: dataset.record(-1),
-    "make_loader": lambda dataset: list(make_loader(dataset, batch_size=2, workers=0)),
-    "make_loader's worker": lambda dataset: list(make_loader(dataset, batch_size=2, workers=1)),
+    "make_loader": lambda dataset: list(load(dataset)),
+    "make_loader's worker": lambda dataset: list(load(dataset, workers=1)),
     "DataLoader": lambda dataset: list(
         DataLoader(dataset, batch_size=2, num_workers=2, collate_fn=list)
     ),
@@ -228,11 +249,11 @@ READERS = {
 
 @pytest.mark.parametrize("reader", READERS)
 def test_a_reader_of_a_copy_that_is_stopped_does_not_wait_for_ever(
-    drive, tmp_path, monkeypatch, reader
+    drive, ssd, close_gate, monkeypatch, reader
 ):
-    # With this copy, nothing ever arrives.
-    monkeypatch.setattr(Copying, "copy_file", lambda self, *_: self.stop.wait())
-    dataset = ArrivingShards(drive, tmp_path / "ssd", workers=1)
+    monkeypatch.setattr(arriving, "_GRACE_S", 0.5)
+    close_gate()
+    dataset = ArrivingShards(drive, ssd, workers=1)
     timer = threading.Timer(0.5, dataset.stop)
     timer.start()
     message = r"The copy of the shards was stopped; 0 of \d+ shards in .*ssd are safe, and"
@@ -245,29 +266,14 @@ def test_a_reader_of_a_copy_that_is_stopped_does_not_wait_for_ever(
     dataset.stop()
 
 
-def sum_up(samples):
-    """Plain numbers, which cost no hand-off between processes."""
-    return [
-        (target["image_id"], int(image.sum()), int(target["masks"].sum()))
-        for image, target in samples
-    ]
-
-
-def test_workers_of_a_stock_dataloader_wait_for_shards(drive, tmp_path, monkeypatch):
-    real = Copying.copy_file
-    gate = threading.Event()
-    monkeypatch.setattr(
-        Copying,
-        "copy_file",
-        lambda self, *file: gate.wait() and real(self, *file),
-    )
-    dataset = ArrivingShards(drive, tmp_path / "ssd", workers=1)
-    whole = ShardDataset(drive)
+def test_workers_of_a_stock_dataloader_wait_for_shards(drive, ssd, close_gate):
+    gate = close_gate()
+    dataset = ArrivingShards(drive, ssd, workers=1)
     loader = DataLoader(
         dataset,
         batch_size=2,
         num_workers=1,
-        collate_fn=sum_up,
+        collate_fn=list,
         multiprocessing_context="spawn",
         timeout=60,
     )
@@ -277,7 +283,8 @@ def test_workers_of_a_stock_dataloader_wait_for_shards(drive, tmp_path, monkeypa
     gate.set()
     # A copy that fails says why.
     dataset.arrival.wait()
-    assert flatten(batches) == sum_up(whole)
+    for sample, expected in zip(flatten(batches), ShardDataset(drive), strict=True):
+        assert_equal_samples(sample, expected)
     dataset.stop()
 
 
@@ -291,14 +298,7 @@ def mount(request, drive, tmp_path):
         yield mounted
 
 
-def train_two_epochs(dataset):
-    loader = make_loader(dataset, batch_size=2, workers=1)
-    epochs = [sorted(flatten(list_ids(loader))) for _ in range(2)]
-    loader.close()
-    return epochs
-
-
-def test_the_copy_does_not_wait_for_the_tables(drive, tmp_path, monkeypatch):
+def test_the_copy_does_not_wait_for_the_tables(drive, ssd, monkeypatch):
     copied = threading.Event()
     real_copy = Copying.copy_file
     real_load = arriving.load_shard
@@ -313,26 +313,24 @@ def test_the_copy_does_not_wait_for_the_tables(drive, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Copying, "copy_file", copy)
     monkeypatch.setattr(arriving, "load_shard", load)
-    dataset = ArrivingShards(drive, tmp_path / "ssd")
+    dataset = ArrivingShards(drive, ssd)
     assert dataset.image_ids.tolist() == ShardDataset(drive).image_ids.tolist()
     dataset.stop()
 
 
-def test_no_copy_goes_on_where_the_tables_cannot_be_read(drive, tmp_path, monkeypatch):
-    def load(*arguments, **options):
-        raise ColabUtilsError("There are no tables.")
-
-    monkeypatch.setattr(arriving, "load_shard", load)
+def test_no_copy_goes_on_where_the_tables_cannot_be_read(drive, ssd, monkeypatch):
+    fail = Mock(side_effect=ColabUtilsError("There are no tables."))
+    monkeypatch.setattr(arriving, "load_shard", fail)
     slow_down(drive, SLOW)
     with pytest.raises(ColabUtilsError, match="There are no tables"):
-        ArrivingShards(drive, tmp_path / "ssd")
+        ArrivingShards(drive, ssd)
     for thread in threading.enumerate():
         if thread.name.startswith("arrival"):
             # On a disk that stalls, a copy ends late.
             thread.join(60)
             assert not thread.is_alive()
-    copy_shards(drive, tmp_path / "ssd")
-    assert verify_shards(tmp_path / "ssd").bad == ()
+    copy_shards(drive, ssd)
+    assert verify_shards(ssd).bad == ()
 
 
 @pytest.mark.parametrize(
@@ -341,82 +339,78 @@ def test_no_copy_goes_on_where_the_tables_cannot_be_read(drive, tmp_path, monkey
     indirect=["mount"],
     ids=["none", "EIO", "short reads"],
 )
-def test_every_image_arrives_from_a_mount(mount, tmp_path, monkeypatch, fault):
-    monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.1, 0.2, 0.4))
-    dataset = ArrivingShards(mount.folder, tmp_path / "ssd", workers=2)
+def test_every_image_arrives_from_a_mount(mount, ssd, fault):
+    dataset = ArrivingShards(mount.folder, ssd, workers=2)
     mount.fail(**fault)
-    assert train_two_epochs(dataset) == [sorted(dataset.image_ids.tolist())] * 2
+    loader = load(dataset, workers=1)
+    for _ in range(2):
+        assert_every_image(dataset, list_ids(loader))
+    loader.close()
     assert bool(dataset.arrival.retries.count) == ("errors" in fault)
     dataset.stop()
-    assert verify_shards(tmp_path / "ssd").bad == ()
+    assert verify_shards(ssd).bad == ()
 
 
 @pytest.mark.parametrize(
     "is_complete", [True, False], ids=["after a whole copy", "after one that was broken off"]
 )
-def test_a_damaged_copy_is_never_trained_on(drive, tmp_path, monkeypatch, is_complete):
+def test_a_damaged_copy_is_never_trained_on(drive, ssd, monkeypatch, is_complete):
     if is_complete:
-        copy_shards(drive, tmp_path / "ssd")
+        copy_shards(drive, ssd)
     else:
         with monkeypatch.context() as patch:
             patch.setattr(arriving, "write_index", lambda *_: 1 / 0)
-            before = ArrivingShards(drive, tmp_path / "ssd")
-            before.arrival._thread.join(60)
-            assert before.arrival._error
-    tar = tmp_path / "ssd" / "shard-000001.tar"
+            with pytest.raises(ColabUtilsError):
+                ArrivingShards(drive, ssd).wait()
+    tar = ssd / "shard-000001.tar"
     good = tar.read_bytes()
     tar.write_bytes(good[:8000] + bytes(100) + good[8100:])
-    dataset = ArrivingShards(drive, tmp_path / "ssd")
-    assert sorted(flatten(list_ids(make_loader(dataset, batch_size=2, workers=0)))) == sorted(
-        dataset.image_ids
-    )
+    dataset = ArrivingShards(drive, ssd)
+    assert_every_image(dataset, list_ids(load(dataset)))
     dataset.stop()
     assert tar.read_bytes() == good
-    assert verify_shards(tmp_path / "ssd").bad == ()
+    assert verify_shards(ssd).bad == ()
 
 
-def test_a_cell_may_run_again_while_the_shards_arrive(drive, tmp_path):
+def test_a_cell_may_run_again_while_the_shards_arrive(drive, ssd):
     slow_down(drive, SLOW)
-    datasets = [ArrivingShards(drive, tmp_path / "ssd") for _ in range(4)]
+    datasets = [ArrivingShards(drive, ssd) for _ in range(4)]
     for dataset in datasets:
-        loader = make_loader(dataset, batch_size=2, workers=0)
-        assert sorted(flatten(list_ids(loader))) == sorted(dataset.image_ids)
-        dataset.arrival._thread.join(60)
+        assert_every_image(dataset, list_ids(load(dataset)))
+        dataset.wait()
         assert dataset.arrival.is_complete
-        assert not dataset.arrival._error
-    assert verify_shards(tmp_path / "ssd").bad == ()
-    assert sorted(path.name for path in (tmp_path / "ssd").iterdir()) == sorted(
-        path.name for path in drive.iterdir()
-    )
+    assert verify_shards(ssd).bad == ()
+    assert sorted(os.listdir(ssd)) == sorted(os.listdir(drive))
 
 
-def test_a_file_of_the_user_is_not_replaced(drive, tmp_path):
-    (tmp_path / "ssd").mkdir()
-    own = tmp_path / "ssd" / "shard-000001.tar"
+def test_a_file_of_the_user_is_not_replaced(drive, ssd):
+    ssd.mkdir()
+    own = ssd / "shard-000001.tar"
     own.write_bytes(b"mine")
-    dataset = ArrivingShards(drive, tmp_path / "ssd")
+    dataset = ArrivingShards(drive, ssd)
     with pytest.raises(ColabUtilsError, match="holds another shard-000001"):
-        list(make_loader(dataset, batch_size=2, workers=0))
+        list(load(dataset))
     assert own.read_bytes() == b"mine"
 
 
-def test_a_sampler_waits_until_all_shards_are_here(drive, tmp_path):
-    slow_down(drive, SLOW)
-    dataset = ArrivingShards(drive, tmp_path / "ssd")
+def test_a_sampler_waits_until_all_shards_are_here(drive, ssd, close_gate):
+    close_gate()
+    dataset = ArrivingShards(drive, ssd)
     with pytest.raises(ColabUtilsError, match="A sampler cannot be used while shards arrive"):
-        make_loader(dataset, batch_size=2, workers=0, sampler=[0, 1])
+        load(dataset, sampler=[0, 1])
     dataset.stop()
 
 
-def test_another_process_of_the_machine_waits_for_the_files(drive, tmp_path, monkeypatch):
-    slow_down(drive, SLOW)
-    first = ArrivingShards(drive, tmp_path / "ssd", workers=1)
+def test_another_process_of_the_machine_waits_for_the_files(drive, ssd, close_gate, monkeypatch):
+    gate = close_gate()
     copied = []
     real = Copying.copy_file
     monkeypatch.setattr(
         Copying, "copy_file", lambda self, *file: copied.append(self) or real(self, *file)
     )
-    second = ArrivingShards(drive, tmp_path / "ssd")
+    first = ArrivingShards(drive, ssd, workers=1)
+    second = ArrivingShards(drive, ssd)
+    gate.set()
     assert list_two_epochs(second) == list_two_epochs(first)
     second.wait()
     assert first.arrival._job in copied
@@ -424,20 +418,12 @@ def test_another_process_of_the_machine_waits_for_the_files(drive, tmp_path, mon
     assert second.arrival.is_complete
 
 
-def test_where_the_process_that_copies_stops_another_one_goes_on(drive, tmp_path, monkeypatch):
-    real = Copying.copy_file
-    gate = threading.Event()
-    monkeypatch.setattr(
-        Copying,
-        "copy_file",
-        lambda self, *file: gate.wait(60) and not self.stop.is_set() and real(self, *file),
-    )
-    first = ArrivingShards(drive, tmp_path / "ssd", workers=1)
-    second = ArrivingShards(drive, tmp_path / "ssd", workers=1)
+def test_where_the_process_that_copies_stops_another_one_goes_on(drive, ssd, close_gate):
+    gate = close_gate()
+    first = ArrivingShards(drive, ssd, workers=1)
+    second = ArrivingShards(drive, ssd, workers=1)
     first.arrival.retries.stop.set()
     gate.set()
-    assert sorted(flatten(list_ids(make_loader(second, batch_size=2, workers=0)))) == sorted(
-        second.image_ids
-    )
+    assert_every_image(second, list_ids(load(second)))
     second.wait()
-    assert verify_shards(tmp_path / "ssd").bad == ()
+    assert verify_shards(ssd).bad == ()

@@ -31,6 +31,7 @@ from colab_utils.loading import writing
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.opening import LooseFiles
+from colab_utils.processes import end_process
 from colab_utils.running import JobProgress
 from colab_utils.shards import plan, write
 from colab_utils.shards.copy import Copying
@@ -677,6 +678,8 @@ def test_training_ends_though_drive_answers_nothing(
     open_tiny, reference, mount, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(writing, "_STOP_S", 0.2)
+    # The process hangs in the system, and cannot even be killed.
+    monkeypatch.setattr(writing, "end_process", partial(end_process, wait_s=0.2))
     drive = mount.folder / "shards"
     dataset = open_tiny(drive=drive)
     with stop_mounts():
