@@ -16,6 +16,7 @@ from torchvision.ops import masks_to_boxes
 
 from colab_utils.data.checks import check_dataset
 from colab_utils.loading.coco_folder import CocoFolder
+from tests.pictures import save
 
 RECIPE = Path(__file__).parents[2] / "docs/recipes/masks_to_coco.py"
 convert_masks = runpy.run_path(str(RECIPE))["convert_masks"]
@@ -104,9 +105,11 @@ def save_masks(folder, *masks, ending=".png", **options):
     return folder
 
 
-def list_areas(folder, **options):
+def assert_objects(folder, expected, **options):
+    """Compare how many objects come out, or their areas."""
     annotations = json.loads(convert(folder, **options).read_text())["annotations"]
-    return [annotation["area"] for annotation in annotations]
+    areas = [annotation["area"] for annotation in annotations]
+    assert (len(areas) if isinstance(expected, int) else areas) == expected
 
 
 def add_palette(values, *, transparency=None):
@@ -155,8 +158,7 @@ UNDERSTOOD = {
 @pytest.mark.parametrize("name", UNDERSTOOD)
 def test_every_kind_of_mask_keeps_its_objects(tmp_path, name):
     mask, expected = UNDERSTOOD[name]
-    areas = list_areas(save_masks(tmp_path, mask))
-    assert (len(areas) if isinstance(expected, int) else areas) == expected
+    assert_objects(save_masks(tmp_path, mask), expected)
 
 
 def add_rim(ids, void, width=2):
@@ -172,9 +174,7 @@ def blur(radius):
 
 
 def save_as_jpeg():
-    file = io.BytesIO()
-    Image.fromarray(GREY).save(file, "JPEG")
-    return Image.open(file)
+    return Image.open(io.BytesIO(save(Image.fromarray(GREY), "JPEG")))
 
 
 RIM = add_rim(IDS, 255).astype(np.uint8)
@@ -196,6 +196,12 @@ REFUSED = {
         1,
     ),
     "was a JPEG": (save_as_jpeg(), SOFT, {"threshold": 127}, AREAS[:1]),
+    "a JPEG": (
+        GREY,
+        r"is a JPEG.*threshold=127",
+        {"threshold": 127},
+        pytest.approx(AREAS[:1], rel=0.03),
+    ),
     "black on white": (255 - GREY, "255 in its corners", {"background": 255}, AREAS[:1]),
     "no background": (REGIONS, "no background.*classes=", {"background": 0}, 3),
     "nothing": (GREY * 0, "have no object", {"background": 1}, 1),
@@ -207,22 +213,13 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_mask_that_may_mean_two_things_is_refused_until_an_argument_decides(tmp_path, name):
     mask, message, options, expected = REFUSED[name]
-    ending = ".tif" if name == "floats" else ".png"
+    ending = {"floats": ".tif", "a JPEG": ".jpg"}.get(name, ".png")
     folder = save_masks(tmp_path, mask, ending=ending)
     with pytest.raises(ValueError, match=message):
         convert(folder)
     assert not (folder / "coco.json").exists()
     if options is not None:
-        areas = list_areas(folder, **options)
-        assert (len(areas) if isinstance(expected, int) else areas) == expected
-
-
-def test_a_jpeg_is_a_mask_by_its_threshold(tmp_path):
-    folder = save_masks(tmp_path, GREY, ending=".jpg", quality=90)
-    with pytest.raises(ValueError, match=r"is a JPEG.*threshold=127"):
-        convert(folder)
-    (area,) = list_areas(folder, threshold=127)
-    assert area == pytest.approx(AREAS[0], rel=0.03)
+        assert_objects(folder, expected, **options)
 
 
 def test_a_mask_of_several_pages_is_refused(tmp_path):
