@@ -30,13 +30,15 @@ def make_chunk(name: bytes, data: bytes) -> bytes:
 
 
 def make_png(
-    size: tuple[int, int], depth: int, colour: int, rows: Iterable[bytes], *chunks: bytes
+    size: tuple[int, int], depth: int, colour: int, rows: Iterable[Any], *chunks: bytes
 ) -> bytes:
-    """A PNG of a width and height, also one of a kind that Pillow does not write."""
+    """A PNG of a width and height, also one of a kind that Pillow does not write. Its rows are
+    bytes or arrays.
+    """
     parts = [
         make_chunk(b"IHDR", struct.pack(">IIBBBBB", *size, depth, colour, 0, 0, 0)),
         *chunks,
-        make_chunk(b"IDAT", zlib.compress(b"".join(b"\0" + row for row in rows))),
+        make_chunk(b"IDAT", zlib.compress(b"".join(b"\0" + bytes(row) for row in rows))),
         make_chunk(b"IEND", b""),
     ]
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)

@@ -13,6 +13,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.write import write_shards
+from tests.pictures import make_exif
 
 
 @pytest.fixture(scope="module")
@@ -91,12 +92,10 @@ def test_one_size_is_enough_and_small_files_are_as_ever(photos):
 def test_a_turned_photo_and_one_without_a_size_are_shrunk(photos, tmp_path):
     content = json.loads(photos.annotations.read_bytes())
     first, second = content["images"][:2]
-    exif = Image.Exif()
-    exif[0x0112] = 6
     for entry in (first, second):
         with Image.open(photos.images / entry["file_name"]) as image:
             stored = image.transpose(Image.Transpose.ROTATE_90) if entry is first else image
-            stored.save(tmp_path / entry["file_name"], quality=95, exif=exif)
+            stored.save(tmp_path / entry["file_name"], quality=95, exif=make_exif(6))
     del second["width"], second["height"]
     content["images"] = [first, second]
     kept = {first["id"], second["id"]}

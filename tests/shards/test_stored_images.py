@@ -3,10 +3,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import struct
 import tracemalloc
 import warnings
-import zlib
 
 import numpy as np
 import pytest
@@ -27,6 +25,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.shards.arrays import convert_boxes
 from colab_utils.shards.records import dump_record, make_record
 from colab_utils.shards.stored_images import store_image
+from tests.pictures import make_chunk, make_exif, make_png, save
 
 SIZES = {"min_size": 800, "max_size": 1333}
 ROWS, COLUMNS = np.mgrid[:48, :64]
@@ -109,29 +108,6 @@ def test_planned_sizes_are_torchvisions(min_size, max_size):
             assert planned == min(tuple(resized.shape[-2:]), (height, width))
 
 
-def save(image, kind, **options):
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
-
-
-def make_png(depth, colour, rows, extra=b""):
-    def chunk(name, data):
-        return (
-            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-        )
-
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 64, 48, depth, colour, 0, 0, 0))
-    raw = b"".join(b"\0" + row.tobytes() for row in rows)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + header
-        + extra
-        + chunk(b"IDAT", zlib.compress(raw))
-        + chunk(b"IEND", b"")
-    )
-
-
 RGB = Image.fromarray(PIXELS)
 GREY = RGB.convert("L")
 PALETTE = RGB.quantize(17)
@@ -153,9 +129,9 @@ KINDS = [
     ("transparent palette.png", save(TRANSPARENT, "PNG"), False),
     ("one bit.png", save(GREY.convert("1"), "PNG"), False),
     # Pillow says RGB, and torchvision gives uint16.
-    ("16 bits.png", make_png(16, 2, DEEP_RGB), False),
+    ("16 bits.png", make_png((64, 48), 16, 2, DEEP_RGB), False),
     # The call convert("RGB") of Pillow turns it white.
-    ("16 bits grey.png", make_png(16, 0, DEEP_GREY), False),
+    ("16 bits grey.png", make_png((64, 48), 16, 0, DEEP_GREY), False),
     ("lossy.webp", save(RGB, "WEBP"), False),
     ("lossless.webp", save(RGB, "WEBP", lossless=True), False),
     ("palette.gif", save(PALETTE, "GIF"), False),
@@ -265,9 +241,7 @@ def test_a_photo_is_decoded_at_the_scale_that_training_needs(kind, min_size, sca
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_a_turned_photo_is_decoded_at_the_scale_that_training_needs(orientation):
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    data = save(PHOTO, "JPEG", quality=92, exif=exif)
+    data = save(PHOTO, "JPEG", quality=92, exif=make_exif(orientation))
     size = (803, 601) if orientation > 4 else (601, 803)
     limits = {"min_size": 140, "max_size": 1333}
     options = {"exif": "turn", **limits}
@@ -296,9 +270,7 @@ def test_a_photo_that_is_kept_is_not_decoded_at_a_scale():
 
 
 def turn(orientation, size=(48, 64)):
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    return save(Image.fromarray(PIXELS), "JPEG", exif=exif)
+    return save(Image.fromarray(PIXELS), "JPEG", exif=make_exif(orientation))
 
 
 @pytest.mark.parametrize(
@@ -372,10 +344,6 @@ def test_every_reader_refuses_and_converts_alike():
     )
 
 
-def make_chunk(name, data):
-    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-
 @pytest.mark.parametrize(
     "chunk",
     [
@@ -391,8 +359,7 @@ def make_chunk(name, data):
     ],
 )
 def test_damaged_metadata_refuses_no_image(chunk):
-    rows = np.concatenate([PIXELS, PIXELS[:, :0]], axis=1)
-    data = make_png(8, 2, rows, extra=chunk)
+    data = make_png((64, 48), 8, 2, PIXELS, chunk)
     assert np.array_equal(decode_pixels(data), PIXELS)
     assert store_image(data, (48, 64), **SIZES).data == data
     with pytest.raises(ColabUtilsError, match="the annotations say 48 x 64 pixels"):
