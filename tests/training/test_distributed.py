@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import warnings
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -20,7 +22,6 @@ import pytest
 import torch
 from torch import nn
 
-from colab_utils.course.sample_data import make_dataset
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading import opening
 from colab_utils.loading.dataset import ShardDataset
@@ -30,7 +31,6 @@ from colab_utils.loading.writing import Writing
 from colab_utils.shards.copy import Copying, copy_shards
 from colab_utils.shards.index import read_index, write_index
 from colab_utils.shards.verify import verify_shards
-from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import DriveProfile, slow_down
 from colab_utils.training import trainer
 from colab_utils.training.checkpoint import CheckpointFolder
@@ -38,10 +38,12 @@ from colab_utils.training.ranks import join_ranks
 from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import train
 from tests.tiny_model import TINY_MODEL
+from tests.training.small_shards import make_shards
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parents[2]
 TINY = {
+    "model": TINY_MODEL,
     "weights": None,
     "min_size": 64,
     "max_size": 96,
@@ -51,26 +53,20 @@ SLOW = DriveProfile("test", open_s=0.2, bytes_per_s=1e6, source="made up for the
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    """Seven images: no number of processes divides them."""
-    folder = tmp_path_factory.mktemp("seven")
-    made = make_dataset(
-        folder / "data",
-        n=7,
-        width=96,
-        height=80,
-        objects=(1, 3),
-        workers=1,
-    )
-    write_shards(made.images, made.annotations, shards=folder / "shards", workers=1)
-    return folder / "shards"
+def made(tmp_path_factory):
+    """Seven images, in several shards: no number of processes divides them."""
+    return make_shards(tmp_path_factory.mktemp("seven"), n=7, shard_mb=0.02)
 
 
-def run_ranks(target, count, folder, *arguments, patience_s=120):
+@pytest.fixture
+def shards(made):
+    return made.images.parents[1] / "shards"
+
+
+def run_processes(folder, count, target, *arguments, patience_s=120):
     """Call ``target`` in so many processes, forked from this one, with the settings of torchrun;
     returns their JSON.
     """
-    folder.mkdir(exist_ok=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -94,6 +90,11 @@ def run_ranks(target, count, folder, *arguments, patience_s=120):
         process.kill()
     assert [process.exitcode for process in processes] == [0] * count
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(count)]
+
+
+@pytest.fixture
+def run_ranks(tmp_path_factory):
+    return partial(run_processes, tmp_path_factory.mktemp("ranks"))
 
 
 def be_rank(target, rank, count, port, folder, arguments):
@@ -140,17 +141,16 @@ def sort_images(reports, steps):
     )
 
 
-def test_each_image_once_an_epoch_over_all_ranks_and_one_writer(shards, tmp_path):
+def test_each_image_once_an_epoch_over_all_ranks_and_one_writer(run_ranks, shards, tmp_path):
     """7 images in batches of 4 are two steps, and the second one has an image too few for four
     processes.
     """
     options = {
-        "model": TINY_MODEL,
         "epochs": 2,
         "batch_size": 4,
         "val_shards": shards,
     }
-    reports = run_ranks(train_and_look, 4, tmp_path / "out", shards, tmp_path / "run", options)
+    reports = run_ranks(4, train_and_look, shards, tmp_path / "run", options)
     every = sorted(ShardDataset(shards).image_ids.tolist())
     assert sort_images(reports, (0, 1)) == sort_images(reports, (2, 3)) == every
     # All ranks report the losses of the complete batch, and the same average precision.
@@ -162,17 +162,17 @@ def test_each_image_once_an_epoch_over_all_ranks_and_one_writer(shards, tmp_path
     assert len([name for name in names if name.startswith("best")]) == 1
 
 
-def test_all_ranks_stop_for_the_budget_after_the_same_step(shards, tmp_path):
+def test_all_ranks_stop_for_the_budget_after_the_same_step(run_ranks, shards, tmp_path):
     """They ask each other every ten steps."""
-    options = {"model": TINY_MODEL, "steps": 30, "batch_size": 4, "budget": 0.1}
-    reports = run_ranks(train_and_look, 2, tmp_path / "out", shards, tmp_path / "run", options)
+    options = {"steps": 30, "batch_size": 4, "budget": 0.1}
+    reports = run_ranks(2, train_and_look, shards, tmp_path / "run", options)
     assert [len(report["losses"]) for report in reports] == [10, 10]
     assert CheckpointFolder(tmp_path / "run").newest.name == "checkpoint-00000010.pt"
 
 
-def test_another_number_of_ranks_goes_on_where_it_was(shards, tmp_path):
-    options = {"model": TINY_MODEL, "steps": 3, "batch_size": 4}
-    first = run_ranks(train_and_look, 2, tmp_path / "out", shards, tmp_path / "run", options)
+def test_another_number_of_ranks_goes_on_where_it_was(run_ranks, shards, tmp_path):
+    options = {"steps": 3, "batch_size": 4}
+    first = run_ranks(2, train_and_look, shards, tmp_path / "run", options)
     every = sorted(ShardDataset(shards).image_ids.tolist())
     assert sort_images(first, (0, 1)) == every
     # One process alone goes on, in the middle of an epoch.
@@ -196,48 +196,37 @@ class Detector(nn.Module):
         }
 
 
-def take_two_steps(parts):
-    images = [torch.full((3, 4, 4), float(n)) for n in range(1, 6)]
+def take_steps(batches, parts=1):
+    """The losses, which steps were skipped, and the weights; images are of one value each."""
     with join_ranks(torch.device("cpu")) as ranks:
         model = Detector()
         # Each rank begins with other weights, and those of the first one are taken.
         model.weight.data += ranks.rank
-        step = TrainingStep(
-            model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.01), ranks=ranks
-        )
-        step.parts = parts
-        own = images[:3][ranks.rank :: ranks.count]
-        first = step(own, [{}] * len(own), total=3)
-        # Of a batch of one image nothing is left for the second process.
-        own = images[3:4][ranks.rank :: ranks.count]
-        second = step(own or None, [{}] * len(own), total=1)
-        return [round(value, 4) for value in (*model.weight.tolist(), float(first), float(second))]
-
-
-def test_ranks_begin_with_the_same_weights_and_end_with_them(tmp_path):
-    alone = take_two_steps(1)
-    assert run_ranks(take_two_steps, 2, tmp_path, 2) == [alone, alone]
-
-
-def take_steps_with_a_bad_image():
-    """The second image of the first batch is broken: the second process has it, of two."""
-    images = [torch.full((3, 4, 4), value) for value in (1.0, float("nan"), 2.0, 3.0)]
-    with join_ranks(torch.device("cpu")) as ranks:
-        model = Detector()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         step = TrainingStep(model, "cpu", optimizer=optimizer, ranks=ranks)
-        skipped = []
-        for batch in (images[:2], images[2:], images[:2]):
-            own = batch[ranks.rank :: ranks.count]
-            step(own, [{}] * len(own), total=2)
-            skipped.append(bool(step.is_skipped))
-        return [skipped, [round(value, 4) for value in model.weight.tolist()]]
+        step.parts = parts
+        steps = []
+        for values in batches:
+            own = [torch.full((3, 4, 4), value) for value in values[ranks.rank :: ranks.count]]
+            loss = step(own or None, [{}] * len(own), total=len(values))
+            steps.append((round(float(loss), 3), bool(step.is_skipped)))
+        return repr([steps, [round(weight, 4) for weight in model.weight.tolist()]])
 
 
-def test_all_ranks_skip_a_batch_in_which_one_has_a_bad_image(tmp_path):
-    alone = take_steps_with_a_bad_image()
-    assert alone[0] == [True, False, True]
-    assert run_ranks(take_steps_with_a_bad_image, 2, tmp_path) == [alone, alone]
+@pytest.mark.parametrize(
+    ("batches", "parts"),
+    [
+        # Of a batch of one image nothing is left for the second process.
+        ([[1.0, 2.0, 3.0], [4.0]], 2),
+        # The second process has the bad image.
+        ([[1.0, math.nan], [2.0, 3.0], [1.0, math.nan]], 1),
+    ],
+)
+def test_ranks_take_the_steps_of_one_process(run_ranks, batches, parts):
+    """They begin with the same weights, skip the same batches, and end with the same weights."""
+    alone = take_steps(batches)
+    assert alone.count("True") == str(batches).count("nan")
+    assert run_ranks(2, take_steps, batches, parts) == [alone, alone]
 
 
 def run_out_of_memory():
@@ -254,8 +243,8 @@ def run_out_of_memory():
             return str(error)
 
 
-def test_memory_that_runs_out_in_one_of_several_processes_is_a_clear_error(tmp_path):
-    for message in run_ranks(run_out_of_memory, 2, tmp_path):
+def test_memory_that_runs_out_in_one_of_several_processes_is_a_clear_error(run_ranks):
+    for message in run_ranks(2, run_out_of_memory):
         assert "Train smaller batches" in message
 
 
@@ -293,11 +282,10 @@ def check_two_epochs(reports, shards):
     assert sort_images(reports, range(half, 2 * half)) == every
 
 
-def test_one_process_of_a_host_copies_and_the_others_follow(many_shards, tmp_path):
-    drive = many_shards / "full"
+def test_one_process_of_a_host_copies_and_the_others_follow(run_ranks, shards, tmp_path):
+    drive = shards
     slow_down(drive, SLOW)
     options = {
-        "model": TINY_MODEL,
         "shards": drive,
         "run": tmp_path / "run",
         "ssd": tmp_path / "ssd",
@@ -305,21 +293,20 @@ def test_one_process_of_a_host_copies_and_the_others_follow(many_shards, tmp_pat
         "batch_size": 4,
         "workers": 1,
     }
-    reports = run_ranks(train_and_count_copies, 3, tmp_path / "ranks", [options] * 3)
+    reports = run_ranks(3, train_and_count_copies, [options] * 3)
     check_two_epochs(reports, drive)
     count = len(ShardDataset(drive).index.shards)
     assert sorted(report["copied"] for report in reports) == [[], [], [*range(count)]]
     assert verify_shards(tmp_path / "ssd").bad == ()
 
 
-def test_each_host_copies_and_all_take_the_same_batches(many_shards, tmp_path):
+def test_each_host_copies_and_all_take_the_same_batches(run_ranks, shards, tmp_path):
     """On a host where all shards lie, the order would be another one than on a new host."""
-    drive = many_shards / "full"
+    drive = shards
     copy_shards(drive, tmp_path / "ssd-1")
     slow_down(drive, SLOW)
     options = [
         {
-            "model": TINY_MODEL,
             "shards": drive,
             "run": tmp_path / f"run-{rank}",
             "ssd": tmp_path / f"ssd-{rank}",
@@ -329,7 +316,7 @@ def test_each_host_copies_and_all_take_the_same_batches(many_shards, tmp_path):
         }
         for rank in range(2)
     ]
-    reports = run_ranks(train_and_count_copies, 2, tmp_path / "ranks", options)
+    reports = run_ranks(2, train_and_count_copies, options)
     check_two_epochs(reports, drive)
     count = len(ShardDataset(drive).index.shards)
     assert [report["copied"] for report in reports] == [[*range(count)]] * 2
@@ -341,15 +328,15 @@ def test_each_host_copies_and_all_take_the_same_batches(many_shards, tmp_path):
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
-def test_one_process_of_a_host_writes_shards_from_loose_files(many_shards, tmp_path, hosts):
+def test_one_process_of_a_host_writes_shards_from_loose_files(
+    run_ranks, made, shards, tmp_path, hosts
+):
     """The host of rank 0 sends them to Drive."""
-    made = many_shards / "data"
-    slow_down(made / "images", SLOW)
+    slow_down(made.images, SLOW)
     options = [
         {
-            "model": TINY_MODEL,
-            "images": made / "images",
-            "annotations": made / "annotations.json",
+            "images": made.images,
+            "annotations": made.annotations,
             "drive": tmp_path / "drive",
             "ssd": tmp_path / f"ssd-{rank % hosts}",
             "local_rank": str(rank // hosts),
@@ -359,15 +346,15 @@ def test_one_process_of_a_host_writes_shards_from_loose_files(many_shards, tmp_p
         }
         for rank in range(2)
     ]
-    reports = run_ranks(train_and_count_copies, 2, tmp_path / "ranks", options)
-    check_two_epochs(reports, many_shards / "full")
+    reports = run_ranks(2, train_and_count_copies, options)
+    check_two_epochs(reports, shards)
     assert sum(report["copied"] == ["written"] for report in reports) == hosts
     for host in range(hosts):
         options = {"drive": tmp_path / "drive", "ssd": tmp_path / f"ssd-{host}"}
-        open_dataset(made / "images", made / "annotations.json", **options).wait()
+        open_dataset(made.images, made.annotations, **options).wait()
     for folder in ("drive", *(f"ssd-{host}" for host in range(hosts))):
         assert verify_shards(tmp_path / folder).bad == ()
-        assert len(ShardDataset(tmp_path / folder)) == 9
+        assert len(ShardDataset(tmp_path / folder)) == 7
 
 
 def load_two_epochs(made, folder, options):
@@ -376,10 +363,8 @@ def load_two_epochs(made, folder, options):
     os.environ["LOCAL_RANK"] = "0"
     ssd = folder / f"ssd-{rank}"
     with join_ranks(torch.device("cpu")):
-        dataset = open_dataset(
-            made / "images", made / "annotations.json", drive=None, ssd=ssd, **options
-        )
-        loader = make_loader(dataset, batch_size=3, workers=0, deliver="packed")
+        dataset = open_dataset(made.images, made.annotations, drive=None, ssd=ssd, **options)
+        loader = make_loader(dataset, batch_size=4, workers=0, deliver="packed")
         try:
             epochs = [[batch.image_ids.tolist() for batch in loader] for _ in range(2)]
         except ColabUtilsError as error:
@@ -388,23 +373,23 @@ def load_two_epochs(made, folder, options):
     return [type(dataset).__name__, epochs]
 
 
-def test_a_loop_of_the_users_own_agrees_on_the_order(many_shards, tmp_path):
-    made = many_shards / "data"
-    copy_shards(many_shards / "full", tmp_path / "ssd-1")
-    slow_down(made / "images", SLOW)
+def test_a_loop_of_the_users_own_agrees_on_the_order(run_ranks, made, shards, tmp_path):
+    copy_shards(shards, tmp_path / "ssd-1")
+    slow_down(made.images, SLOW)
     options = {"shard_mb": 0.02}
-    reports = run_ranks(load_two_epochs, 2, tmp_path / "ranks", made, tmp_path, options)
+    reports = run_ranks(2, load_two_epochs, made, tmp_path, options)
     assert [name for name, _ in reports] == ["LooseFiles", "ShardDataset"]
-    every = sorted(ShardDataset(many_shards / "full").image_ids.tolist())
+    every = sorted(ShardDataset(shards).image_ids.tolist())
     for epoch in range(2):
         batches = [batch for _, epochs in reports for batch in epochs[epoch]]
         assert sorted(chain.from_iterable(batches)) == every
 
 
-def test_a_loop_of_the_users_own_with_other_shards_on_a_host_ends_everywhere(many_shards, tmp_path):
-    made = many_shards / "data"
-    copy_shards(many_shards / "full", tmp_path / "ssd-0")
-    reports = run_ranks(load_two_epochs, 2, tmp_path / "ranks", made, tmp_path, {"shard_mb": 9})
+def test_a_loop_of_the_users_own_with_other_shards_on_a_host_ends_everywhere(
+    run_ranks, made, shards, tmp_path
+):
+    copy_shards(shards, tmp_path / "ssd-0")
+    reports = run_ranks(2, load_two_epochs, made, tmp_path, {"shard_mb": 9})
     errors = [error for _, error in reports]
     assert errors[0] == errors[1]
     assert errors[0].startswith("The processes that train together do not load the same")
@@ -418,67 +403,40 @@ def refuse_to_train(folders, run, options):
             folders[rank],
             run,
             log=pytest.fail,
-            **{**TINY, "model": TINY_MODEL, **options[rank]},
+            **{**TINY, **options[rank]},
         )
     return str(caught.value)
 
 
-@pytest.fixture(scope="module")
-def many_shards(tmp_path_factory):
-    """Nine images in several shards."""
-    folder = tmp_path_factory.mktemp("many")
-    made = make_dataset(
-        folder / "data",
-        n=9,
-        width=96,
-        height=80,
-        objects=(1, 3),
-        workers=1,
-    )
-    write_shards(
-        made.images,
-        made.annotations,
-        shards=folder / "full",
-        shard_mb=0.02,
-        workers=1,
-    )
-    return folder
-
-
-def test_ranks_with_other_settings_are_refused_in_all_of_them(shards, tmp_path):
+def test_ranks_with_other_settings_are_refused_in_all_of_them(run_ranks, shards, tmp_path):
     own = [{"steps": 1}, {"steps": 1, "augment": "none"}]
-    messages = run_ranks(
-        refuse_to_train, 2, tmp_path / "out", [shards, shards], tmp_path / "run", own
-    )
+    messages = run_ranks(2, refuse_to_train, [shards, shards], tmp_path / "run", own)
     assert messages[0] == messages[1]
     difference = "differ in augment (default, none). "
     assert messages[0].startswith(f"The processes that train together {difference}")
     assert not (tmp_path / "run").exists()
 
 
-def test_ranks_with_other_images_of_the_same_number_are_refused(many_shards, tmp_path):
+def test_ranks_with_other_images_of_the_same_number_are_refused(run_ranks, shards, tmp_path):
     """Two hosts may each have copied another part of one dataset."""
-    index = read_index(many_shards / "full")
-    counts = [shard.images for shard in index.shards]
+    index = read_index(shards)
+    first, *others = index.shards
+    same = next(shard for shard in others if shard.images == first.images)
     folders = []
-    for left_out in (0, counts.index(counts[0], 1)):
-        folder = Path(shutil.copytree(many_shards / "full", tmp_path / f"without-{left_out}"))
-        kept = [shard for number, shard in enumerate(index.shards) if number != left_out]
-        write_index(folder, dataclasses.replace(index, shards=tuple(kept), partial=True))
+    for left_out in (first, same):
+        folder = Path(shutil.copytree(shards, tmp_path / left_out.name))
+        kept = tuple(shard for shard in index.shards if shard is not left_out)
+        write_index(folder, dataclasses.replace(index, shards=kept, partial=True))
         folders.append(folder)
     assert len(ShardDataset(folders[0])) == len(ShardDataset(folders[1]))
-    messages = run_ranks(
-        refuse_to_train, 2, tmp_path / "out", folders, tmp_path / "run", [{"steps": 1}] * 2
-    )
+    messages = run_ranks(2, refuse_to_train, folders, tmp_path / "run", [{"steps": 1}] * 2)
     assert messages[0] == messages[1]
     assert "order of the images (" in messages[0]
 
 
-def test_ranks_do_not_wait_for_one_that_cannot_open_its_shards(shards, tmp_path):
+def test_ranks_do_not_wait_for_one_that_cannot_open_its_shards(run_ranks, shards, tmp_path):
     folders = [shards, tmp_path / "none"]
-    others, own = run_ranks(
-        refuse_to_train, 2, tmp_path / "out", folders, tmp_path / "run", [{"steps": 1}] * 2
-    )
+    others, own = run_ranks(2, refuse_to_train, folders, tmp_path / "run", [{"steps": 1}] * 2)
     assert own.startswith("There is no folder of shards at ")
     assert others == f"Rank 1 stopped before the first step, and so did all others. It says: {own}"
 
@@ -494,15 +452,14 @@ def refuse_to_prepare(folders, run):
         return refuse_to_train(folders, run, [{"steps": 1}] * 2)
 
 
-def test_ranks_do_not_wait_for_a_folder_that_cannot_be_made(shards, tmp_path):
-    folders = [shards, shards]
-    messages = run_ranks(refuse_to_prepare, 2, tmp_path / "out", folders, tmp_path / "run")
+def test_ranks_do_not_wait_for_a_folder_that_cannot_be_made(run_ranks, shards, tmp_path):
+    messages = run_ranks(2, refuse_to_prepare, [shards] * 2, tmp_path / "run")
     assert messages[0].startswith("The folder cannot be written")
     assert messages[1].startswith("Rank 0 stopped before the first step, and so did all others. ")
     assert messages[1].endswith(messages[0])
 
 
-def test_the_command_under_torchrun_speaks_once(shards, tmp_path):
+def test_the_command_under_torchrun_speaks_once(run_ranks, shards, tmp_path):
     """The one real torchrun: as in a terminal."""
     script = tmp_path / "command.py"
     script.write_text(
@@ -511,30 +468,11 @@ def test_the_command_under_torchrun_speaks_once(shards, tmp_path):
         "loop.train = partial(loop.train, weights=None)\n"
         "from colab_utils.__main__ import main\nsys.exit(main(sys.argv[1:]))\n"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "--",
-        script,
-        "train",
-        "--shards",
-        shards,
-        "--run",
-        tmp_path / "run",
-        "--steps",
-        1,
-        "--batch-size",
-        2,
-        "--min-size",
-        64,
-        "--model",
-        TINY_MODEL,
-        "--json",
-        tmp_path / "out.json",
-    ]
+    words = (
+        f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node=2 -- {script} "
+    )
+    words += f"train --shards {shards} --run {tmp_path / 'run'} --steps 1 --batch-size 2 "
+    words += f"--min-size 64 --model {TINY_MODEL} --json {tmp_path / 'out.json'}"
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -542,7 +480,7 @@ def test_the_command_under_torchrun_speaks_once(shards, tmp_path):
         "TORCH_HOME": str(tmp_path),
     }
     done = subprocess.run(
-        list(map(str, command)), env=environment, capture_output=True, text=True, timeout=240
+        words.split(), env=environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads((tmp_path / "out.json").read_text())["plan"]["ranks"] == 2

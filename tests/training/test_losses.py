@@ -10,7 +10,7 @@ import copy
 import math
 import subprocess
 import sys
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import pytest
 import torch
@@ -38,13 +38,13 @@ ROUNDING = 1.5e-6
 GRADIENT_ROUNDING = 1e-5
 
 
-def scatter_boxes(count, height, width, *, largest, seed):
-    """Return boxes with fractions of pixels, inside of an image."""
+def scatter(height, width, count, *, largest, seed):
+    """Return the size of an image, and boxes with fractions of pixels inside of it."""
     chance = torch.Generator().manual_seed(seed)
     limits = torch.tensor([width, height])
     sides = 1 + torch.rand(count, 2, generator=chance) * (largest - 1)
     corners = torch.rand(count, 2, generator=chance) * (limits - sides)
-    return torch.cat([corners, corners + sides], 1).tolist()
+    return height, width, torch.cat([corners, corners + sides], 1).tolist()
 
 
 def draw_sample(height, width, boxes, *, seed, empty=()):
@@ -66,53 +66,15 @@ def draw_sample(height, width, boxes, *, seed, empty=()):
         "area": masks.flatten(1).sum(1).float(),
         "iscrowd": torch.zeros(len(boxes), dtype=torch.int64),
     }
-    image = torch.randint(
-        0,
-        256,
-        (3, height, width),
-        dtype=torch.uint8,
-        generator=chance,
-    )
+    image = torch.randint(256, (3, height, width), dtype=torch.uint8, generator=chance)
     return image, target
 
 
 TWINS = [[20, 20, 30, 30]] * 40 + [[21, 20, 30, 31]] * 40
 THIN = [[0, 126, 160, 128], [158, 0, 160, 128], [0, 0, 160, 2], [0, 0, 1, 128]]
 BEYOND = [[-30, -10, 40, 30], [60, 40, 200, 90], [-50, -50, 150, 150]]
-USUAL = [
-    (
-        60,
-        80,
-        scatter_boxes(
-            5,
-            60,
-            80,
-            largest=30,
-            seed=1,
-        ),
-    ),
-    (
-        70,
-        64,
-        scatter_boxes(
-            3,
-            70,
-            64,
-            largest=50,
-            seed=2,
-        ),
-    ),
-]
-MIXED_SIZES = [
-    (60, 80),
-    (80, 60),
-    (64, 64),
-    (33, 97),
-    (50, 50),
-    (100, 70),
-    (47, 61),
-    (90, 41),
-]
+USUAL = [scatter(60, 80, 5, largest=30, seed=1), scatter(70, 64, 3, largest=50, seed=2)]
+MIXED_SIZES = [(60, 80), (80, 60), (64, 64), (33, 97), (50, 50), (100, 70), (47, 61), (90, 41)]
 BATCHES = {
     "a usual batch": USUAL,
     "no object at all": [(60, 80, []), (64, 64, [])],
@@ -121,17 +83,7 @@ BATCHES = {
         USUAL[1],
     ],
     "a crowd beside one object": [
-        (
-            90,
-            120,
-            scatter_boxes(
-                300,
-                90,
-                120,
-                largest=9,
-                seed=3,
-            ),
-        ),
+        scatter(90, 120, 300, largest=9, seed=3),
         (64, 64, []),
         (60, 60, [[10, 10, 40, 40]]),
     ],
@@ -142,18 +94,7 @@ BATCHES = {
         (64, 64, [[8, 8, 30, 50]]),
     ],
     "eight sizes": [
-        (
-            height,
-            width,
-            scatter_boxes(
-                number,
-                height,
-                width,
-                largest=30,
-                seed=number,
-            ),
-        )
-        for number, (height, width) in enumerate(MIXED_SIZES)
+        scatter(*size, number, largest=30, seed=number) for number, size in enumerate(MIXED_SIZES)
     ],
     "boxes thinner than a cell at the borders": [(128, 160, THIN)],
     "boxes beyond the image": [(60, 80, BEYOND), USUAL[1]],
@@ -202,9 +143,8 @@ def pack_samples(samples):
     dense_targets = []
     for (image, target), is_flipped in zip(samples, flips, strict=True):
         if is_flipped:
-            boxes = target["boxes"].clone()
-            boxes[:, 0] = image.shape[2] - target["boxes"][:, 2]
-            boxes[:, 2] = image.shape[2] - target["boxes"][:, 0]
+            x0, y0, x1, y1 = target["boxes"].T
+            boxes = torch.stack([image.shape[2] - x1, y0, image.shape[2] - x0, y1], 1)
             image = image.flip(2)
             target = {**target, "boxes": boxes, "masks": target["masks"].flip(2)}
         dense_images.append(image.float() / 255)
@@ -308,60 +248,47 @@ def test_what_is_no_mask_rcnn_in_training_is_refused_in_words():
     boxes_only = fasterrcnn_mobilenet_v3_large_320_fpn(
         weights=None, weights_backbone=None, num_classes=2
     )
-    refused = [
-        (
+    refused = {
+        "DataParallel is no .* whose forward calls compute_losses": (
             DataParallel(model),
             packed,
-            "DataParallel is no Mask R-CNN.* whose forward calls compute_losses",
         ),
-        (boxes_only, packed, "FasterRCNN is no Mask R-CNN.*deliver='dense'"),
-        (copy_model().eval(), packed, "evaluation mode. Call model.train"),
-        (model, (images, targets), "A batch of type tuple is not packed.*deliver='packed'"),
-    ]
-    for refused_model, batch, message in refused:
+        "FasterRCNN is no Mask R-CNN.*deliver='dense'": (boxes_only, packed),
+        "evaluation mode. Call model.train": (copy_model().eval(), packed),
+        "A batch of type tuple is not packed.*deliver='packed'": (model, (images, targets)),
+    }
+    for message, given in refused.items():
         with pytest.raises(ColabUtilsError, match=message):
-            compute_losses(refused_model, batch)
+            compute_losses(*given)
 
 
 @pytest.mark.parametrize(
-    "box",
+    ("name", "value", "message"),
     [
-        [20.0, 10.0, 20.0, 30.0],
-        [20.0, math.nan, 40.0, 30.0],
-        [20.0, 10.0, math.inf, 30.0],
+        ("boxes", [20.0, 10.0, 20.0, 30.0], "has the box .*no area or is not finite"),
+        ("boxes", [20.0, math.nan, 40.0, 30.0], "has the box .*no area or is not finite"),
+        ("boxes", [20.0, 10.0, math.inf, 30.0], "has the box .*no area or is not finite"),
+        ("labels", 0, "has the label 0, .*0 is the background"),
+        ("labels", CLASSES, f"has the label {CLASSES}, .*to {CLASSES - 1} in a model of {CLASSES}"),
     ],
     ids=str,
 )
-def test_a_box_without_area_or_number_is_named(box):
+def test_an_object_that_cannot_be_trained_on_is_named(name, value, message):
     packed = make_batch(USUAL)[0]
-    row = int(packed.counts[0])
-    packed.boxes[row] = torch.tensor(box)
-    message = f"Image {packed.image_ids[1]} has the box .*no area or is not finite"
-    with pytest.raises(ColabUtilsError, match=message):
-        compute_losses(copy_model(), packed)
+    getattr(packed, name)[int(packed.counts[0])] = torch.tensor(value)
+    for call in (partial(compute_losses, copy_model()), TrainingStep(copy_model(), "cpu")):
+        with pytest.raises(ColabUtilsError, match=f"Image {packed.image_ids[1]} {message}"):
+            call(packed)
 
 
 @pytest.mark.parametrize("part", ["box_predictor", "mask_predictor"])
-def test_a_label_beyond_a_predictors_classes_is_named(part):
+def test_the_predictor_of_fewer_classes_counts(part):
     packed = make_batch(USUAL)[0]
     model = copy_model()
-    highest = int(packed.labels.max())
-    small = build_mask_rcnn(TINY_MODEL, num_classes=highest, weights=None)
+    small = build_mask_rcnn(TINY_MODEL, num_classes=CLASSES - 1, weights=None)
     setattr(model.roi_heads, part, getattr(small.roi_heads, part))
-    owner = packed.image_ids.repeat_interleave(packed.counts)[packed.labels.argmax()]
-    message = f"Image {owner} has the label {highest}, .*to {highest - 1} in a model of {highest}"
-    with pytest.raises(ColabUtilsError, match=message):
+    with pytest.raises(ColabUtilsError, match=f"has the label {CLASSES - 1}, "):
         compute_losses(model, packed)
-    with pytest.raises(ColabUtilsError, match=message):
-        TrainingStep(model, "cpu")(packed)
-
-
-def test_a_label_of_the_background_is_named():
-    packed = make_batch(USUAL)[0]
-    packed.labels[0] = 0
-    message = f"Image {packed.image_ids[0]} has the label 0, .*0 is the background"
-    with pytest.raises(ColabUtilsError, match=message):
-        compute_losses(copy_model(), packed)
 
 
 def test_weights_that_are_no_numbers_give_losses_that_are_none():
