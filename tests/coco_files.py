@@ -42,7 +42,7 @@ class CocoFiles:
         self.annotations = folder / "coco.json"
         self.repaired = folder / "repaired.json"
         self.shards = folder / "shards"
-        self.images.mkdir(exist_ok=True)
+        self.images.mkdir(parents=True, exist_ok=True)
         categories = [{"id": 1, "name": "car"}]
         self.coco: dict[str, Any] = {"images": [], "annotations": [], "categories": categories}
 

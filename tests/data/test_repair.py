@@ -126,23 +126,22 @@ def test_swapped_sides_of_a_few_images_are_not_guessed(export):
     assert [repair.kind for repair in report.repairs] == ["size mismatch"]
 
 
-def make_crowds_of_darwin(export, count):
-    """Write objects with holes as V7 Darwin does."""
-    for annotation in export.objects[:count]:
-        mask = encode_segmentation(annotation["segmentation"], HEIGHT, WIDTH)
-        pixels = np.asfortranarray(coco_mask.decode(mask))
-        x, y = annotation["bbox"][:2]
-        pixels[y + 5 : y + 10, x + 5 : x + 10] = 0
-        rle = coco_mask.encode(pixels)
-        counts = rle["counts"].decode()
-        annotation.update(segmentation={"size": rle["size"], "counts": counts}, area=0, iscrowd=1)
+def make_crowd_of_darwin(annotation):
+    """Write an object with a hole as V7 Darwin does."""
+    mask = encode_segmentation(annotation["segmentation"], HEIGHT, WIDTH)
+    pixels = np.asfortranarray(coco_mask.decode(mask))
+    x, y = annotation["bbox"][:2]
+    pixels[y + 5 : y + 10, x + 5 : x + 10] = 0
+    counts = coco_mask.encode(pixels)["counts"].decode()
+    rle = {"size": [HEIGHT, WIDTH], "counts": counts}
+    annotation.update(segmentation=rle, area=0, iscrowd=1)
 
 
 def test_a_crowd_without_area_is_serious_whatever_their_share(export):
     for image in range(1, 5):
         for x in range(0, 72, 8):
             export.add_object(image, [x, 40, 6, 6])
-    make_crowds_of_darwin(export, 1)
+    make_crowd_of_darwin(export.objects[0])
     assert export.count_problems() == {"crowd without area": 1, "crowd": 1}
     with pytest.raises(ColabUtilsError, match=r"1 x crowd without area: .*--crowds objects"):
         export.write(max_bad=0.01)

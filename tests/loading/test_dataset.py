@@ -54,6 +54,8 @@ from colab_utils.shards.index import read_index, write_index
 from colab_utils.shards.records import read_image, try_sample
 from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import write_shards
+from tests.coco_files import make_object
+from tests.pictures import make_exif
 
 from .test_loader import ROOT, STRICT
 
@@ -278,9 +280,12 @@ def open_all():
 def write_folder(folder, objects, categories, size=(32, 24), **options):
     """Write PNGs of one colour each, an object a row (image id, category id, x), and their JSON."""
     folder.mkdir(exist_ok=True)
+    rows = enumerate(objects, 1)
     raw = {
         "images": [],
-        "annotations": [],
+        "annotations": [
+            make_object(number, i, [x, 11, 12, 10], category_id=c) for number, (i, c, x) in rows
+        ],
         "categories": [{"id": c, "name": f"c{c}"} for c in categories],
     }
     width, height = size
@@ -288,18 +293,6 @@ def write_folder(folder, objects, categories, size=(32, 24), **options):
         name = f"{i:02d}.png"
         Image.new("RGB", size, (20 * i, 5, 250 - 20 * i)).save(folder / name, **options)
         raw["images"].append({"id": i, "file_name": name, "width": width, "height": height})
-    for number, (i, c, x) in enumerate(objects, 1):
-        raw["annotations"].append(
-            {
-                "id": number,
-                "image_id": i,
-                "category_id": c,
-                "bbox": [x, 11, 12, 10],
-                "area": 120,
-                "iscrowd": 0,
-                "segmentation": [[x, 11, x + 12, 11, x + 12, 21, x, 21]],
-            }
-        )
     (folder / "coco.json").write_text(json.dumps(raw))
     return folder / "coco.json"
 
@@ -664,12 +657,10 @@ def test_loose_images_are_those_of_the_annotations(tiny_dataset, tmp_path):
     coco = json.loads(tiny_dataset.annotations.read_text())
     shutil.copytree(tiny_dataset.images, images)
     annotations, first, second = tmp_path / "annotations.json", *coco["images"][:2]
-    exif = Image.Exif()
-    exif[0x0112] = 6
     with Image.open(images / first["file_name"]) as image:
         # A PNG keeps each pixel as it is.
         expected = np.asarray(image.rotate(90, expand=True))
-        Image.fromarray(expected).save(images / "turned.png", exif=exif)
+        Image.fromarray(expected).save(images / "turned.png", exif=make_exif(6))
         upright = np.asarray(image)
     first["file_name"] = "turned.png"
     second["width"] += 1

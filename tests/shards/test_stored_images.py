@@ -25,6 +25,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.shards.arrays import convert_boxes
 from colab_utils.shards.records import dump_record, make_record
 from colab_utils.shards.stored_images import store_image
+from tests.coco_files import make_object
 from tests.pictures import make_chunk, make_exif, make_png, save
 
 SIZES = {"min_size": 800, "max_size": 1333}
@@ -419,19 +420,10 @@ def test_damaged_images_are_stored_or_refused_never_anything_else(data):
 
 
 def test_area_and_crowds_are_scaled_and_extras_dropped():
-    segmentation = {"size": [48, 64], "counts": [0, 24 * 64, 24 * 64]}
-    annotation = {
-        "id": 5,
-        "image_id": 1,
-        "category_id": 2,
-        "bbox": [0, 0, 32, 48],
-        "area": 1536.0,
-        "iscrowd": 1,
-    }
+    rle = {"size": [48, 64], "counts": [0, 24 * 64, 24 * 64]}
+    annotation = make_object(5, 1, [0, 0, 32, 48], iscrowd=1, segmentation=rle)
     stored = store_image(save(RGB, "PNG"), (48, 64), min_size=24, max_size=100)
-    record = make_record(
-        {"id": 1, "file_name": "a/b.png"}, [{**annotation, "segmentation": segmentation}], stored
-    )
+    record = make_record({"id": 1, "file_name": "a/b.png"}, [annotation], stored)
     (kept,) = record["annotations"]
     assert (kept["bbox"], kept["area"], kept["iscrowd"]) == ([0, 0, 16, 24], 384.0, 1)
     assert kept["segmentation"]["size"] == [24, 32]

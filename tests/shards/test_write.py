@@ -41,6 +41,7 @@ from colab_utils.shards.lock import hold_folder
 from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import write_shards
 from tests.bad_reads import BadReads, cut
+from tests.coco_files import CocoFiles
 from tests.snapshots import snapshot
 
 # A shard holds a few images of the tiny dataset.
@@ -353,22 +354,13 @@ def test_a_shard_holds_fewer_images_where_masks_are_large(tmp_path, folder):
     """150 masks of 12 megapixels are 225 MB an image, beside a JPEG of some KB: a shard of many
     took gigabytes.
     """
-    images = []
-    annotations = []
-    whole = {
-        "category_id": 1,
-        "iscrowd": 0,
-        "bbox": [0, 0, 800, 600],
-        "area": 480_000,
-        "segmentation": [[0, 0, 800, 0, 800, 600, 0, 600]],
-    }
-    for i in range(3):
-        Image.new("RGB", (800, 600)).save(tmp_path / f"{i}.jpg")
-        images.append({"id": i, "file_name": f"{i}.jpg", "width": 800, "height": 600})
-        annotations += [{"id": 20 * i + j, "image_id": i, **whole} for j in range(20)]
-    coco = {"images": images, "annotations": annotations, "categories": [{"id": 1, "name": "a"}]}
-    (tmp_path / "a.json").write_text(json.dumps(coco))
-    report = run((tmp_path, tmp_path / "a.json"), folder, shard_mb=1.3, storage="keep")
+    files = CocoFiles(tmp_path / "files")
+    for number in range(1, 4):
+        files.add_image(Image.new("RGB", (800, 600)), f"{number}.jpg")
+        for _ in range(20):
+            files.add_object(number, [0, 0, 800, 600])
+    files.save()
+    report = run((files.images, files.annotations), folder, shard_mb=1.3, storage="keep")
     assert report.shards == 3
 
 

@@ -16,13 +16,13 @@ from pycocotools.cocoeval import COCOeval
 from torch import nn
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.write import write_shards
 from colab_utils.training import evaluate as evaluate_module
 from colab_utils.training.evaluate import detect, evaluate
 from colab_utils.training.model import build_mask_rcnn, load_trained_model
 from colab_utils.training.train import train
+from tests.coco_files import CocoFiles
 from tests.tiny_model import TINY_MODEL
 
 
@@ -140,29 +140,14 @@ def test_agrees_with_pycocotools_on_the_annotation_file(dataset, tiny_dataset):
 
 def draw_squares(folder, count):
     """Make a dataset of an image with this many squares, and one with a single square."""
-    images = []
-    annotations = []
+    files = CocoFiles(folder)
+    files.coco["categories"] = [{"id": 1, "name": "cell"}, {"id": 2, "name": "seed"}]
     for number, squares in ((1, count), (2, 1)):
-        Image.new("RGB", (300, 200)).save(folder / f"{number}.png")
-        images.append({"id": number, "file_name": f"{number}.png", "width": 300, "height": 200})
+        files.add_image(Image.new("RGB", (300, 200)), f"{number}.png")
         for k in range(squares):
-            x = 10 * (k % 30)
-            y = 10 * (k // 30)
-            annotations.append(
-                {
-                    "id": len(annotations) + 1,
-                    "image_id": number,
-                    "category_id": 1 + k % 2,
-                    "bbox": [x, y, 8, 8],
-                    "area": 64,
-                    "iscrowd": 0,
-                    "segmentation": [[x, y, x + 8, y, x + 8, y + 8, x, y + 8]],
-                }
-            )
-    categories = [{"id": 1, "name": "cell"}, {"id": 2, "name": "seed"}]
-    coco = {"images": images, "annotations": annotations, "categories": categories}
-    (folder / "coco.json").write_text(json.dumps(coco))
-    return CocoFolder(folder, folder / "coco.json")
+            box = [10 * (k % 30), 10 * (k // 30), 8, 8]
+            files.add_object(number, box, category_id=1 + k % 2)
+    return files.open()
 
 
 @pytest.mark.parametrize("count", [100, 300])
