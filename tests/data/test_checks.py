@@ -195,7 +195,12 @@ DEFECTS = [
     (lambda d: cut(d.file(4), 2000), "truncated image", True, 11),
     (cut_end, "truncated image", True, 11),
     (spoil_image(file_name="../images/a.jpg"), "unsafe file_name", True, 11),
-    (lambda d: move(d, "here/a.jpg", "C:\\Users\\me\\a.jpg"), "found by base name", False, 12),
+    (
+        lambda d: move(d, "here/a.jpg", "C:\\Users\\me\\a.jpg"),
+        "found by base name",
+        False,
+        12,
+    ),
     (spoil_image(file_name="a\0b"), "unsafe file_name", True, 11),
     # The outlines show that the declared width is wrong.
     (spoil_image(width=99), "size mismatch", True, 12),
@@ -209,7 +214,12 @@ DEFECTS = [
         False,
         12,
     ),
-    (lambda d: (paint("RGB", "PNG")(d), move(d, "a.jpg", "a.jpg")), None, False, 12),
+    (
+        lambda d: (paint("RGB", "PNG")(d), move(d, "a.jpg", "a.jpg")),
+        None,
+        False,
+        12,
+    ),
     (turn(6, size=(128, 160)), None, False, 12),
     (turn(6), None, False, 12),
     (turn(6, size=(160, 160)), "EXIF rotation, unclear", False, 12),
@@ -223,7 +233,12 @@ DEFECTS = [
         12,
     ),
     # Nobody knows which image these objects belong to.
-    (lambda d: renumber(d, d.coco["images"][3]["id"]), "repeated image id", True, 10),
+    (
+        lambda d: renumber(d, d.coco["images"][3]["id"]),
+        "repeated image id",
+        True,
+        10,
+    ),
     (lambda d: renumber(d, "frame_1"), None, False, 12),
     (spoil_annotation(category_id=10**9), "unknown category", True, 11),
     (spoil_annotation(segmentation=[]), "object without mask", True, 11),
@@ -236,7 +251,12 @@ DEFECTS = [
         True,
         12,
     ),
-    (spoil_annotation(segmentation={"size": [128, 160], "counts": [7]}), "bad mask", True, 11),
+    (
+        spoil_annotation(segmentation={"size": [128, 160], "counts": [7]}),
+        "bad mask",
+        True,
+        11,
+    ),
     (
         spoil_annotation(segmentation={"size": [128, 160], "counts": [128 * 160]}),
         "empty mask",

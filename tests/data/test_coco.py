@@ -122,7 +122,11 @@ def test_every_encoding_of_json_gives_the_same_names(path, encoding):
         (change_annotation(iscrowd=" true"), "iscrowd", 1),
         (change_annotation(iscrowd="1"), "iscrowd", 1),
         # The lists come in any order, beside keys of other tools.
-        ({"imagePath": 1, "features": [], **dict(reversed(make_coco().items()))}, "id", 1),
+        (
+            {"imagePath": 1, "features": [], **dict(reversed(make_coco().items()))},
+            "id",
+            1,
+        ),
         # The checks need to see the empty list.
         (change_annotation(segmentation=[]), "segmentation", []),
         (
@@ -142,7 +146,10 @@ def test_odd_but_readable_entries_are_read(path, coco, key, expected):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"bbox": [float("nan"), 0, 1, 1]}, "bbox nan where COCO has finite numbers"),
+        (
+            {"bbox": [float("nan"), 0, 1, 1]},
+            "bbox nan where COCO has finite numbers",
+        ),
         ({"bbox": [1, 2, 3]}, "bbox [1.0, 2.0, 3.0] where COCO has [x, y, width, height]"),
         ({"bbox": "1234"}, "bbox [1234.0] where COCO has [x, y, width, height]"),
         ({"bbox": [10**400, 2, 3, 4]}, "finite numbers"),
@@ -269,7 +276,10 @@ WHOLE = json.dumps(make_coco()).encode()
             {"annotations": [{"label": "car", "coordinates": [[{"x": 1, "y": 2}]]}]},
             "no list of images and categories",
         ),
-        ([{"version": 0, "tags": [], "shapes": [{"points": [1]}], "tracks": []}], "it is a list"),
+        (
+            [{"version": 0, "tags": [], "shapes": [{"points": [1]}], "tracks": []}],
+            "it is a list",
+        ),
         # A file of a tool that was cut is no JSON first of all.
         (b'{"version": "5.0", "imagePath": "a.jpg", "shapes": [', "not JSON at character"),
         # Outlines of a competition, one image a line.
@@ -299,12 +309,24 @@ def test_what_is_not_coco_is_one_clear_line(path, content, words):
         ({"a.jpg9": {"filename": "a.jpg", "size": 9, "regions": []}}, "VIA"),
         ({"_via_settings": {}, "_via_img_metadata": {}}, "VIA"),
         ({"version": "5.0", "flags": {}, "shapes": [], "imagePath": "a.jpg"}, "LabelMe"),
-        ([{"ID": "c1", "DataRow ID": "d", "Labeled Data": "a.jpg", "Label": {}}], "Labelbox"),
+        (
+            [{"ID": "c1", "DataRow ID": "d", "Labeled Data": "a.jpg", "Label": {}}],
+            "Labelbox",
+        ),
         (b'{"data_row": {"id": 1}, "projects": {}}\n{"data_row": {"id": 2}}', "Labelbox"),
         ({"type": "FeatureCollection", "features": []}, "GeoJSON"),
-        ({"description": "", "tags": [], "size": {"height": 1}, "objects": []}, "Supervisely"),
-        ([{"id": 1, "annotations": [{"completed_by": 1, "result": []}]}], "Label Studio"),
-        ([{"image": "a.jpg", "annotations": [{"coordinates": {"x": 1}}]}], "CreateML"),
+        (
+            {"description": "", "tags": [], "size": {"height": 1}, "objects": []},
+            "Supervisely",
+        ),
+        (
+            [{"id": 1, "annotations": [{"completed_by": 1, "result": []}]}],
+            "Label Studio",
+        ),
+        (
+            [{"image": "a.jpg", "annotations": [{"coordinates": {"x": 1}}]}],
+            "CreateML",
+        ),
         (b'<?xml version="1.0"?>\n<annotations><version>1.1</version></annotations>', "CVAT"),
         (b"<annotation><folder>VOC2012</folder></annotation>", "VOC"),
         (b"0 0.5 0.5 0.25 0.25\n1 0.1 0.1 0.2 0.2\n", "YOLO"),
@@ -313,7 +335,10 @@ def test_what_is_not_coco_is_one_clear_line(path, content, words):
         (b"id,annotation,width,height\n0,1 5 9 5,704,520\n", "a table of run lengths"),
         (b'{"image": {"id": 1}}\n{"image": {"id": 2}}\n', "JSON Lines"),
         ({"imgHeight": 1024, "imgWidth": 2048, "objects": []}, "Cityscapes"),
-        ({"version": "2.0", "item": {"name": "a", "slots": []}, "annotations": []}, "V7 Darwin"),
+        (
+            {"version": "2.0", "item": {"name": "a", "slots": []}, "annotations": []},
+            "V7 Darwin",
+        ),
         (
             {"image": {"image_id": 1}, "annotations": [{"bbox": [], "predicted_iou": 0.9}]},
             "Segment Anything",

@@ -68,18 +68,27 @@ def test_objects_are_those_of_torchvisions_tutorial(people):
 
 
 SPOILED = [
-    (lambda d: (d / "masks/Fudan1_mask.png").unlink(), "3 images, among them Fudan0, do not fit 2"),
+    (
+        lambda d: (d / "masks/Fudan1_mask.png").unlink(),
+        "3 images, among them Fudan0, do not fit 2",
+    ),
     (
         lambda d: Image.new("L", (60, 40)).save(d / "masks/Fudan1_mask2.png"),
         r"do not fit 4 masks.*FORMATS\.md",
     ),
     (lambda d: (d / "images/Fudan1.jpg").touch(), "has two files called Fudan1"),
-    (lambda d: (d / "masks/Fudan1_mask.png").write_bytes(b"no"), "Fudan1_mask.png cannot be read"),
+    (
+        lambda d: (d / "masks/Fudan1_mask.png").write_bytes(b"no"),
+        "Fudan1_mask.png cannot be read",
+    ),
     (
         lambda d: Image.new("L", (9, 9)).save(d / "masks/Fudan1_mask.png"),
         "Fudan1_mask.png has another size than .*Fudan1.png",
     ),
-    (lambda d: (d / "images").rename(d / "photos"), r"has no image files.*FORMATS\.md"),
+    (
+        lambda d: (d / "images").rename(d / "photos"),
+        r"has no image files.*FORMATS\.md",
+    ),
 ]
 
 
@@ -142,16 +151,31 @@ UNDERSTOOD = {
     "colours": (COLOURS[IDS], AREAS),
     "one bit": (Image.fromarray(IDS > 0), [sum(AREAS)]),
     "255 touches no other": (np.where(IDS == 2, 255, IDS).astype(np.uint8), AREAS),
-    "spread so that they can be seen": (np.array([0, 127, 255], np.uint8)[IDS], AREAS),
+    "spread so that they can be seen": (
+        np.array([0, 127, 255], np.uint8)[IDS],
+        AREAS,
+    ),
     "transparent white": (make_transparent("RGBA", 255), AREAS[:1]),
     "transparent black": (make_transparent("RGBA", 0), AREAS[:1]),
-    "transparent palette": (add_palette(np.where(DISC, 1, 3).astype(np.uint8), transparency=3), 1),
+    "transparent palette": (
+        add_palette(np.where(DISC, 1, 3).astype(np.uint8), transparency=3),
+        1,
+    ),
     "counted": (draw_stripes(range(1, 301), np.uint16), 300),
-    "spread over 16 bits": (draw_stripes(range(257, 257 * 30, 257), np.uint16), 29),
+    "spread over 16 bits": (
+        draw_stripes(range(257, 257 * 30, 257), np.uint16),
+        29,
+    ),
     "hundreds": (draw_stripes([1, 200, 300, 400, 500], np.uint16), 5),
     "one class": (draw_stripes([26000, 26001, 26002], np.uint16), 3),
-    "pure colours": (draw_stripes([(255, 0, 0), (0, 255, 0), (0, 0, 255)], np.uint8), 3),
-    "random": (draw_stripes(np.random.default_rng(0).integers(1, 256, (40, 3)), np.uint8), 40),
+    "pure colours": (
+        draw_stripes([(255, 0, 0), (0, 255, 0), (0, 0, 255)], np.uint8),
+        3,
+    ),
+    "random": (
+        draw_stripes(np.random.default_rng(0).integers(1, 256, (40, 3)), np.uint8),
+        40,
+    ),
 }
 
 
@@ -187,7 +211,12 @@ SOFT = r"0\.png.*soft edges.*threshold"
 # number of objects or their areas then.
 REFUSED = {
     "void of 8 bits": (RIM, r"255 beside.*=\(0, 255\)", {"background": (0, 255)}, AREAS),
-    "void of VOC": (VOC[RIM], "pixels without a label", {"background": (0, 0xE0E0C0)}, AREAS),
+    "void of VOC": (
+        VOC[RIM],
+        "pixels without a label",
+        {"background": (0, 0xE0E0C0)},
+        AREAS,
+    ),
     "blurred": (blur(1), SOFT, {"threshold": 127}, 1),
     "resized": (
         Image.fromarray(COLOURS[IDS]).resize((67, 45), Image.Resampling.BILINEAR),
@@ -202,7 +231,12 @@ REFUSED = {
         {"threshold": 127},
         pytest.approx(AREAS[:1], rel=0.03),
     ),
-    "black on white": (255 - GREY, "255 in its corners", {"background": 255}, AREAS[:1]),
+    "black on white": (
+        255 - GREY,
+        "255 in its corners",
+        {"background": 255},
+        AREAS[:1],
+    ),
     "no background": (REGIONS, "no background.*classes=", {"background": 0}, 3),
     "nothing": (GREY * 0, "have no object", {"background": 1}, 1),
     "floats": (IDS.astype(np.float32), "no whole numbers", None, 0),
@@ -238,9 +272,21 @@ def list_classes(folder, **options):
 PANOPTIC = [[n % 256, n // 256 % 256, n // 65_536] for n in (7, 26000, 26001, 24000)]
 CODES = [
     # Cityscapes: regions have their class alone.
-    ([7, 26000, 26001, 23, 24000], r"\* 1000 ", 1000, {26: "car", 24: "b"}, ["car", "b", "car"]),
+    (
+        [7, 26000, 26001, 23, 24000],
+        r"\* 1000 ",
+        1000,
+        {26: "car", 24: "b"},
+        ["car", "b", "car"],
+    ),
     # Mapillary Vistas: regions have the number 0.
-    ([27 * 256, 55 * 256 + 1, 13 * 256, 55 * 256 + 2], r"\* 256 ", 256, {55: "a"}, ["a", "a"]),
+    (
+        [27 * 256, 55 * 256 + 1, 13 * 256, 55 * 256 + 2],
+        r"\* 256 ",
+        256,
+        {55: "a"},
+        ["a", "a"],
+    ),
     ([101, 102, 201, 1101], r"\* 100 ", 100, {1: "a", 2: "b"}, ["a", "a", "b"]),
     # Colours with the class in red, and no blue.
     (

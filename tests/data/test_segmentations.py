@@ -25,9 +25,15 @@ RLE = coco_mask.merge(coco_mask.frPyObjects([FLAT], HEIGHT, WIDTH))
         (PAIRS, "one of 2 numbers: a point. If the polygons are points, flatten them"),
         ([PAIRS], "a polygon is a list of lists: flatten it to x, y, x, y"),
         ([[[pair] for pair in PAIRS]], "flatten it"),
-        ([{"x": x, "y": y} for x, y in PAIRS], "COCO has polygons as x, y, x, y, ..., or one RLE"),
+        (
+            [{"x": x, "y": y} for x, y in PAIRS],
+            "COCO has polygons as x, y, x, y, ..., or one RLE",
+        ),
         ([{"size": [HEIGHT, WIDTH], "counts": [0]}], "or one RLE"),
-        ({"size": [HEIGHT, WIDTH], "counts": str(RLE["counts"])}, "write counts.decode()"),
+        (
+            {"size": [HEIGHT, WIDTH], "counts": str(RLE["counts"])},
+            "write counts.decode()",
+        ),
         # Three numbers a point.
         ([[x, y, 2] for x, y in PAIRS], "one of 3 numbers"),
         ("a.png", "the text 'a.png'"),
