@@ -8,7 +8,6 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional
 
@@ -43,6 +42,14 @@ def make_sample(seed, *, height=24, width=31, objects=3, fill=0.3):
     }
 
 
+def change_part(sample, key, change):
+    """Return a sample whose image, or one part of its target, is another."""
+    image, target = sample
+    if key == "image":
+        return change(image), target
+    return image, target | {key: change(target[key])}
+
+
 def soften(masks):
     """Return masks with values from 0 to 255."""
     return masks * torch.arange(1, 32, dtype=torch.uint8) * 8
@@ -53,14 +60,30 @@ def assert_same(sample, image, target):
     # A GPU divides by multiplying with the inverse, which rounds otherwise.
     tolerance = 1e-7 if image.is_cuda else 0
     torch.testing.assert_close(image.cpu(), sample[0].float() / 255, rtol=0, atol=tolerance)
-    assert set(target) == set(sample[1])
-    for key, value in sample[1].items():
-        if key == "image_id":
-            assert target[key] == value
-            assert isinstance(target[key], int)
-        else:
-            assert target[key].dtype == value.dtype
-            assert torch.equal(target[key].cpu(), value), key
+    target = dict(target)
+    expected = dict(sample[1])
+    assert type(target["image_id"]) is int
+    assert target.pop("image_id") == expected.pop("image_id")
+    assert target.keys() == expected.keys()
+    for key, value in expected.items():
+        assert target[key].dtype == value.dtype
+        assert torch.equal(target[key].cpu(), value), key
+
+
+def assert_same_batch(samples, batch, device="cpu"):
+    images = batch.to_images(device)
+    targets = batch.to_targets(device)
+    for sample, image, target in zip(samples, images, targets, strict=True):
+        assert image.device.type == target["masks"].device.type == device
+        assert_same(sample, image, target)
+
+
+def pack(samples):
+    return collate_packed([pack_target(*sample) for sample in samples])
+
+
+def assert_taken(expected, sample):
+    assert_same_batch([expected], pack([sample]))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -88,28 +111,16 @@ def assert_same(sample, image, target):
     ],
 )
 def test_a_batch_gives_back_the_samples(samples, device):
-    batch = collate_packed([pack_target(*sample) for sample in samples])
+    batch = pack(samples)
     assert len(batch) == len(samples)
-    images = batch.to_images(device)
-    targets = batch.to_targets(device)
+    assert_same_batch(samples, batch, device)
     moved = batch.to(device)
-    for once, twice in (
-        (images, moved.to_images(device)),
-        (targets, moved.to_targets(device)),
-    ):
-        assert len(once) == len(twice) == len(samples)
-    for sample, image, target in zip(samples, images, targets, strict=True):
-        assert image.device.type == target["masks"].device.type == torch.device(device).type
-        assert_same(sample, image, target)
-    for sample, image, target in zip(
-        samples, moved.to_images("cpu"), moved.to_targets("cpu"), strict=True
-    ):
-        assert_same(sample, image, target)
+    for place in (device, "cpu"):
+        assert_same_batch(samples, moved, place)
 
 
 def test_the_fields_are_those_of_the_contract():
-    samples = [make_sample(0, height=24, width=31), make_sample(1, height=40, width=8, objects=2)]
-    batch = collate_packed([pack_target(*sample) for sample in samples])
+    batch = pack([make_sample(0), make_sample(1, height=40, width=8, objects=2)])
     assert batch.images.shape == (2, 3, 40, 31)
     assert batch.images.dtype == torch.uint8
     assert not batch.images[0, :, 24:].any()
@@ -120,37 +131,26 @@ def test_the_fields_are_those_of_the_contract():
     bits, crops, offsets = batch.masks
     assert (bits.dtype, crops.dtype, offsets.dtype) == (torch.uint8, torch.int32, torch.int64)
     assert offsets.tolist()[-1] == len(bits)
-    for part in (
-        batch.boxes,
-        batch.labels,
-        batch.areas,
-        batch.iscrowd,
-        crops,
-        offsets[:-1],
-    ):
+    for part in (batch.boxes, batch.labels, batch.areas, batch.iscrowd, crops, offsets[:-1]):
         assert len(part) == 5
 
 
 def test_what_a_user_keeps_does_not_keep_the_batch():
-    batch = collate_packed([pack_target(*make_sample(seed)) for seed in range(2)])
-    parts = [
-        value
-        for target in batch.to_targets("cpu")
-        for value in target.values()
-        if torch.is_tensor(value)
-    ]
-    kept = {part.untyped_storage().data_ptr() for part in [*parts, *batch.to_images("cpu")]}
-    assert (
-        not {batch.pixels.untyped_storage().data_ptr(), batch.images.untyped_storage().data_ptr()}
-        & kept
-    )
+    batch = pack([make_sample(0), make_sample(1)])
+    parts = batch.to_images("cpu")
+    for target in batch.to_targets("cpu"):
+        parts += filter(torch.is_tensor, target.values())
+    kept = {part.untyped_storage().data_ptr() for part in parts}
+    for part in (batch.pixels, batch.images):
+        assert part.untyped_storage().data_ptr() not in kept
 
 
 def test_a_batch_is_one_buffer_and_a_short_message():
-    samples = PackedSamples([pack_target(*make_sample(seed)) for seed in range(3)])
+    samples = [make_sample(seed) for seed in range(3)]
+    packed = PackedSamples([pack_target(*sample) for sample in samples])
     # The memory was used before, as that of a pool is.
     memory = np.full(1 << 20, 255, np.uint8)
-    layout, _ = write_batch(samples, range(3), lambda size: memory[:size])
+    layout, _ = write_batch(packed, range(3), lambda size: memory[:size])
     message = pickle.dumps(layout)
     assert len(message) < 1000
     again = open_batch(torch.from_numpy(memory), pickle.loads(message))
@@ -160,40 +160,40 @@ def test_a_batch_is_one_buffer_and_a_short_message():
     with pytest.raises(TypeError, match=r"not iterable|cannot unpack"):
         # Loops unpack like this where a loader delivers dense batches.
         _, _ = again
-    for seed, image, target in zip(
-        range(3), again.to_images("cpu"), again.to_targets("cpu"), strict=True
-    ):
-        assert_same(make_sample(seed), image, target)
+    assert_same_batch(samples, again)
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("key", "change"),
     [
         # Some datasets give masks as booleans.
-        lambda image, target: (image, target | {"masks": target["masks"].bool()}),
+        ("masks", lambda masks: masks.bool()),
         # Some masks hold 0 and 255.
-        lambda image, target: (image, target | {"masks": target["masks"] * 255}),
-        # The types of transforms.v2 are tensors, too.
-        lambda image, target: (image, target | {"masks": tv_tensors.Mask(target["masks"])}),
-        lambda image, target: (tv_tensors.Image(image), target),
-        # The references of torchvision give the number as a tensor.
-        lambda image, target: (image, target | {"image_id": torch.tensor([1000])}),
-        # Labels may be narrower, and boxes wider.
-        lambda image, target: (image, target | {"labels": target["labels"].int()}),
-        lambda image, target: (image, target | {"boxes": target["boxes"].double()}),
-        # Boxes may come from a model that is trained.
-        lambda image, target: (image, target | {"boxes": target["boxes"].requires_grad_()}),
+        ("masks", lambda masks: masks * 255),
         # Each mask has a value of its own.
-        lambda image, target: (image, target | {"masks": target["masks"] * NUMBERS}),
-        # Fields beyond the contract are allowed.
-        lambda image, target: (image, target | {"keypoints": torch.zeros(3, 17, 3)}),
+        ("masks", lambda masks: masks * NUMBERS),
+        # The types of transforms.v2 are tensors, too.
+        ("masks", tv_tensors.Mask),
+        ("image", tv_tensors.Image),
+        # The references of torchvision give the number as a tensor.
+        ("image_id", torch.tensor),
+        # Labels may be narrower, and boxes wider.
+        ("labels", torch.Tensor.int),
+        ("boxes", torch.Tensor.double),
+        # Boxes may come from a model that is trained.
+        ("boxes", lambda boxes: boxes.clone().requires_grad_()),
         # An image from an HWC array has other strides.
-        lambda image, target: (image.permute(1, 2, 0).contiguous().permute(2, 0, 1), target),
+        ("image", lambda image: image.permute(1, 2, 0).contiguous().permute(2, 0, 1)),
     ],
 )
-def test_other_forms_of_the_same_target_are_taken(change):
+def test_other_forms_of_the_same_target_are_taken(key, change):
+    sample = make_sample(0)
+    assert_taken(sample, change_part(sample, key, change))
+
+
+def test_fields_beyond_the_contract_are_allowed():
     image, target = make_sample(0)
-    assert_same((image, target), *unpack(pack_target(*change(image, dict(target)))))
+    assert_taken((image, target), (image, target | {"keypoints": torch.zeros(3, 17, 3)}))
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,8 @@ def test_other_forms_of_the_same_target_are_taken(change):
 )
 def test_an_image_may_have_no_objects(given):
     image, expected = make_sample(0, objects=0)
-    assert_same((image, expected | {"image_id": 5}), *unpack(pack_target(image, given, index=5)))
+    batch = collate_packed([pack_target(image, given, index=5)])
+    assert_same_batch([(image, expected | {"image_id": 5})], batch)
 
 
 def test_area_crowds_and_number_of_an_image_may_be_missing():
@@ -213,80 +214,50 @@ def test_area_crowds_and_number_of_an_image_may_be_missing():
         "area": target["masks"].sum((1, 2)).float(),
         "iscrowd": torch.zeros(3, dtype=torch.int64),
     }
-    assert_same((image, parts | computed), *unpack(pack_target(image, parts, index=7)))
+    batch = collate_packed([pack_target(image, parts, index=7)])
+    assert_same_batch([(image, parts | computed)], batch)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("key", "change", "message"),
     [
         # ToTensor gives such an image.
-        (lambda i, t: (i.float() / 255, t), r"found float32 \[3, 24, 31\]"),
+        ("image", lambda image: image.float() / 255, r"found float32 \[3, 24, 31\]"),
         # A grey image has one channel.
-        (lambda i, t: (i[:1], t), r"found uint8 \[1, 24, 31\]"),
-        (lambda i, t: (i[:, :0], t), r"found uint8 \[3, 0, 31\]"),
-        (lambda i, t: (i.numpy(), t), "found ndarray"),
-        (lambda i, t: (i, t | {"masks": None}), r"masks of nothing, and needs \[3, 24, 31\]"),
-        (
-            lambda i, t: (i, {k: v for k, v in t.items() if k != "boxes"}),
-            "boxes of nothing",
-        ),
-        # Names of another library must not pass for an image without objects.
-        (lambda i, t: (i, {"image_id": 1000, "bbox": t["boxes"]}), "labels of nothing"),
-        (lambda i, t: (i, t | {"image_id": "a.jpg"}), "image_id 'a.jpg' of sample 0"),
+        ("image", lambda image: image[:1], r"found uint8 \[1, 24, 31\]"),
+        ("image", lambda image: image[:, :0], r"found uint8 \[3, 0, 31\]"),
+        ("image", torch.Tensor.numpy, "found ndarray"),
+        ("image", functional.to_pil_image, "found Image.*PILToTensor"),
+        ("masks", lambda _: None, r"masks of nothing, and needs \[3, 24, 31\]"),
+        ("boxes", lambda _: None, "boxes of nothing"),
+        ("image_id", lambda _: "a.jpg", "image_id 'a.jpg' of sample 0"),
         # This would become the id of image 1000.
-        (lambda i, t: (i, t | {"image_id": 1000.5}), "image_id 1000.5 of sample 0"),
-        (lambda i, t: (i, t | {"image_id": 2**63}), "sample 0 is not an integer of 64 bits"),
-        (lambda i, t: (Image.fromarray(i.permute(1, 2, 0).numpy()), t), "found Image.*PILToTensor"),
+        ("image_id", lambda _: 1000.5, "image_id 1000.5 of sample 0"),
+        ("image_id", lambda _: 2**63, "sample 0 is not an integer of 64 bits"),
         # These masks have soft edges.
-        (
-            lambda i, t: (i, t | {"masks": soften(t["masks"])}),
-            "a mask with several values up to 248",
-        ),
-        (
-            lambda i, t: (i, t | {"masks": t["masks"].float()}),
-            r"masks of float32 \[3, 24, 31\]",
-        ),
+        ("masks", soften, "a mask with several values up to 248"),
         # These masks have another size than the image.
-        (
-            lambda i, t: (i, t | {"masks": t["masks"][:, :5]}),
-            r"masks of uint8 \[3, 5, 31\]",
-        ),
-        (
-            lambda i, t: (i, t | {"masks": [{"counts": b"1"}] * 3}),
-            "masks of list",
-        ),
-        (
-            lambda i, t: (i, t | {"boxes": t["boxes"][:, :3]}),
-            r"boxes of float32 \[3, 3\]",
-        ),
+        ("masks", lambda masks: masks[:, :5], r"masks of uint8 \[3, 5, 31\]"),
+        ("boxes", lambda boxes: boxes[:, :3], r"boxes of float32 \[3, 3\]"),
         # Masks come without labels.
-        (
-            lambda i, t: (i, t | {"labels": t["labels"][:0]}),
-            r"boxes of .* and needs \[0, 4\]",
-        ),
-        (
-            lambda i, t: (i, t | {"labels": t["labels"].float()}),
-            r"labels of float32 \[3\]",
-        ),
-        (
-            lambda i, t: (i, t | {"labels": t["labels"] * 0}),
-            "label 0, .* 0 is the background",
-        ),
-        (
-            lambda i, t: (i, t | {"boxes": t["boxes"] * NOT_A_NUMBER}),
-            "no area or is not finite",
-        ),
-        (
-            lambda i, t: (i, t | {"boxes": t["boxes"].flip(1)}),
-            "no area or is not finite",
-        ),
+        ("labels", lambda labels: labels[:0], r"boxes of .* and needs \[0, 4\]"),
+        ("labels", torch.Tensor.float, r"labels of float32 \[3\]"),
+        ("labels", lambda labels: labels * 0, "label 0, .* 0 is the background"),
+        ("boxes", lambda boxes: boxes * NOT_A_NUMBER, "no area or is not finite"),
+        ("boxes", lambda boxes: boxes.flip(1), "no area or is not finite"),
     ],
 )
-def test_what_is_not_the_contract_is_refused_in_words(change, message):
+def test_what_is_not_the_contract_is_refused_in_words(key, change, message):
     with pytest.raises(ColabUtilsError, match=message) as error:
-        pack_target(*change(*make_sample(0)))
+        pack_target(*change_part(make_sample(0), key, change))
     assert "\n" not in str(error.value)
     assert "1000" in str(error.value) or "sample 0" in str(error.value)
+
+
+def test_names_of_another_library_do_not_pass_for_an_image_without_objects():
+    image, target = make_sample(0)
+    with pytest.raises(ColabUtilsError, match="labels of nothing"):
+        pack_target(image, {"image_id": 1000, "bbox": target["boxes"]})
 
 
 @pytest.mark.parametrize("form", ["XYXY", "XYWH", "CXCYWH"])
@@ -294,8 +265,7 @@ def test_boxes_that_name_their_format_become_corners(form):
     image, target = make_sample(0)
     corners = tv_tensors.BoundingBoxes(target["boxes"], format="XYXY", canvas_size=(24, 31))
     boxes = functional.convert_bounding_box_format(corners, new_format=form)
-    batch = collate_packed([pack_target(image, target | {"boxes": boxes})])
-    assert torch.allclose(batch.boxes, target["boxes"], atol=1e-5)
+    assert torch.allclose(pack([(image, target | {"boxes": boxes})]).boxes, corners, atol=1e-5)
 
 
 @pytest.mark.skipif(
@@ -311,14 +281,11 @@ def test_boxes_that_stand_at_an_angle_are_refused():
 
 def test_a_part_of_a_batch_is_its_images():
     samples = [make_sample(0), make_sample(1, height=40, objects=0), make_sample(2, width=50)]
-    batch = collate_packed([pack_target(*sample) for sample in samples])
+    batch = pack(samples)
     for first, end in ((0, 1), (1, 3), (0, 3), (1, 1)):
         part = batch[first:end]
         assert len(part) == end - first
-        for sample, image, target in zip(
-            samples[first:end], part.to_images("cpu"), part.to_targets("cpu"), strict=True
-        ):
-            assert_same(sample, image, target)
+        assert_same_batch(samples[first:end], part)
 
 
 @pytest.mark.parametrize(
@@ -332,21 +299,16 @@ def test_a_part_of_a_batch_is_its_images():
 )
 @pytest.mark.parametrize("key", ["boxes", "labels", "masks"])
 def test_arrays_are_taken_in_any_layout(key, change):
-    image, target = make_sample(1)
-    arrays = {key: change(target[key].numpy())}
-    assert_same((image, target), *unpack(pack_target(image, target | arrays)))
-
-
-def unpack(sample):
-    batch = collate_packed([sample])
-    return batch.to_images("cpu")[0], batch.to_targets("cpu")[0]
+    sample = make_sample(1)
+    assert_taken(sample, change_part(sample, key, lambda part: change(part.numpy())))
 
 
 def test_arrays_that_a_dataset_uses_again_are_copied():
     image, target = make_sample(1)
-    sample = pack_target(image, {key: copy.copy(value) for key, value in target.items()})
-    expected = {key: table.copy() for key, table in sample.tables.items()}
+    sample = pack_target(image, copy.deepcopy(target))
+    again = pack_target(image, target)
     for key in ("boxes", "labels", "masks", "area", "iscrowd"):
         target[key].fill_(7)
     for key, table in sample.tables.items():
-        assert (table == expected[key]).all()
+        assert (table == again.tables[key]).all()
+    assert (sample.bits == again.bits).all()
