@@ -23,7 +23,6 @@ from torch.utils.data import (
 )
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading.loader import make_loader
 
 
 class Numbers(Dataset):
@@ -38,24 +37,12 @@ class Numbers(Dataset):
 
 
 def list_ids(loader):
-    ids = []
-    for batch in loader:
-        ids += batch.image_ids.tolist()
-    loader.close()
-    return ids
+    return [number for batch in loader for number in batch.image_ids.tolist()]
 
 
 def list_shades(loader):
     """Return the value of each image, sorted."""
-    shades = []
-    for batch in loader:
-        shades += batch.pixels[::192].tolist()
-    loader.close()
-    return sorted(shades)
-
-
-def load(dataset, **options):
-    return make_loader(dataset, **{"batch_size": 3, "workers": 0, "deliver": "packed", **options})
+    return sorted(shade for batch in loader for shade in batch.pixels[::192].tolist())
 
 
 MASK = [False, True, True, False, False, True]
@@ -74,65 +61,40 @@ NO_INDICES = [
 
 
 @pytest.mark.parametrize("indices", NO_INDICES, ids=str)
-def test_something_else_than_indices_is_refused(indices):
-    nested = Subset(Subset(Numbers(), range(6)), indices)
+def test_something_else_than_indices_is_refused(make, indices):
     for owner, dataset, sampler in (
         ("Subset", Subset(Numbers(), indices), None),
-        ("Subset", nested, None),
+        ("Subset", Subset(Subset(Numbers(), range(6)), indices), None),
         ("sampler", Numbers(), indices),
     ):
         message = rf"^The {owner} does not .*flatnonzero\(mask\)"
         with pytest.raises(ColabUtilsError, match=message):
-            list(load(dataset, sampler=sampler))
+            list(make(dataset, sampler=sampler))
 
 
 @pytest.mark.parametrize(
-    "make", [list, np.array, torch.tensor, tuple], ids=["list", "array", "tensor", "tuple"]
+    "kind", [list, np.array, torch.tensor, tuple], ids=["list", "array", "tensor", "tuple"]
 )
-def test_indices_of_any_kind_are_taken(make):
-    assert list_ids(load(Numbers(), sampler=make([4, 1, -1]))) == [4, 1, 5]
-    subset = Subset(Numbers(), make([4, 1, 5]))
-    assert list_shades(load(subset)) == [1, 4, 5]
+def test_indices_of_any_kind_are_taken(make, kind):
+    assert list_ids(make(Numbers(), sampler=kind([4, 1, -1]))) == [4, 1, 5]
+    assert list_shades(make(Subset(Numbers(), kind([4, 1, 5])))) == [1, 4, 5]
 
 
-class Unbounded(Dataset):
-    """A dataset without a length, such as a generator of images."""
-
-    def __getitem__(self, index):
-        return Numbers()[index]
+def test_a_subset_of_a_dataset_without_a_length_is_taken(make):
+    unbounded = type("Unbounded", (), {"__getitem__": Numbers.__getitem__})
+    assert list_shades(make(Subset(unbounded(), [7, 200, 3]))) == [3, 7, 200]
 
 
-def test_a_subset_of_a_dataset_without_a_length_is_taken():
-    assert list_shades(load(Subset(Unbounded(), [7, 200, 3]))) == [3, 7, 200]
-
-
-def test_an_empty_subset_is_told():
+def test_an_empty_subset_is_told(make):
     for dataset in (Subset(Numbers(), []), Subset(Subset(Numbers(), []), [])):
         with pytest.raises(ColabUtilsError, match=r"The dataset is empty"):
-            load(dataset)
+            make(dataset)
 
 
-class Endless(Sampler):
-    """A sampler without a length."""
-
-    def __init__(self):
-        pass
-
-    def __iter__(self):
-        return iter(range(6))
-
-
-@pytest.mark.parametrize(
-    "sampler",
-    [
-        Endless(),
-        WeightedRandomSampler,
-    ],
-    ids=["no length", "class"],
-)
-def test_what_is_no_sampler_is_refused(sampler):
+@pytest.mark.parametrize("sampler", [iter([1]), WeightedRandomSampler], ids=["no length", "class"])
+def test_what_is_no_sampler_is_refused(make, sampler):
     with pytest.raises(ColabUtilsError, match=r"A sampler needs a length, and this .* has none"):
-        load(Numbers(), sampler=sampler)
+        make(Numbers(), sampler=sampler)
 
 
 class Once(Sampler):
@@ -148,24 +110,19 @@ class Once(Sampler):
         return self.indices
 
 
-def test_a_sampler_that_is_used_up_is_told():
-    loader = load(Numbers(), sampler=Once())
+def test_a_sampler_that_is_used_up_is_told(make):
+    loader = make(Numbers(), sampler=Once())
     assert list_ids(loader) == [*range(6)]
     with pytest.raises(ColabUtilsError, match=r"gives no index for epoch 1\. .*begins anew"):
         list(loader)
 
 
-def test_torchs_samplers_and_datasets_go_in():
-    weighted = WeightedRandomSampler([0, 1, 0, 1, 0, 0], 12)
-    ids = list_ids(load(Numbers(), sampler=weighted))
-    assert len(ids) == 12
-    assert set(ids) == {1, 3}
+def test_torchs_datasets_go_in(make):
     both = ConcatDataset([Numbers(), Numbers()])
-    assert list_shades(load(both)) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
-    parts = random_split(Numbers(), [4, 2])
-    shades = [list_shades(load(part)) for part in parts]
-    assert [len(part) for part in shades] == [4, 2]
-    assert sorted(shades[0] + shades[1]) == [*range(6)]
+    assert list_shades(make(both)) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    first, other = map(list_shades, map(make, random_split(Numbers(), [4, 2])))
+    assert (len(first), len(other)) == (4, 2)
+    assert sorted(first + other) == [*range(6)]
 
 
 class Foreign(Numbers):
@@ -190,11 +147,10 @@ class Foreign(Numbers):
     dataset = None
 
 
-def test_attributes_with_our_names_do_not_mislead_the_loader():
-    dataset = Foreign()
-    expected = list_ids(load(Numbers()))
-    assert list_ids(load(dataset, workers=1)) == expected
-    assert len(list_ids(load(Subset(dataset, range(6))))) == 6
+def test_attributes_with_our_names_do_not_mislead_the_loader(make):
+    expected = list_ids(make(Numbers()))
+    assert list_ids(make(Foreign(), workers=1)) == expected
+    assert len(list_ids(make(Subset(Foreign(), range(6))))) == 6
 
 
 class Table(Numbers):
@@ -208,7 +164,7 @@ class Table(Numbers):
 
 
 @pytest.mark.parametrize(
-    ("answer", "count"),
+    ("answer", "size"),
     [
         (lambda samples: samples[1:], 0),
         (lambda samples: samples[:1], 1),
@@ -217,26 +173,24 @@ class Table(Numbers):
     ],
     ids=["fewer", "only the first", "more", "None"],
 )
-def test_another_number_of_samples_than_asked_for_is_told(answer, count):
-    loader = load(Table(answer), shuffle=False)
-    message = rf"__getitems__ of your dataset returned {count} samples for the indices \[0"
+def test_another_number_of_samples_than_asked_for_is_told(make, answer, size):
+    message = rf"__getitems__ of your dataset returned {size} samples for the indices \[0"
     with pytest.raises(ColabUtilsError, match=message):
-        list(loader)
-    loader.close()
+        list(make(Table(answer), batch_size=3, shuffle=False))
 
 
-def test_samples_that_are_missing_are_left_out_where_that_is_allowed():
+def test_samples_that_are_missing_are_left_out_where_that_is_allowed(make):
     def leave_out_dark(samples):
         return [sample for sample in samples if sample[0].max() > 0]
 
-    loader = load(Table(leave_out_dark), shuffle=False, max_bad=1)
+    loader = make(Table(leave_out_dark), shuffle=False, max_bad=1)
     with pytest.warns(ColabUtilsWarning, match="returned 0 samples for the indices"):
         assert list_ids(loader) == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("answer", [tuple, iter], ids=["tuple", "iterator"])
-def test_samples_in_another_container_than_a_list_are_taken(answer):
-    assert list_ids(load(Table(answer), shuffle=False)) == [*range(6)]
+def test_samples_in_another_container_than_a_list_are_taken(make, answer):
+    assert list_ids(make(Table(answer), shuffle=False)) == [*range(6)]
 
 
 class Places(Numbers):
@@ -251,10 +205,10 @@ class Places(Numbers):
         return image, target | {"image_id": 1000 * info.num_workers + 100 * info.id + index}
 
 
-def test_a_dataset_is_told_its_worker():
-    assert list_ids(load(Places(), shuffle=False)) == [*range(6)]
+def test_a_dataset_is_told_its_worker(make):
+    assert list_ids(make(Places(), shuffle=False)) == [*range(6)]
     for options in ({}, {"max_wait_s": 60}):
-        ids = list_ids(load(Places(), shuffle=False, workers=2, batch_size=1, **options))
+        ids = list_ids(make(Places(), shuffle=False, workers=2, batch_size=1, **options))
         assert [number % 10 for number in ids] == [*range(6)]
         assert {number // 100 for number in ids} == {20, 21}
     assert get_worker_info() is None
@@ -269,8 +223,8 @@ class Reused(Numbers):
         return self.image.fill_(index), super().__getitem__(index)[1]
 
 
-def test_a_dataset_may_write_its_images_into_the_same_memory():
-    assert list_shades(load(Reused())) == [*range(6)]
+def test_a_dataset_may_write_its_images_into_the_same_memory(make):
+    assert list_shades(make(Reused())) == [*range(6)]
 
 
 class OwnError(Exception):
@@ -292,14 +246,10 @@ class Failing(Numbers):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize(
-    "error",
-    [IndexError(), OwnError(7, "no")],
-    ids=repr,
-)
-def test_every_error_names_its_sample(error, workers):
+@pytest.mark.parametrize("error", [IndexError(), OwnError(7, "no")], ids=repr)
+def test_every_error_names_its_sample(make, error, workers):
     with pytest.raises((IndexError, OwnError, RuntimeError)) as caught:
-        list_ids(load(Failing(error), workers=workers, shuffle=False))
+        list(make(Failing(error), workers=workers, shuffle=False))
     notes = "".join(caught.value.__notes__)
     assert "Sample 4 raised this error." in notes
     assert not workers or "in a worker process:" in notes
@@ -307,17 +257,16 @@ def test_every_error_names_its_sample(error, workers):
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("error", [StopIteration(), SystemExit(3), GeneratorExit()], ids=repr)
-def test_no_sample_ends_the_pass(error, workers):
-    with pytest.raises(
-        ColabUtilsError, match=f"Sample 4: your dataset raised {type(error).__name__}"
-    ):
-        list_ids(load(Failing(error), workers=workers, shuffle=False))
+def test_no_sample_ends_the_pass(make, error, workers):
+    message = f"Sample 4: your dataset raised {type(error).__name__}"
+    with pytest.raises(ColabUtilsError, match=message):
+        list(make(Failing(error), workers=workers, shuffle=False))
 
 
 @pytest.mark.parametrize("fault", [MemoryError, ImportError])
-def test_a_fault_of_the_machine_leaves_no_sample_out(fault):
+def test_a_fault_of_the_machine_leaves_no_sample_out(make, fault):
     with pytest.raises(fault):
-        list_ids(load(Failing(fault("no")), max_bad=3))
+        list(make(Failing(fault("no")), max_bad=3))
 
 
 class Named(Numbers):
@@ -325,10 +274,10 @@ class Named(Numbers):
         self.class_names = dict(enumerate(names, 1))
 
 
-def test_joined_datasets_whose_labels_clash_are_refused():
-    load(ConcatDataset([Named(["car"]), Subset(Named(["car", "dog"]), [0])]))
+def test_joined_datasets_whose_labels_clash_are_refused(make):
+    make(ConcatDataset([Named(["car"]), Subset(Named(["car", "dog"]), [0])]))
     with pytest.raises(ColabUtilsError, match=r"Label 1 is 'car' in one of .*'dog' in another"):
-        load(ConcatDataset([Named(["car"]), Subset(Named(["dog", "car"]), [0])]))
+        make(ConcatDataset([Named(["car"]), Subset(Named(["dog", "car"]), [0])]))
 
 
 class Holder(Numbers):
@@ -343,7 +292,7 @@ def open_zip(path):
 
 
 @pytest.mark.parametrize(
-    ("make", "name"),
+    ("open_it", "name"),
     [
         (lambda path: path.open("wb+"), "Holder.held"),
         (lambda path: [path.open("wb+")], "Holder.held[0]"),
@@ -353,30 +302,28 @@ def open_zip(path):
         (lambda path: logging.getLogger("a"), ""),
     ],
 )
-def test_an_open_file_that_workers_would_share_is_told(tmp_path, make, name):
-    held = make(tmp_path / "a")
+def test_an_open_file_that_workers_would_share_is_told(tmp_path, make, open_it, name):
+    held = open_it(tmp_path / "a")
     dataset = Holder(held)
     expected = pytest.warns(ColabUtilsWarning, match=re.escape(f"{name} is an open file"))
     with expected if name else nullcontext():
-        list_ids(load(dataset, workers=1))
+        list(make(dataset, workers=1))
     # Without workers, nobody shares it.
-    list_ids(load(dataset, workers=0))
+    list(make(dataset))
     if not isinstance(held, logging.Logger):
         [file] = held if isinstance(held, list) else [held]
         file.close()
 
 
 @pytest.mark.parametrize("given", ["num_workers", "collate_fn", "pin_memory", "batch_sampler"])
-def test_arguments_of_dataloader_are_explained(given):
+def test_arguments_of_dataloader_are_explained(make, given):
     with pytest.raises(ColabUtilsError, match=f"make_loader has no {given}: "):
-        load(Numbers(), **{given: 1})
+        make(Numbers(), **{given: 1})
 
 
-def test_an_epoch_that_the_user_sets_wins():
+def test_an_epoch_that_the_user_sets_wins(make):
     sampler = DistributedSampler(Numbers(), num_replicas=1, rank=0, seed=3)
-    loader = load(Numbers(), sampler=sampler)
+    loader = make(Numbers(), sampler=sampler)
     for epoch in (7, 8, 0):
         sampler.set_epoch(epoch)
-        wanted = list(sampler)
-        assert [i for batch in loader for i in batch.image_ids.tolist()] == wanted
-    loader.close()
+        assert list_ids(loader) == list(sampler)
