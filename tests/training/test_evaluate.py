@@ -63,20 +63,16 @@ def spoil(predictions: list[dict]) -> list[dict]:
     spoiled = []
     for p in predictions:
         keep = torch.rand(len(p["labels"]), generator=generator) > 0.2
-        boxes = p["boxes"][keep]
-        boxes += torch.randn(boxes.shape, generator=generator).mul(2)
-        masks = p["masks"][keep]
-        masks *= torch.rand(masks.shape, generator=generator) > 0.1
-        scores = torch.rand(len(boxes), generator=generator)
-        spoiled.append(
-            {
-                "boxes": boxes,
-                "labels": p["labels"][keep],
-                "scores": scores,
-                "masks": masks,
-            }
-        )
+        kept = {name: values[keep] for name, values in p.items()}
+        kept["boxes"] += torch.randn(kept["boxes"].shape, generator=generator).mul(2)
+        kept["masks"] *= torch.rand(kept["masks"].shape, generator=generator) > 0.1
+        kept["scores"] = torch.rand(len(kept["scores"]), generator=generator)
+        spoiled.append(kept)
     return spoiled
+
+
+def encode(masks: torch.Tensor) -> list[dict]:
+    return [coco_mask.encode(np.asfortranarray(mask[0].numpy() > 0.5, np.uint8)) for mask in masks]
 
 
 @pytest.fixture(scope="module")
@@ -107,23 +103,21 @@ def test_agrees_with_pycocotools_on_the_annotation_file(dataset, tiny_dataset):
     ap = evaluate(ScriptedModel(predictions), dataset)
     # The truth comes from the polygons of the file, and not from the package's records.
     truth = json.loads(tiny_dataset.annotations.read_text())
-    of_kinds = {"bbox": (ap.bbox, ap.bbox_50), "segm": (ap.segm, ap.segm_50)}
-    for kind, detections in of_kinds.items():
-        results = []
-        for i, p in enumerate(predictions):
-            for k in range(len(p["labels"])):
-                x0, y0, x1, y1 = p["boxes"][k].tolist()
-                result = {
-                    "image_id": int(dataset.image_ids[i]),
-                    "category_id": dataset.category_ids[int(p["labels"][k])],
-                    "score": float(p["scores"][k]),
+    results = []
+    for number, p in zip(dataset.image_ids.tolist(), predictions, strict=True):
+        for box, label, score, rle in zip(
+            p["boxes"].tolist(), p["labels"], p["scores"], encode(p["masks"]), strict=True
+        ):
+            results.append(
+                {
+                    "image_id": number,
+                    "category_id": dataset.category_ids[int(label)],
+                    "score": float(score),
+                    "bbox": [*box[:2], box[2] - box[0], box[3] - box[1]],
+                    "segmentation": rle,
                 }
-                if kind == "bbox":
-                    result["bbox"] = [x0, y0, x1 - x0, y1 - y0]
-                else:
-                    mask = (p["masks"][k, 0] > 0.5).byte().numpy()
-                    result["segmentation"] = coco_mask.encode(np.asfortranarray(mask))
-                results.append(result)
+            )
+    for kind, measured in (("bbox", (ap.bbox, ap.bbox_50)), ("segm", (ap.segm, ap.segm_50))):
         with contextlib.redirect_stdout(io.StringIO()):
             coco = COCO()
             coco.dataset = {"info": {}, **truth}
@@ -133,7 +127,7 @@ def test_agrees_with_pycocotools_on_the_annotation_file(dataset, tiny_dataset):
             evaluation.accumulate()
             evaluation.summarize()
         assert 0.05 < evaluation.stats[0] < 0.95
-        assert detections == tuple(evaluation.stats[:2])
+        assert measured == tuple(evaluation.stats[:2])
     assert ap.detections == 100
     assert str(ap).endswith("12 images")
 
@@ -153,12 +147,9 @@ def draw_squares(folder, count):
 @pytest.mark.parametrize("count", [100, 300])
 def test_every_object_counts_however_many_an_image_has(tmp_path, count):
     folder = draw_squares(tmp_path, count)
+    warning = contextlib.nullcontext()
     if count > 100:
-        warning = pytest.warns(
-            ColabUtilsWarning, match=rf"1 image has more than 100 .*\({count} at"
-        )
-    else:
-        warning = contextlib.nullcontext()
+        warning = pytest.warns(ColabUtilsWarning, match=rf"has more than 100 .*\({count} at")
     with warning:
         ap = evaluate(ScriptedModel(predict_targets(folder)), folder)
     assert min(ap.bbox, ap.segm) > 0.999999
@@ -252,10 +243,6 @@ def test_boxes_stay_exact_in_half_precision(dataset, monkeypatch):
     assert not model.rpn.head._forward_hooks
 
 
-def encode_dense(masks: torch.Tensor) -> list[dict]:
-    return [coco_mask.encode(np.asfortranarray((mask > 0.5).byte().numpy())) for mask in masks]
-
-
 def test_detections_are_those_of_torchvision(dataset):
     model = build(dataset).eval()
     for i in (0, 1):
@@ -265,20 +252,17 @@ def test_detections_are_those_of_torchvision(dataset):
         assert len(stock["labels"].unique()) > 1
         # The model knows a class that the dataset does not have.
         left_out = int(stock["labels"][-1])
-        known = stock["labels"] != left_out
         ids = {label: 10 * label for label in range(dataset.num_classes) if label != left_out}
+        known = stock["labels"] != left_out
         results = detect(model, image, image_id=7, category_ids=ids)
-        rles = encode_dense(stock["masks"][known, 0])
-        labels = stock["labels"][known].tolist()
-        scores = stock["scores"][known].tolist()
-        boxes = stock["boxes"][known].tolist()
-        for result, label, score, (x0, y0, x1, y1), rle in zip(
-            results, labels, scores, boxes, rles, strict=True
-        ):
-            assert result == {
-                "image_id": 7,
-                "category_id": 10 * label,
-                "score": score,
-                "bbox": [x0, y0, x1 - x0, y1 - y0],
-                "segmentation": rle,
-            }
+        boxes = stock["boxes"][known]
+        boxes[:, 2:] -= boxes[:, :2]
+        expected = {
+            "image_id": [7] * len(boxes),
+            "category_id": [ids[label] for label in stock["labels"][known].tolist()],
+            "score": stock["scores"][known].tolist(),
+            "segmentation": encode(stock["masks"][known]),
+        }
+        for name, values in expected.items():
+            assert [result[name] for result in results] == values, name
+        torch.testing.assert_close(torch.tensor([result["bbox"] for result in results]), boxes)

@@ -11,16 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torchvision.models import mobilenet_v3_large, resnet18, resnet50
+from torchvision.models import mobilenet_v3_large, resnet18
 from torchvision.models.detection import MaskRCNN, maskrcnn_resnet50_fpn, maskrcnn_resnet50_fpn_v2
 from torchvision.ops import FrozenBatchNorm2d
 
-from colab_utils.course.sample_data import make_dataset
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import collate_packed
-from colab_utils.loading.coco_folder import CocoFolder
-from colab_utils.loading.targets import pack_target
-from colab_utils.shards.write import write_shards
+from colab_utils.loading.dataset import ShardDataset
 from colab_utils.training import model as model_module
 from colab_utils.training.layers import choose_precision, fold_norms, keep_boxes_exact
 from colab_utils.training.losses import compute_losses
@@ -32,6 +29,7 @@ from colab_utils.training.model import (
 )
 from colab_utils.training.train import train
 from tests.tiny_model import TINY_MODEL
+from tests.training.small_shards import make_shards
 
 
 def patch_download(monkeypatch, state):
@@ -86,9 +84,8 @@ def test_coco_weights_are_loaded_and_heads_replaced(name, build, num_classes, mo
     # The weights of torchvision train three of the five stages.
     assert frozen - {"bn1"} == {"conv1", "layer1"}
     norms = [module for module in model.modules() if isinstance(module, FrozenBatchNorm2d)]
-    assert {norm.eps for norm in norms} == {1e-5 if "v2" in name else 0.0}
     # The second version has norms in pyramid and heads, too.
-    assert len(norms) == (69 if "v2" in name else 53)
+    assert (len(norms), norms[0].eps) == ((69, 1e-5) if "v2" in name else (53, 0.0))
     # All of them can be folded.
     fold_norms(model)
     assert all(type(norm) is not FrozenBatchNorm2d for norm in norms)
@@ -153,29 +150,13 @@ def test_bad_arguments_are_refused_in_words(options, message):
 
 
 def test_the_tiny_model_learns(tmp_path):
-    settings = {
-        "n": 10,
-        "width": 128,
-        "height": 96,
-        "objects": (1, 3),
-        "categories": ("ball", "heart"),
-        "workers": 1,
-    }
-    made = make_dataset(tmp_path / "data", **settings)
-    write_shards(made.images, made.annotations, shards=tmp_path / "shards", workers=1)
-    report = train(
-        tmp_path / "shards",
-        tmp_path / "run",
-        model=model_module.TINY_MODEL,
-        steps=12,
-        batch_size=4,
-        min_size=96,
-        learning_rate=0.005,
-        workers=0,
-    )
-    assert report.plan.starts_from == "random", (
-        "there are no weights to download, and none are missed"
-    )
+    kinds = ("ball", "heart")
+    make_shards(tmp_path, n=10, width=128, height=96, categories=kinds)
+    options = {"batch_size": 4, "min_size": 96, "learning_rate": 0.005, "workers": 0}
+    name = model_module.TINY_MODEL
+    report = train(tmp_path / "shards", tmp_path / "run", model=name, steps=12, **options)
+    # There are no weights to download, and none are missed.
+    assert report.plan.starts_from == "random"
     losses = [point.loss for point in report.losses]
     assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
 
@@ -188,73 +169,40 @@ def test_a_resumed_model_has_the_layers_of_the_built_one(weights: str | None, mo
     built = build_mask_rcnn(LIGHT_MODEL, weights=weights, **sizes)
     resumed = assemble_mask_rcnn(LIGHT_MODEL, starts_from=built.starts_from, **sizes)
     resumed.load_state_dict(built.state_dict())
-    assert [p.requires_grad for p in resumed.parameters()] == [
-        p.requires_grad for p in built.parameters()
-    ]
-
-
-NAMES = {1: "cat", 2: "dog", 3: "cow"}
+    for ours, theirs in zip(resumed.parameters(), built.parameters(), strict=True):
+        assert ours.requires_grad == theirs.requires_grad
 
 
 @pytest.fixture
 def run(monkeypatch):
-    """A run whose best checkpoint holds the weights of a tiny model."""
-    model = build_mask_rcnn(
-        TINY_MODEL,
-        num_classes=4,
-        weights=None,
-        min_size=64,
-        max_size=96,
-    )
-    plan = {
-        "model": TINY_MODEL,
-        "num_classes": 4,
-        "starts_from": "random",
-        "min_size": 64,
-        "max_size": 96,
-        "most_objects": 5,
-    }
-    ids = {label: 10 * label for label in NAMES}
-    best = {
-        "plan": plan,
-        "model": model.state_dict(),
-        "class_names": NAMES,
-    }
-    checkpoints = {"best": {**best, "category_ids": ids, "path": "run/best-00000009.pt"}}
-    monkeypatch.setattr(
-        model_module, "CheckpointFolder", lambda run: SimpleNamespace(read=checkpoints.get)
-    )
+    """The model of a run whose best checkpoint holds its weights."""
+    sizes = {"num_classes": 4, "min_size": 64, "max_size": 96}
+    model = build_mask_rcnn(TINY_MODEL, weights=None, **sizes)
+    plan = {"model": TINY_MODEL, "starts_from": "random", "most_objects": 5, **sizes}
+    best = {"plan": plan, "model": model.state_dict(), "class_names": {}, "category_ids": {}}
+    folder = SimpleNamespace(read={"best": best}.get)
+    monkeypatch.setattr(model_module, "CheckpointFolder", lambda run: folder)
     return model
 
 
-def test_training_starts_from_a_run_with_other_classes(run, tmp_path):
-    model = build_mask_rcnn(TINY_MODEL, num_classes=3, weights=tmp_path)
+@pytest.mark.parametrize("num_classes", [3, 4])
+def test_training_starts_from_a_run(run, tmp_path, num_classes):
+    """With the same number of classes, the last layers stay, too."""
+    model = build_mask_rcnn(TINY_MODEL, num_classes=num_classes, weights=tmp_path)
     assert model.starts_from == "random"
+    assert count_outputs(model) == (num_classes,) * 3
     weights = run.state_dict()
     differing = {key for key, value in model.state_dict().items() if not value.equal(weights[key])}
-    assert differing == {
-        f"roi_heads.{head}.{kind}"
-        for head in (
-            "box_predictor.cls_score",
-            "box_predictor.bbox_pred",
-            "mask_predictor.mask_fcn_logits",
-        )
-        for kind in ("weight", "bias")
-    }
-    assert model.roi_heads.box_predictor.cls_score.out_features == 3
+    last = ("cls_score", "bbox_pred", "mask_fcn_logits")
+    changed = {key for key in weights if key.startswith("roi_heads") and key.split(".")[2] in last}
+    assert differing == (changed if num_classes == 3 else set())
     with pytest.raises(ColabUtilsError, match=r"of the model tiny, and not of .*mobilenet"):
         build_mask_rcnn(LIGHT_MODEL, num_classes=3, weights=str(tmp_path))
 
 
-def test_the_same_number_of_classes_keeps_the_last_layers(run, tmp_path):
-    model = build_mask_rcnn(TINY_MODEL, num_classes=4, weights=tmp_path)
-    weights = run.state_dict()
-    assert all(value.equal(weights[key]) for key, value in model.state_dict().items())
-
-
-def make_resnet(builder=resnet18):
+def make_resnet():
     torch.manual_seed(0)
-    model = builder(weights=None, norm_layer=FrozenBatchNorm2d, num_classes=3)
+    model = resnet18(weights=None, norm_layer=FrozenBatchNorm2d, num_classes=3)
     fill_norms(model, seed=1)
     for parameter in model.layer1.parameters():
         parameter.requires_grad_(False)
@@ -273,28 +221,22 @@ def fill_norms(model, seed):
 
 def test_folding_keeps_results_and_gradients():
     # A rounding in float32 can turn a ReLU over, and with it gradients.
-    plain = make_resnet(resnet50).double()
+    plain = make_resnet().double()
     folded = copy.deepcopy(plain)
     fold_norms(folded)
     assert type(folded.bn1) is not FrozenBatchNorm2d
     images = torch.rand(2, 3, 64, 64, dtype=torch.float64)
     expected = plain(images)
-    features = folded(images)
-    assert torch.allclose(
-        features, expected, rtol=1e-6, atol=1e-6 * float(expected.detach().abs().max())
-    )
-    for model, result in ((plain, expected), (folded, features)):
-        model.zero_grad()
-        (result / expected.detach().abs().max()).square().sum().backward()
-    for (name, theirs), (_, ours) in zip(
-        plain.named_parameters(), folded.named_parameters(), strict=True
-    ):
-        assert (theirs.grad is None) == (ours.grad is None), name
+    results = folded(images)
+    scale = expected.detach().abs().max()
+    torch.testing.assert_close(results / scale, expected / scale, rtol=1e-6, atol=1e-6)
+    for result in (expected, results):
+        (result / scale).square().sum().backward()
+    for theirs, ours in zip(plain.parameters(), folded.parameters(), strict=True):
+        assert (theirs.grad is None) == (ours.grad is None)
         if theirs.grad is not None:
-            assert (
-                torch.linalg.norm(ours.grad - theirs.grad)
-                <= 1e-6 * torch.linalg.norm(theirs.grad) + 1e-12
-            ), name
+            difference = torch.linalg.norm(ours.grad - theirs.grad)
+            assert difference <= 1e-6 * torch.linalg.norm(theirs.grad) + 1e-12
 
 
 def test_folded_and_plain_weights_load_into_each_other():
@@ -366,57 +308,25 @@ def test_precision_follows_the_gpu(capability, precision, monkeypatch):
     assert choose_precision("cuda") is precision
 
 
-@pytest.fixture(scope="module")
-def samples(tmp_path_factory):
-    made = make_dataset(
-        tmp_path_factory.mktemp("boxes") / "data",
-        n=2,
-        width=480,
-        height=120,
-        objects=(12, 15),
-        workers=1,
-    )
-    dataset = CocoFolder(made.images, made.annotations, contiguous_labels=True)
-    return [dataset[i] for i in range(2)]
-
-
-@pytest.fixture(scope="module")
-def tiny():
-    torch.manual_seed(0)
-    return build_mask_rcnn(
-        TINY_MODEL,
-        num_classes=8,
-        weights=None,
-        min_size=160,
-        max_size=640,
-    )
-
-
-def find_losses(model, samples, dtype):
-    """Losses, and the dtype of the proposals' regression."""
-    seen = []
-    hook = model.rpn.head.register_forward_hook(
-        lambda head, given, inputs: seen.append(inputs[1][0].dtype)
-    )
-    torch.manual_seed(0)
-    batch = collate_packed([pack_target(*sample) for sample in samples])
-    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        losses = compute_losses(model, batch)
-    hook.remove()
-    return {name: loss.item() for name, loss in losses.items()}, seen[0]
-
-
-def test_boxes_are_exact_in_half_precision(tiny, samples):
+def test_boxes_are_exact_in_half_precision(tmp_path):
     """torchvision's own anchors in bfloat16 are off by pixels, and so is what the proposals learn
     from.
     """
-    expected, _ = find_losses(tiny, samples, torch.float32)
-    exact = copy.deepcopy(tiny)
-    assert keep_boxes_exact(exact)
-    losses, dtype = find_losses(exact, samples, torch.bfloat16)
-    assert dtype == torch.float32
-    assert losses["loss_rpn_box_reg"] == pytest.approx(expected["loss_rpn_box_reg"], rel=0.02)
-    rounded, dtype = find_losses(copy.deepcopy(tiny), samples, torch.bfloat16)
-    assert dtype == torch.bfloat16
-    off = abs(rounded["loss_rpn_box_reg"] / expected["loss_rpn_box_reg"] - 1)
-    assert off > 2 * abs(losses["loss_rpn_box_reg"] / expected["loss_rpn_box_reg"] - 1)
+    make_shards(tmp_path, n=2, width=480, height=120, objects=(12, 15))
+    dataset = ShardDataset(tmp_path / "shards", contiguous_labels=True)
+    batch = collate_packed([dataset.read_packed(i) for i in range(2)])
+    sizes = {"num_classes": dataset.num_classes, "min_size": 160, "max_size": 640}
+    torch.manual_seed(0)
+    model = build_mask_rcnn(TINY_MODEL, weights=None, **sizes)
+
+    def find_loss(precision):
+        torch.manual_seed(0)
+        with torch.autocast("cpu", precision, enabled=precision != torch.float32):
+            return compute_losses(model, batch)["loss_rpn_box_reg"].item()
+
+    expected = find_loss(torch.float32)
+    rounded = find_loss(torch.bfloat16)
+    assert keep_boxes_exact(model)
+    exact = find_loss(torch.bfloat16)
+    assert exact == pytest.approx(expected, rel=0.02)
+    assert abs(rounded - expected) > 2 * abs(exact - expected)
