@@ -16,13 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from colab_utils.diagnosis.watch import watch
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread", "same_environment"),
-]
+pytestmark = pytest.mark.usefixtures("one_thread", "same_environment")
 ROOT = Path(__file__).parents[2]
 # A dataset has this many samples, and a loop takes at most MOST batches of a loader.
 ITEMS = 12
@@ -38,14 +36,8 @@ def same_environment():
     os.environ.update(before)
 
 
-class _Numbers(Dataset):
-    """Each sample is its own number, twice."""
-
-    def __len__(self):
-        return ITEMS
-
-    def __getitem__(self, index):
-        return {"x": torch.full((2,), float(index))}
+# Each sample is its own number, twice.
+NUMBERS = [{"x": torch.full((2,), float(number))} for number in range(ITEMS)]
 
 
 class _Stream(IterableDataset):
@@ -83,7 +75,7 @@ def make_training():
     torch.manual_seed(3)
     model = _Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    return model, optimizer, DataLoader(_Numbers(), batch_size=2, shuffle=True)
+    return model, optimizer, DataLoader(NUMBERS, batch_size=2, shuffle=True)
 
 
 def read_weights(model):
@@ -238,7 +230,7 @@ def test_the_hugging_face_trainer_trains_with_a_watched_loader(
             save_strategy="no",
             disable_tqdm=True,
         )
-        trainer = transformers.Trainer(model, settings, train_dataset=_Numbers())
+        trainer = transformers.Trainer(model, settings, train_dataset=NUMBERS)
         if watches:
             make_loader = trainer.get_train_dataloader
             trainer.get_train_dataloader = lambda: watch(make_loader())
@@ -286,18 +278,9 @@ dist.destroy_process_group()
 
 def test_torchrun_has_a_summary_for_each_rank(tmp_path):
     (tmp_path / "rank.py").write_text(RANK)
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-        "--tee",
-        "3",
-    ]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     ended = subprocess.run(
-        [*torchrun, "rank.py", tmp_path],
+        [sys.executable, *torchrun, "--tee", "3", "rank.py", tmp_path],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -315,7 +298,9 @@ def test_torchrun_has_a_summary_for_each_rank(tmp_path):
         assert facts == [8, 2, []]
     for epoch in range(2):
         assert sorted(first[1][epoch] + second[1][epoch]) == list(range(16))
-    assert {*re.findall(r"^\[default(\d)\]:.* images/s$", ended.stderr, re.MULTILINE)} == {"0", "1"}
+    # Each says its rank.
+    ranks = re.findall(r"^\[default(\d)\]:Rank (\d): ", ended.stderr, re.MULTILINE)
+    assert {*ranks} == {("0", "0"), ("1", "1")}
 
 
 # These tests run other loaders.
@@ -344,39 +329,32 @@ def check(make, batches, pick=lambda batch: batch):
     return watched
 
 
-def test_a_plain_list_is_watched_as_a_loader():
-    assert (
-        len(
-            check(
-                lambda: [torch.full((2,), float(number)) for number in range(4)],
-                4,
-            )
-        )
-        == 4
-    )
+SAMPLES = [{"x": torch.full((3, 2), float(number))} for number in range(4)]
 
 
-def test_a_loader_without_a_length():
-    watched = check(_WithoutLength, 4)
-    assert len([*watched]) == 4
-    with pytest.raises(TypeError, match="len"):
-        len(watched)
-
-
+# A loader, or a dataset with the size of its batches; the batches, and their images.
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(
-    ("length", "size", "batches"),
-    [(6, None, 6), (6, 2, 3), (None, 2, MOST)],
+    ("source", "size", "batches", "images"),
+    [
+        ([torch.full((2,), 1.0)] * 4, 0, 4, 8),
+        (_WithoutLength(), 0, 4, 8),
+        # A stream has an end, or none.
+        (_Stream(6), None, 6, 12),
+        (_Stream(6), 2, 3, 6),
+        (_Stream(), 2, MOST, 2 * MOST),
+        # The dataset makes batches.
+        (SAMPLES, None, 4, 12),
+    ],
 )
-def test_a_stream_with_and_without_an_end(length, size, batches, workers):
-    check(lambda: DataLoader(_Stream(length), batch_size=size, num_workers=workers), batches)
+def test_a_loader_of_any_kind_is_watched(source, size, batches, images, workers):
+    def make():
+        return source if size == 0 else DataLoader(source, size, num_workers=workers)
 
+    def pick(batch):
+        return batch["x"] if isinstance(batch, dict) else batch
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_batches_that_the_dataset_makes(workers):
-    samples = [{"x": torch.full((3, 2), float(number))} for number in range(4)]
-    loader = DataLoader(samples, batch_size=None, num_workers=workers)
-    assert check(lambda: loader, 4, pick=lambda batch: batch["x"]).summary().images == 12
+    assert check(make, batches, pick).summary().images == images
 
 
 @pytest.mark.filterwarnings(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
-import multiprocessing
 import re
 import time
 import weakref
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -15,28 +15,14 @@ import torch
 from torch import nn
 from torch.utils.data import (
     DataLoader,
-    Dataset,
     DistributedSampler,
     IterableDataset,
-    TensorDataset,
 )
 
 from colab_utils.diagnosis import summary as module
 from colab_utils.diagnosis.watch import watch
 from colab_utils.errors import ColabUtilsError
-
-
-class _Items(Dataset):
-    def __init__(self, count, wait_s=0.0):
-        self.count = count
-        self.wait_s = wait_s
-
-    def __len__(self):
-        return self.count
-
-    def __getitem__(self, index):
-        time.sleep(self.wait_s)
-        return torch.full((2,), float(index)), index
+from tests.diagnosis.loops import Samples
 
 
 class _Stream(IterableDataset):
@@ -46,7 +32,7 @@ class _Stream(IterableDataset):
 
 def make_step():
     """A step that trains, and sleeps in the middle."""
-    layer = nn.Linear(2, 1)
+    layer = nn.Linear(8, 1)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
 
     def step(values, seconds=0.0):
@@ -62,7 +48,7 @@ def make_step():
 def test_watching_changes_neither_order_nor_random_numbers(workers):
     def loop(around):
         torch.manual_seed(3)
-        loader = DataLoader(_Items(9), batch_size=2, shuffle=True, num_workers=workers)
+        loader = DataLoader(Samples(9), batch_size=2, shuffle=True, num_workers=workers)
         seen = [indices.tolist() for _ in range(2) for _, indices in around(loader)]
         return seen, torch.rand(1).item()
 
@@ -70,7 +56,7 @@ def test_watching_changes_neither_order_nor_random_numbers(workers):
 
 
 def test_attributes_of_the_loader_are_reachable():
-    items = _Items(8)
+    items = Samples(8)
     sampler = DistributedSampler(items, num_replicas=2, rank=0)
     loader = DataLoader(
         items, batch_size=2, sampler=sampler, multiprocessing_context="fork", num_workers=1
@@ -93,7 +79,7 @@ def test_attributes_of_the_loader_are_reachable():
 
 def test_a_summary_is_printed_once_for_a_pass_and_is_kept_as_json(capsys, tmp_path):
     step = make_step()
-    watched = watch(DataLoader(_Items(8), batch_size=2))
+    watched = watch(DataLoader(Samples(8), batch_size=2))
     for values, _ in watched:
         step(values)
     printed = capsys.readouterr().err
@@ -111,23 +97,15 @@ def test_a_summary_is_printed_once_for_a_pass_and_is_kept_as_json(capsys, tmp_pa
     assert kept["wait_share"] == pytest.approx(summary.wait_share)
 
 
-@pytest.mark.parametrize("way", ["break", "error", "Ctrl-C"])
-def test_a_loop_that_is_left_has_its_summary(way, capsys):
-    watched = watch(DataLoader(_Items(8), batch_size=2))
-    left = {"break": None, "error": ValueError("mine"), "Ctrl-C": KeyboardInterrupt()}[way]
-
-    def loop():
+@pytest.mark.parametrize("error", [None, ValueError("mine"), KeyboardInterrupt()])
+def test_a_loop_that_is_left_has_its_summary(error, capsys):
+    watched = watch(DataLoader(Samples(8), batch_size=2))
+    with suppress(ValueError, KeyboardInterrupt):
         for number, _ in enumerate(watched):
-            if number == 1 and left is None:
+            if number == 1 and error is None:
                 break
             if number == 1:
-                raise left
-
-    if left is None:
-        loop()
-    else:
-        with pytest.raises(type(left)):
-            loop()
+                raise error
     assert watched.summary().batches == 2
     assert "images/s" in capsys.readouterr().err
 
@@ -144,7 +122,7 @@ def test_an_endless_stream_and_one_that_cannot_start_again():
 
 def test_two_watches_on_one_loader_tell_the_same():
     step = make_step()
-    loader = DataLoader(_Items(8), batch_size=2)
+    loader = DataLoader(Samples(8), batch_size=2)
     inner = watch(loader)
     outer = watch(inner)
     for values, _ in outer:
@@ -156,7 +134,7 @@ def test_two_watches_on_one_loader_tell_the_same():
 @pytest.mark.clock
 def test_a_loop_with_workers_says_what_is_slow_in_it():
     step = make_step()
-    watched = watch(DataLoader(_Items(40, wait_s=0.05), batch_size=2, num_workers=1))
+    watched = watch(DataLoader(Samples(40, 0.05), batch_size=2, num_workers=1))
     for values, _ in watched:
         step(values, 0.01)
         time.sleep(0.02)
@@ -167,7 +145,7 @@ def test_a_loop_with_workers_says_what_is_slow_in_it():
 
 
 def test_workers_have_started_when_each_has_given_a_batch():
-    record = module.LoopRecord(DataLoader(_Items(8), num_workers=2))
+    record = module.LoopRecord(DataLoader(Samples(8), num_workers=2))
     starts = []
     for _ in range(2):
         with record.measure_pass([]):
@@ -180,7 +158,7 @@ def test_workers_have_started_when_each_has_given_a_batch():
 
 def test_passes_of_one_batch_have_a_cure_of_their_own():
     # No cause is named before a loop has lasted half a second.
-    watched = watch(DataLoader(_Items(8, wait_s=0.05), num_workers=1))
+    watched = watch(DataLoader(Samples(8, 0.05), num_workers=1))
     step = make_step()
     for _ in range(12):
         values, _ = next(iter(watched))
@@ -196,21 +174,31 @@ def test_a_few_quick_batches_are_no_verdict():
     for _ in watched:
         time.sleep(0.001)
     assert not watched.summary().causes
-    slow = watch(DataLoader(_Items(4, wait_s=0.02), batch_size=4))
+    slow = watch(DataLoader(Samples(4, 0.02), batch_size=4))
     next(iter(slow))
     assert slow.summary().verdict.startswith("Too few batches for a verdict: wait")
 
 
+def _leave_out(samples):
+    return torch.zeros(3, 2), torch.zeros(3)
+
+
 @pytest.mark.parametrize(
-    ("batch_size", "drop_last"),
-    [(4, False), (4, True), (None, False)],
+    ("dataset", "options", "images"),
+    [
+        (torch.zeros(10, 3, 2), {"batch_size": 4}, 10),
+        (torch.zeros(10, 3, 2), {"batch_size": 4, "drop_last": True}, 8),
+        # The first dimension of a bare tensor counts as its images.
+        (torch.zeros(10, 3, 2), {"batch_size": None}, 30),
+        # Of four samples, three came.
+        (torch.zeros(8), {"batch_size": 4, "collate_fn": _leave_out}, 6),
+    ],
 )
-def test_all_images_are_counted_the_last_batch_too(batch_size, drop_last):
-    options = {"drop_last": drop_last} if batch_size else {}
-    watched = watch(DataLoader(torch.zeros(10, 3, 2), batch_size=batch_size, **options))
-    seen = sum(len(batch) if batch_size else 1 for _ in range(2) for batch in watched)
-    # The first dimension of a bare tensor counts as its images.
-    assert watched.summary().images == seen * (1 if batch_size else 3)
+def test_all_images_that_came_are_counted_the_last_batch_too(dataset, options, images):
+    watched = watch(DataLoader(dataset, **options))
+    for _ in range(2):
+        list(watched)
+    assert watched.summary().images == 2 * images
 
 
 def test_a_watched_loader_goes_as_soon_as_nothing_holds_it():
@@ -227,37 +215,9 @@ def test_a_watched_loader_goes_as_soon_as_nothing_holds_it():
         gc.enable()
 
 
-def _train_as_rank(rank, folder):
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
-    )
-    watched = watch(DataLoader(_Items(8, wait_s=0.1 * rank), batch_size=2))
-    for _ in watched:
-        torch.distributed.barrier()
-    torch.distributed.barrier()
-    summary = watched.summary()
-    (folder / f"{rank}.json").write_text(json.dumps(str(summary)))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.timeout(120)
-def test_of_several_processes_each_says_its_rank(tmp_path):
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=_train_as_rank, args=(rank, tmp_path)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(100)
-        assert process.exitcode == 0
-    for rank in range(2):
-        text = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert text.startswith(f"Rank {rank}: ")
-
-
 def test_micro_batches_without_a_step_have_the_parts_of_those_with_one():
     step = make_step()
-    watched = watch(DataLoader(_Items(48), batch_size=2))
+    watched = watch(DataLoader(Samples(48), batch_size=2))
     for number, (values, _) in enumerate(watched):
         time.sleep(0.01)
         if number % 4 == 3:
@@ -287,33 +247,23 @@ def test_what_follows_a_micro_batch_is_not_made_up(after_s, between_s):
     assert split.sum() == pytest.approx(parts_s.sum())
 
 
-def test_images_are_counted_that_came_where_collate_leaves_some_out():
-    dataset = TensorDataset(torch.zeros(8))
-    loader = DataLoader(
-        dataset, batch_size=4, collate_fn=lambda samples: (torch.zeros(3, 2), torch.zeros(3))
-    )
-    watched = watch(loader)
-    list(watched)
-    assert watched.summary().images == 6
-
-
 def test_loaders_that_one_line_makes_anew_are_one_loader():
     def train(items):
         watched = watch(DataLoader(items, num_workers=1, persistent_workers=True))
         list(watched)
         return watched.summary().passes, watched._record.restarts
 
-    items = _Items(4)
+    items = Samples(4)
     assert [train(items) for _ in range(3)] == [(1, False), (2, True), (3, True)]
     # Another dataset has a loader of its own.
-    assert train(_Items(4)) == (1, False)
+    assert train(Samples(4)) == (1, False)
 
 
 class _Wrapped:
     """A loader in a class that does not say how many workers it has."""
 
     def __init__(self, **options):
-        self.loader = DataLoader(_Items(8, wait_s=0.02), num_workers=2, **options)
+        self.loader = DataLoader(Samples(8, 0.02), num_workers=2, **options)
 
     def __iter__(self):
         yield from self.loader
@@ -332,7 +282,7 @@ def test_workers_of_a_loader_in_a_wrapper_are_counted(stays):
 
 @pytest.mark.clock
 def test_where_the_step_is_the_limit_its_line_is_named():
-    watched = watch(DataLoader(_Items(16), batch_size=2))
+    watched = watch(DataLoader(Samples(16), batch_size=2))
     step = make_step()
     for values, _ in watched:
         step(values, seconds=0.2)
