@@ -91,7 +91,11 @@ def two_cores(monkeypatch):
 @pytest.mark.parametrize(
     ("loop", "expected", "words"),
     [
-        ({"between": spread(0.06)}, {"between": 0.6}, r"busy for 60 ms .*optimizer.step"),
+        (
+            {"between": spread(0.06)},
+            {"between": 0.6},
+            r"busy for 60 ms .*optimizer.step",
+        ),
         (
             {"between": spread(0.8, every=10)},
             {"periodic": 0.8},
@@ -104,7 +108,11 @@ def two_cores(monkeypatch):
         ),
         # The loop left one pass after one batch, as it may where it ends.
         (
-            {**PASSES, "restarts": True, "left_at_once": 1},
+            {
+                **PASSES,
+                "restarts": True,
+                "left_at_once": 1,
+            },
             {"restarts": 0.3},
             "persistent_workers=True",
         ),
@@ -116,29 +124,47 @@ def two_cores(monkeypatch):
         ),
         # Workers start anew, but any batch takes as long to load as the first one.
         (
-            {**PASSES, "restarts": True, "times": SampleTimes(400, 90.0, 10.0)},
+            {
+                **PASSES,
+                "restarts": True,
+                "times": SampleTimes(400, 90.0, 10.0),
+            },
             {"starts": 0.3},
             r"A worker takes 0.9 s to load any batch\. No batch is ready",
         ),
         # Workers start anew, and then open a file, which takes longer than to load a batch.
         (
-            {**PASSES, "restarts": True, "times": SampleTimes(400, 20.0, 10.0)},
+            {
+                **PASSES,
+                "restarts": True,
+                "times": SampleTimes(400, 20.0, 10.0),
+            },
             {"restarts": 0.3},
             r"later passes: 3\)\. Workers start again",
         ),
         # Workers start anew, but that is not what takes the time.
         (
-            {**PASSES, "restarts": True, "places": {"start": AT_SAMPLER}},
+            {
+                **PASSES,
+                "restarts": True,
+                "places": {"start": AT_SAMPLER},
+            },
             {"main_process": 0.3},
             r"This process was seen at mine/sampler.py:7 __iter__ \(in 9 of 11 looks\)",
         ),
         (
-            {"times": IDLE, "places": {"wait": AT_SAMPLER}},
+            {
+                "times": IDLE,
+                "places": {"wait": AT_SAMPLER},
+            },
             {"main_process": 0.5},
             r"before it takes a batch\. This process was seen at mine/sampler.py:7.*look at why",
         ),
         (
-            {"times": IDLE, "places": {"wait": {"the hand-off": 9, "the workers": 2}}},
+            {
+                "times": IDLE,
+                "places": {"wait": {"the hand-off": 9, "the workers": 2}},
+            },
             {"hand-off": 0.41},
             r"busy receiving what workers send \(in 9 of 11",
         ),
@@ -147,20 +173,33 @@ def two_cores(monkeypatch):
             {"wait": 0.5},
             "Workers are mostly idle.*was not seen.*would not help",
         ),
-        ({"times": WAITED}, {"wait": 0.5}, "takes 70 ms: 68 ms for a reason that was not seen"),
         (
-            {"times": SMALL, "looks": READING},
+            {"times": WAITED},
+            {"wait": 0.5},
+            "takes 70 ms: 68 ms for a reason that was not seen",
+        ),
+        (
+            {
+                "times": SMALL,
+                "looks": READING,
+            },
             {"read": 0.5},
             "65.6 ms in reads of files. A sample reads 300.0 kB at 4.4 MB/s: most of the wait",
         ),
         (
-            {"times": WAITED._replace(bytes_read=200 * 4_000_000), "looks": READING},
+            {
+                "times": WAITED._replace(bytes_read=200 * 4_000_000),
+                "looks": READING,
+            },
             {"read": 0.5},
             "A sample reads 4.0 MB at 58.8 MB/s: the bandwidth is the limit. .*Shrink",
         ),
         # Streams began these reads before their samples: how fast they came is not known.
         (
-            {"times": SampleTimes(600, 14.0, 0.4, 600 * 500_000), "looks": READING},
+            {
+                "times": SampleTimes(600, 14.0, 0.4, 600 * 500_000),
+                "looks": READING,
+            },
             {"read": 0.5},
             r"A sample reads 500.0 kB at 22.1 MB/s\. .*Read many files at once",
         ),
@@ -175,21 +214,34 @@ def two_cores(monkeypatch):
             {"read": 0.5},
             "68 ms in reads of files. A sample reads 2.0 kB",
         ),
-        ({"times": SMALL, "looks": SLEEPING}, {"sleep": 0.5}, "68 ms asleep"),
         (
-            {"times": HALF, "looks": {"lock": 30, "": 20}},
+            {"times": SMALL, "looks": SLEEPING},
+            {"sleep": 0.5},
+            "68 ms asleep",
+        ),
+        (
+            {
+                "times": HALF,
+                "looks": {"lock": 30, "": 20},
+            },
             {"lock": 0.5},
             "42 ms for a lock that other processes hold, 25 ms of work.*would not help",
         ),
         # One process reads while it holds the lock.
         (
-            {"times": WAITED, "looks": {"lock": 14, "read": 16}},
+            {
+                "times": WAITED,
+                "looks": {"lock": 14, "read": 16},
+            },
             {"lock": 0.5},
             "in reads of files, .* ms for a lock",
         ),
         # The process that holds the lock waits for another one, as at a queue.
         (
-            {"times": WAITED, "looks": {"lock": 15, "process": 15}},
+            {
+                "times": WAITED,
+                "looks": {"lock": 15, "process": 15},
+            },
             {"other_process": 0.5},
             "for a lock that.*take turns at one queue or connection",
         ),
@@ -202,18 +254,28 @@ def two_cores(monkeypatch):
             "42 ms for another process or the network",
         ),
         (
-            {"times": HALF, "looks": {"thread": 30, "": 20}},
+            {
+                "times": HALF,
+                "looks": {"thread": 30, "": 20},
+            },
             {"wait": 0.5},
             "42 ms for another thread of the process, or a lock of its threads",
         ),
         (
-            {"times": SampleTimes(200, 14.0, 13.0), "cpu_s": 14.0},
+            {
+                "times": SampleTimes(200, 14.0, 13.0),
+                "cpu_s": 14.0,
+            },
             {"work": 0.5},
             "65 ms of work.*1.4 of 2 cores are busy.*offline",
         ),
         # A thread of the sample's own works and waits for a core, and most looks show nothing else.
         (
-            {"times": HALF, "looks": {"thread": 1, "": 29}, "cpu_s": 19.0},
+            {
+                "times": HALF,
+                "looks": {"thread": 1, "": 29},
+                "cpu_s": 19.0,
+            },
             {"work": 0.5},
             "42.7 ms until a core is free, 25 ms of work",
         ),
@@ -224,26 +286,42 @@ def two_cores(monkeypatch):
         ),
         # The work after samples waits for a core, too.
         (
-            {"times": SampleTimes(200, 19.0, 4.0, worker_cpu_s=10.0), "looks": RUNNING},
+            {
+                "times": SampleTimes(200, 19.0, 4.0, worker_cpu_s=10.0),
+                "looks": RUNNING,
+            },
             {"collate": 0.5},
             "75 ms until a core is free, 30 ms of work after it.*Make collate_fn cheaper",
         ),
         # Samples are not seen, and this process receives a batch in some of the looks.
         (
-            {"looks": RUNNING, "places": {"wait": {"the hand-off": 3, "the workers": 2}}},
+            {
+                "looks": RUNNING,
+                "places": {"wait": {"the hand-off": 3, "the workers": 2}},
+            },
             {"work": 0.5},
             "In 30 looks at samples: 100% of work",
         ),
         # With workers by spawn the samples are not seen, but what they wait for is.
         (
-            {"looks": {"read": 30, "": 10}},
+            {
+                "looks": {"read": 30, "": 10},
+            },
             {"read": 0.5},
             "In 40 looks at samples: 75% in reads of files, 25% of work",
         ),
-        ({"looks": {"": 2}}, {"wait": 0.5}, "What samples wait for was not seen"),
+        (
+            {"looks": {"": 2}},
+            {"wait": 0.5},
+            "What samples wait for was not seen",
+        ),
         # Other children of this process, such as the evaluation, are busy, too.
         (
-            {"times": SMALL._replace(worker_cpu_s=0.5), "looks": {"read": 30}, "cpu_s": 30.0},
+            {
+                "times": SMALL._replace(worker_cpu_s=0.5),
+                "looks": {"read": 30},
+                "cpu_s": 30.0,
+            },
             {"read": 0.5},
             "68 ms in reads",
         ),
@@ -292,12 +370,18 @@ def two_cores(monkeypatch):
         ),
         # The sample was seen twice, in a loop that waits for something else.
         (
-            {"times": SampleTimes(201, 0.7, 0.2, 0, 6.0), "seen": {24: (37,), 49: (37,)}},
+            {
+                "times": SampleTimes(201, 0.7, 0.2, 0, 6.0),
+                "seen": {24: (37,), 49: (37,)},
+            },
             {"collate": 0.5},
             r"of work after it \(collate_fn",
         ),
         (
-            {"workers": 0, "places": {"wait": AT_SAMPLER}},
+            {
+                "workers": 0,
+                "places": {"wait": AT_SAMPLER},
+            },
             {"main_process": 0.5},
             "at mine/sampler.py:7",
         ),
@@ -307,42 +391,81 @@ def two_cores(monkeypatch):
             "loads the samples itself.*was not seen.*Use worker processes",
         ),
         (
-            {"workers": 0, "looks": {"": 9, "read": 2}},
+            {
+                "workers": 0,
+                "looks": {"": 9, "read": 2},
+            },
             {"work": 0.5},
             "loads the samples itself.*81.8% of work.*Use worker processes",
         ),
         (
-            {"workers": 0, "looks": {"": 1, "read": 9}},
+            {
+                "workers": 0,
+                "looks": {"": 1, "read": 9},
+            },
             {"read": 0.5},
             "loads the samples itself.*90% in reads of files.*Read many files at once",
         ),
         # The loader does not say that it has workers.
         (
-            {"workers": 0, "looks": {"": 9, "read": 2}, "places": AT_WORKERS},
+            {
+                "workers": 0,
+                "looks": {"": 9, "read": 2},
+                "places": AT_WORKERS,
+            },
             {"work": 0.5},
             "^In 11 looks at samples.*Make a sample cheaper",
         ),
         (
-            {"between": spread(0.06), "waits": spread(0.02), "times": SMALL, "looks": READING},
-            {"between": 0.6, "read": 0.2},
+            {
+                "between": spread(0.06),
+                "waits": spread(0.02),
+                "times": SMALL,
+                "looks": READING,
+            },
+            {
+                "between": 0.6,
+                "read": 0.2,
+            },
             "",
         ),
         # Contention has its share of the loop, not of the step.
-        ({"queued_s": 2.5}, {"contention": 0.25}, r"torch\.set_num_threads\(1\)"),
-        ({"queued_s": 1.5}, {}, ""),
+        (
+            {"queued_s": 2.5},
+            {"contention": 0.25},
+            r"torch\.set_num_threads\(1\)",
+        ),
+        (
+            {"queued_s": 1.5},
+            {},
+            "",
+        ),
         # Cheaper loading comes before the cores that it takes.
         (
-            {"waits": spread(0.02), "looks": RUNNING, "queued_s": 5.0},
-            {"work": 0.2, "contention": 0.5},
+            {
+                "waits": spread(0.02),
+                "looks": RUNNING,
+                "queued_s": 5.0,
+            },
+            {
+                "work": 0.2,
+                "contention": 0.5,
+            },
             "",
         ),
         # Another loader has its share of the step, or of what follows it.
         (
-            {"places": {"step": {OTHER_LOADER: 5, "train.py:7": 15}}},
+            {
+                "places": {"step": {OTHER_LOADER: 5, "train.py:7": 15}},
+            },
             {"other_loader": 0.25},
             r"Beside its own batches, the loop waits for another loader \(in 5 of 20 looks\)",
         ),
-        ({"places": {"step": {OTHER_LOADER: 1, "train.py:7": 19}}}, {}, ""),
+        (
+            {"places": {"step": {OTHER_LOADER: 1, "train.py:7": 19}}},
+            {},
+            "",
+        ),
         (
             {
                 "between": spread(0.06),
@@ -356,35 +479,69 @@ def two_cores(monkeypatch):
                 "between": spread(0.8, every=10),
                 "places": {"between": {OTHER_LOADER: 3, "main.py:3 evaluate": 7}},
             },
-            {"periodic": 0.56, "other_loader": 0.24},
+            {
+                "periodic": 0.56,
+                "other_loader": 0.24,
+            },
             "",
         ),
         (
-            {"growth": Growth(2.5, 4000, {"this process": 2.5})},
+            {
+                "growth": Growth(2.5, 4000, {"this process": 2.5}),
+            },
             {"memory": 0.0},
             "if this goes on, memory is full at batch 4,000",
         ),
         # Too many workers wait for cores and for nothing else.
-        ({"times": BUSY, "looks": {"lock": 30}, "workers": 4}, {"lock": 0.5}, ""),
         (
-            {"times": BUSY, "looks": {"process": 20, "": 20}, "workers": 4},
+            {"times": BUSY, "looks": {"lock": 30}, "workers": 4},
+            {"lock": 0.5},
+            "",
+        ),
+        (
+            {
+                "times": BUSY,
+                "looks": {"process": 20, "": 20},
+                "workers": 4,
+            },
             {"other_process": 0.5},
             "",
         ),
         (
-            {"times": BUSY, "looks": RUNNING, "workers": 4, "queued_s": 6.0},
+            {
+                "times": BUSY,
+                "looks": RUNNING,
+                "workers": 4,
+                "queued_s": 6.0,
+            },
             {"too_many_workers": 0.5},
             "4 workers share 2 cores.*num_workers=2",
         ),
         # Other programs take the cores: the samples wait for one, or the loop itself.
         (
-            {"times": BUSY, "looks": RUNNING, "workers": 4, "others_s": 14.0},
-            {"other_programs": 0.5, "work": 0.5},
+            {
+                "times": BUSY,
+                "looks": RUNNING,
+                "workers": 4,
+                "others_s": 14.0,
+            },
+            {
+                "other_programs": 0.5,
+                "work": 0.5,
+            },
             "other programs keep 1.4 of 2 cores busy",
         ),
-        ({"queued_s": 7.0, "others_s": 14.0}, {"other_programs": 0.7}, ""),
+        (
+            {"queued_s": 7.0, "others_s": 14.0},
+            {"other_programs": 0.7},
+            "",
+        ),
         # They take too little to be the cause.
-        ({"queued_s": 7.0, "others_s": 6.0}, {"contention": 0.7}, ""),
+        (
+            {"queued_s": 7.0, "others_s": 6.0},
+            {"contention": 0.7},
+            "",
+        ),
         # Starts of workers come before other programs that slow them down.
         (
             {
@@ -399,7 +556,11 @@ def two_cores(monkeypatch):
             "",
         ),
         # A wait that was not seen is no cause beside a lack of cores.
-        ({"times": IDLE, "others_s": 15.0, "queued_s": 6.0}, {"other_programs": 0.6}, ""),
+        (
+            {"times": IDLE, "others_s": 15.0, "queued_s": 6.0},
+            {"other_programs": 0.6},
+            "",
+        ),
         # Workers are mostly idle, and no wait shows a sample, or most waits do.
         (
             {
