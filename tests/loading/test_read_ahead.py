@@ -4,7 +4,6 @@ stock DataLoader, and ahead of a batch.
 
 import shutil
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -17,11 +16,11 @@ from colab_utils.data.coco import write_subset
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
-from colab_utils.loading.loader import make_loader
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import DriveProfile, slow_down
 
-from .test_dataset import assert_equal_samples
+from .test_dataset import assert_equal_samples, flip_bit
+from .test_loader import flatten, list_ids
 from .test_open_dataset import wait_until
 
 
@@ -31,16 +30,21 @@ def dataset(tiny_dataset):
 
 
 @pytest.fixture
+def few(dataset, tmp_path):
+    """A folder with copies of four images, which a test may spoil, and their JSON."""
+    folder = tmp_path / "few"
+    folder.mkdir()
+    for index in range(4):
+        shutil.copy(dataset.find_path(index), folder)
+    return folder, write_subset(dataset.coco, range(4), tmp_path / "few.json")
+
+
+@pytest.fixture
 def near_and_far(tiny_dataset, tmp_path):
     """The same shards in a local folder and in a slowed one."""
     near = tmp_path / "near"
     far = tmp_path / "far"
-    write_shards(
-        tiny_dataset.images,
-        tiny_dataset.annotations,
-        shards=near,
-        shard_mb=0.1,
-    )
+    write_shards(tiny_dataset.images, tiny_dataset.annotations, shards=near, shard_mb=0.1)
     shutil.copytree(near, far)
     slow_down(far, DriveProfile("far", open_s=0.001, bytes_per_s=1e9, source="a test"))
     return ShardDataset(near), ShardDataset(far)
@@ -65,10 +69,17 @@ def in_flight(monkeypatch):
     return counts
 
 
+def assert_equal_lists(samples, expected):
+    for sample, other in zip(samples, expected, strict=True):
+        assert_equal_samples(sample, other)
+
+
+def list_samples(loader):
+    return [sample for batch in loader for sample in zip(*batch, strict=True)]
+
+
 def test_a_batch_is_the_samples_that_it_names(dataset):
-    batch = dataset.__getitems__([3, 0, 3, -1])
-    for sample, index in zip(batch, [3, 0, 3, -1], strict=True):
-        assert_equal_samples(sample, dataset[index])
+    assert_equal_lists(dataset.__getitems__([3, 0, 3, -1]), [dataset[i] for i in (3, 0, 3, -1)])
 
 
 def test_the_files_of_a_batch_are_read_at_the_same_time(dataset, in_flight):
@@ -79,29 +90,27 @@ def test_the_files_of_a_batch_are_read_at_the_same_time(dataset, in_flight):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stock_loader_gives_every_sample(dataset, workers):
-    subset = Subset(dataset, [5, 1, 4, 2, 0])
-    loader = DataLoader(subset, 2, num_workers=workers, collate_fn=list)
+    order = [5, 1, 4, 2, 0]
+    loader = DataLoader(Subset(dataset, order), 2, num_workers=workers, collate_fn=list)
     samples = [sample for batch in loader for sample in batch]
-    for sample, index in zip(samples, [5, 1, 4, 2, 0], strict=True):
-        assert_equal_samples(sample, dataset[index])
+    assert_equal_lists(samples, [dataset[index] for index in order])
 
 
 def test_what_was_read_ahead_is_what_the_file_holds(dataset):
-    dataset.read_ahead([0, 1])
-    contents = [dataset.read(0), dataset.read(1)]
-    assert contents == [dataset.find_path(0).read_bytes(), dataset.find_path(1).read_bytes()]
-    dataset.read_ahead([2])
-    dataset.drop_ahead()
-    assert dataset.read(2) == dataset.find_path(2).read_bytes()
+    dataset.read_ahead([0, 1, 2])
+    for index in range(3):
+        if index == 2:
+            dataset.drop_ahead()
+        assert dataset.read(index) == dataset.find_path(index).read_bytes()
 
 
-def test_a_batch_with_a_missing_file_names_it_and_leaves_nothing_behind(dataset, tmp_path):
-    copy = CocoFolder(tmp_path, _write_annotations(dataset, tmp_path), streams=4)
+def test_a_batch_with_a_missing_file_names_it_and_leaves_nothing_behind(dataset, few):
+    copy = CocoFolder(*few, streams=4)
     copy.find_path(2).unlink()
     with pytest.raises(ColabUtilsError, match=copy.coco.file_name(2)):
         copy.__getitems__([0, 1, 2, 3])
     copy.find_path(2).write_bytes(dataset.read(2))
-    assert_equal_samples(copy.__getitems__([2])[0], dataset[2])
+    assert_equal_lists(copy.__getitems__([2]), [dataset[2]])
 
 
 def test_an_overridden_sample_is_what_a_batch_has(tiny_dataset):
@@ -120,101 +129,65 @@ def test_a_number_of_streams_out_of_range_is_refused_at_once(tiny_dataset, strea
         CocoFolder(tiny_dataset.images, tiny_dataset.annotations, streams=streams)
 
 
-def _write_annotations(dataset, folder):
-    for index in range(4):
-        path = folder / dataset.coco.file_name(index)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(dataset.read(index))
-    return write_subset(dataset.coco, range(4), folder / "coco.json")
-
-
 def read_orders(loader, passes=2):
-    return [
-        [int(target["image_id"]) for _, targets in loader for target in targets]
-        for _ in range(passes)
-    ]
+    return [flatten(list_ids(loader)) for _ in range(passes)]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_loader_gives_the_same_batches_with_and_without_reading_ahead(dataset, workers):
-    settings = {"batch_size": 3, "seed": 5}
-    plain = make_loader(dataset, workers=0, streams=1, **settings)
-    wide = make_loader(dataset, workers=workers, streams=8, **settings)
+def test_the_loader_gives_the_same_batches_with_and_without_reading_ahead(make, dataset, workers):
+    settings = {"batch_size": 3, "seed": 5, "deliver": "dense"}
+    plain = make(dataset, streams=1, **settings)
+    wide = make(dataset, workers=workers, streams=8, **settings)
     for _ in range(2):
-        for batch, expected in zip(wide, plain, strict=True):
-            for sample, wanted in zip(
-                zip(*batch, strict=True), zip(*expected, strict=True), strict=True
-            ):
-                assert_equal_samples(sample, wanted)
-    wide.close()
+        assert_equal_lists(list_samples(wide), list_samples(plain))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_files_of_later_batches_are_read_while_the_first_is_needed(
-    dataset, tmp_path, monkeypatch, workers
+    make, dataset, list_reads, workers
 ):
-    read = files.read_whole
-
-    def note(path, **options):
-        # Each read leaves a file, since workers are other processes.
-        (tmp_path / f"{path.name}.{threading.get_native_id()}").touch()
-        return read(path, **options)
-
-    monkeypatch.setattr(files, "read_whole", note)
-    loader = make_loader(dataset, batch_size=1, workers=workers, prefetch=1, streams=8)
+    loader = make(dataset, batch_size=1, workers=workers, prefetch=1, streams=8)
     batches = iter(loader)
     next(batches)
-    for _ in range(500):
-        if len(list(tmp_path.iterdir())) == len(dataset):
-            break
-        time.sleep(0.01)
-    assert len(list(tmp_path.iterdir())) == len(dataset)
-    loader.close()
+    wait_until(lambda: len(list_reads()) == len(dataset))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_pass_that_was_broken_off_leaves_nothing_to_the_next(dataset, workers):
-    settings = {"batch_size": 2, "workers": workers, "seed": 3}
-    loader = make_loader(dataset, streams=8, **settings)
-    next(iter(loader))
-    plain = make_loader(dataset, streams=1, **settings)
-    next(iter(plain))
-    assert read_orders(loader) == read_orders(plain)
-    loader.close()
-    plain.close()
+def test_a_pass_that_was_broken_off_leaves_nothing_to_the_next(make, dataset, workers):
+    loaders = [make(dataset, streams=streams, workers=workers, seed=3) for streams in (8, 1)]
+    for loader in loaders:
+        next(iter(loader))
+    assert read_orders(loaders[0]) == read_orders(loaders[1])
 
 
-def test_a_pass_that_was_broken_off_leaves_room_to_other_loaders(dataset):
-    loader = make_loader(dataset, batch_size=1, workers=0, streams=8)
+def test_a_pass_that_was_broken_off_leaves_room_to_other_loaders(make, dataset):
+    loader = make(dataset, streams=8)
     batches = iter(loader)
     next(batches)
     reader = dataset._open_reader()
-    assert any(reader.is_ahead(index) for index in range(len(dataset)))
+    assert any(map(reader.is_ahead, range(len(dataset))))
     batches.close()
     # They would count towards what another loader of this dataset may read ahead.
-    assert not any(reader.is_ahead(index) for index in range(len(dataset)))
+    assert not any(map(reader.is_ahead, range(len(dataset))))
     assert read_orders(loader)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_missing_file_is_left_out_as_without_reading_ahead(dataset, tmp_path, workers):
-    copy = CocoFolder(tmp_path, _write_annotations(dataset, tmp_path))
+def test_a_missing_file_is_left_out_as_without_reading_ahead(make, few, workers):
+    copy = CocoFolder(*few)
     copy.find_path(2).unlink()
-    settings = {"batch_size": 2, "workers": workers, "max_bad": 1, "streams": 8}
-    loader = make_loader(copy, **settings)
+    loader = make(copy, workers=workers, max_bad=1, streams=8)
     with pytest.warns(ColabUtilsWarning, match="left out"):
-        ids = read_orders(loader, passes=1)[0]
+        [ids] = read_orders(loader, passes=1)
     assert sorted(ids) == sorted(np.delete(copy.image_ids, 2).tolist())
-    loader.close()
 
 
-def test_only_shards_on_a_slow_folder_are_read_ahead(near_and_far):
+def test_only_shards_on_a_slow_folder_are_read_ahead(make, near_and_far):
     near, far = near_and_far
     assert (near.streams, far.streams) == (1, "auto")
-    for dataset, reads_ahead in ((near, False), (far, True)):
-        loader = make_loader(dataset, batch_size=2, workers=0)
-        assert loader.reads_ahead is reads_ahead
-    assert not make_loader(far, batch_size=2, workers=0, streams=1).reads_ahead
+    assert not make(near).reads_ahead
+    assert make(far).reads_ahead
+    assert not make(far, streams=1).reads_ahead
 
 
 def test_the_pieces_of_a_batch_of_shards_are_read_at_the_same_time(near_and_far, in_flight):
@@ -227,32 +200,26 @@ def test_the_pieces_of_a_batch_of_shards_are_read_at_the_same_time(near_and_far,
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("transforms", [None, v2.RandomHorizontalFlip(0.5)])
-def test_a_loader_of_slow_shards_gives_the_batches_of_fast_ones(near_and_far, workers, transforms):
-    loaders = []
+def test_a_loader_of_slow_shards_gives_the_batches_of_fast_ones(
+    make, near_and_far, workers, transforms
+):
+    samples = []
     for dataset in near_and_far:
         dataset.transforms = transforms
-        loaders.append(make_loader(dataset, batch_size=3, workers=workers, seed=5))
-    for near_batch, far_batch in zip(*loaders, strict=True):
-        far_samples = zip(*far_batch, strict=True)
-        near_samples = zip(*near_batch, strict=True)
-        for far, near in zip(far_samples, near_samples, strict=True):
-            assert_equal_samples(far, near)
-    for loader in loaders:
-        loader.close()
+        loader = make(dataset, batch_size=3, workers=workers, seed=5, deliver="dense")
+        samples.append(list_samples(loader))
+    assert_equal_lists(*samples)
 
 
 def test_a_damaged_piece_that_was_read_ahead_is_named(near_and_far):
-    _, far = near_and_far
-    path = far.find_path(0)
-    content = bytearray(path.read_bytes())
+    near, far = near_and_far
     start, length = far._tables["image_spans"][0].tolist()
-    content[start + length // 2] ^= 1
-    path.write_bytes(content)
+    flip_bit(far.find_path(0), start + length // 2)
     with pytest.raises(ColabUtilsError, match="do not match their checksum"):
         far.__getitems__([0, 1])
     # Nothing is left of the batch that failed.
     far.read_ahead([1])
-    assert_equal_samples(far[1], near_and_far[0][1])
+    assert_equal_samples(far[1], near[1])
 
 
 @pytest.fixture
@@ -273,21 +240,19 @@ def list_reads(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_with_a_cache_each_file_is_read_once(tiny_dataset, tmp_path, list_reads, workers):
+def test_with_a_cache_each_file_is_read_once(make, tiny_dataset, tmp_path, list_reads, workers):
     source = tiny_dataset.images, tiny_dataset.annotations
     dataset = CocoFolder(*source, cache=tmp_path / "cache")
-    loader = make_loader(dataset, batch_size=2, workers=workers)
-    for _ in range(2):
-        assert sum(len(images) for images, _ in loader) == len(dataset)
-    loader.close()
+    loader = make(dataset, workers=workers)
+    for ids in read_orders(loader):
+        assert len(ids) == len(dataset)
     again = CocoFolder(*source, cache=tmp_path / "cache")
     assert_equal_samples(again[3], dataset[3])
     assert list_reads() == sorted(path.name for path in tiny_dataset.images.iterdir())
 
 
-def test_a_file_that_was_repaired_is_read_anew(dataset, tmp_path):
-    annotations = _write_annotations(dataset, tmp_path)
-    copy = CocoFolder(tmp_path, annotations, cache=tmp_path / "cache")
+def test_a_file_that_was_repaired_is_read_anew(dataset, few, tmp_path):
+    copy = CocoFolder(*few, cache=tmp_path / "cache")
     content = copy.find_path(2).read_bytes()
     copy.find_path(2).write_bytes(content[:100])
     with pytest.raises(ColabUtilsError, match=copy.coco.file_name(2)):
@@ -299,32 +264,26 @@ def test_a_file_that_was_repaired_is_read_anew(dataset, tmp_path):
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("expects_pass", [False, True])
 def test_the_files_of_the_next_pass_are_read_while_one_ends(
-    dataset, list_reads, workers, expects_pass
+    make, dataset, list_reads, workers, expects_pass
 ):
-    count = len(dataset)
-    loader = make_loader(dataset, batch_size=2, workers=workers, streams=4)
+    loader = make(dataset, workers=workers, streams=4)
     loader.expects_pass = expects_pass
-    orders = read_orders(loader, passes=1)
-    wait_until(lambda: len(list_reads()) == (2 * count if expects_pass else count))
-    orders += read_orders(loader, passes=1)
-    # All files of the third pass are read already.
-    wait_until(lambda: len(list_reads()) == 3 * count)
-    orders += read_orders(loader, passes=1)
-    wait_until(lambda: len(list_reads()) == 4 * count)
-    loader.close()
-    again = make_loader(dataset, batch_size=2, workers=0, streams=1)
-    assert read_orders(again, passes=3) == orders
+    orders = []
+    # From the second pass on, all files of the next one are read already.
+    for passes in (1 + expects_pass, 3, 4):
+        orders += read_orders(loader, passes=1)
+        wait_until(lambda passes=passes: len(list_reads()) == passes * len(dataset))
+    assert read_orders(make(dataset, streams=1), passes=3) == orders
 
 
-def test_files_that_were_read_for_another_pass_are_given_up(dataset, list_reads):
-    loader = make_loader(dataset, batch_size=2, workers=1, streams=4)
+def test_files_that_were_read_for_another_pass_are_given_up(make, dataset, list_reads):
+    loader = make(dataset, workers=1, streams=4)
     loader.expects_pass = True
     read_orders(loader, passes=1)
     wait_until(lambda: len(list_reads()) == 2 * len(dataset))
-    other = make_loader(dataset, batch_size=2, workers=0)
+    other = make(dataset)
     next(iter(other))
     # The next pass goes on in the first epoch, after its first batch.
     loader.load_state_dict(other.state_dict())
-    rest = read_orders(loader, passes=1)[0]
-    loader.close()
+    [rest] = read_orders(loader, passes=1)
     assert len(rest) == len(dataset) - 2
