@@ -12,6 +12,7 @@ import shutil
 import signal
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch import nn
 from torchvision.transforms import v2
 
 from colab_utils import drive, files
-from colab_utils.course.sample_data import BuiltinDataset, make_dataset
+from colab_utils.course.sample_data import BuiltinDataset
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading import clock
@@ -43,6 +44,7 @@ from colab_utils.training.report import LogLine, TrainingPlan, TrainReport
 from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import train
 from tests.tiny_model import TINY_MODEL
+from tests.training.small_shards import make_shards
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -58,31 +60,30 @@ TINY = {
 }
 
 
-class Killed(BaseException):
-    """Stands for a kill: nothing in the package catches it."""
-
-
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory) -> BuiltinDataset:
     """Six small images, so that a run of five steps of two is more than an epoch."""
-    folder = tmp_path_factory.mktemp("six")
-    return make_dataset(
-        folder,
-        n=6,
-        width=96,
-        height=80,
-        objects=(1, 3),
-        workers=1,
-    )
+    return make_shards(tmp_path_factory.mktemp("six"), n=6, shard_mb=0.01)
 
 
 @pytest.fixture(scope="module")
-def tiny_shards(dataset, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("shards")
-    write_shards(
-        dataset.images, dataset.annotations, shards=folder, shard_mb=dataset.bytes / 2e6, workers=1
-    )
-    return folder
+def tiny_shards(dataset) -> Path:
+    return dataset.images.parents[1] / "shards"
+
+
+@pytest.fixture
+def write_variant(dataset, tmp_path):
+    """Write shards of the six images with other contents of their JSON."""
+
+    def write(name, **changes):
+        annotations = tmp_path / f"{name}.json"
+        content = json.loads(dataset.annotations.read_text()) | changes
+        annotations.write_text(json.dumps(content))
+        shards = tmp_path / name
+        write_shards(dataset.images, annotations, shards=shards, workers=1, max_bad=1)
+        return shards
+
+    return write
 
 
 @pytest.fixture(scope="module")
@@ -144,24 +145,40 @@ def fail_inside():
     raise ColabUtilsError("a batch does not fit")
 
 
+def act_at(step, action):
+    """Return a log that does something after a step; it needs ``every_step``."""
+
+    def log(line):
+        if getattr(line, "step", 0) == step:
+            action()
+
+    return log
+
+
+def run_forked(target) -> int:
+    """Return the exit code of a process that calls ``target``."""
+    process = multiprocessing.get_context("fork").Process(target=target)
+    process.start()
+    process.join(120)
+    return process.exitcode
+
+
 def test_the_report_holds_every_step(undisturbed, tiny_shards):
-    images = int(ShardDataset(tiny_shards).has_objects.sum())
+    dataset = ShardDataset(tiny_shards, contiguous_labels=True)
+    plan = undisturbed.plan
     assert undisturbed.steps == 5
-    assert [point.step for point in undisturbed.losses] == list(range(1, 6))
-    assert undisturbed.plan.images == images
-    assert undisturbed.plan.skipped_images == len(ShardDataset(tiny_shards)) - images
-    assert undisturbed.plan.objects == ShardDataset(tiny_shards).objects > 0
-    assert "objects left out" not in str(dataclasses.replace(undisturbed.plan, skipped_objects=0))
-    assert "2 of 12 objects left out" in str(
-        dataclasses.replace(undisturbed.plan, objects=10, skipped_objects=2)
-    )
+    assert [point.step for point in undisturbed.losses] == [1, 2, 3, 4, 5]
+    assert plan.images == dataset.has_objects.sum() == len(dataset) - plan.skipped_images
+    assert plan.objects == dataset.objects > 0
+    assert "objects left out" not in str(dataclasses.replace(plan, skipped_objects=0))
+    some = dataclasses.replace(plan, objects=10, skipped_objects=2)
+    assert "2 of 12 objects left out" in str(some)
     assert undisturbed.images_per_second > 0
     assert 0 <= undisturbed.wait_share < 1
-    assert Path(undisturbed.checkpoint).name == "checkpoint-00000005.pt"
     assert str(undisturbed).startswith("5 steps, loss ")
-    assert "tiny from random weights on cpu in float32: 6 classes" in str(undisturbed.plan)
+    assert "tiny from random weights on cpu in float32: 6 classes" in str(plan)
     content = torch.load(undisturbed.checkpoint, weights_only=True)
-    dataset = ShardDataset(tiny_shards, contiguous_labels=True)
+    assert content["step"] == 5
     assert content["class_names"] == dataset.class_names
     assert content["category_ids"] == dataset.category_ids
 
@@ -170,23 +187,17 @@ def test_the_report_holds_every_step(undisturbed, tiny_shards):
 # The checkpoint lies within an epoch, and at the end of one.
 @pytest.mark.parametrize(("saved", "workers"), [(2, 2), (3, 0)])
 def test_killed_and_resumed_gives_the_same_losses(
-    train_here, undisturbed, tiny_shards, tmp_path, saved, workers
+    train_here, undisturbed, tmp_path, saved, workers
 ):
     newest = f"checkpoint-{saved:08d}.pt"
 
-    def kill(line):
-        if isinstance(line, LogLine) and line.step == saved + 1:
-            while not (tmp_path / newest).exists():
-                time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
+    def kill():
+        while not (tmp_path / newest).exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    options = {**TINY, "steps": 5, "checkpoint_steps": saved, "log": kill}
-    process = multiprocessing.get_context("fork").Process(
-        target=train, args=(tiny_shards, tmp_path), kwargs=options
-    )
-    process.start()
-    process.join(120)
-    assert process.exitcode == -signal.SIGKILL
+    log = act_at(saved + 1, kill)
+    assert run_forked(partial(train_here, steps=5, checkpoint_steps=saved, log=log)) == -9
     assert list_names(tmp_path) == [newest, "writer.txt"]
     # Random numbers that were drawn in between must not matter.
     torch.rand(17)
@@ -207,9 +218,10 @@ def test_a_second_train_is_refused_and_harms_nothing(train_here, run):
     assert list_names(run) == before
 
 
-def test_a_refused_run_leaves_no_folder(other_shards, tmp_path):
-    with pytest.raises(ColabUtilsError, match=r"None of the 3 images in .* has objects"):
-        train(other_shards["no objects"], tmp_path / "run", **TINY)
+def test_a_refused_run_leaves_no_folder(write_variant, tmp_path):
+    shards = write_variant("empty", annotations=[])
+    with pytest.raises(ColabUtilsError, match=r"None of the 6 images in .* has objects"):
+        train(shards, tmp_path / "run", **TINY)
     assert not (tmp_path / "run").exists()
 
 
@@ -253,32 +265,23 @@ def test_whatever_ends_a_run_saves_what_was_done(
     assert (resumed.plan.first_step, resumed.losses) == (step, undisturbed.losses)
 
 
-class Refusal:
-    """Drive refuses files of a run's folder: how many times, by their names; None for always."""
-
-    def __init__(self) -> None:
-        self.times: dict[str, int | None] = {}
-        self.refused: list[str] = []
-        self._write = files.write_file
-
-    def write(self, path, *parts):
-        left = self.times.get(path.name, 0)
-        is_waiting = path.parent.parent.name.startswith("colab_utils-checkpoints-")
-        if is_waiting or left == 0:
-            return self._write(path, *parts)
-        if left is not None:
-            self.times[path.name] = left - 1
-        self.refused.append(path.name)
-        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
-
-
 @pytest.fixture
-def refusal(monkeypatch) -> Refusal:
-    refusal = Refusal()
-    monkeypatch.setattr(files, "write_file", refusal.write)
-    return refusal
+def refusals(monkeypatch) -> Counter[str]:
+    """How often Drive refuses a file of a run's folder from now on, by its name."""
+    times = Counter()
+    write = files.write_file
+
+    def refuse(path, *parts):
+        if times[path.name] > 0 and "colab_utils-checkpoints-" not in str(path):
+            times[path.name] -= 1
+            raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+        return write(path, *parts)
+
+    monkeypatch.setattr(files, "write_file", refuse)
+    return times
 
 
+ALWAYS = 1000
 NEWEST = "checkpoint-00000003.pt"
 BEST = "best-00000003.pt"
 
@@ -294,65 +297,59 @@ BEST = "best-00000003.pt"
     ],
 )
 def test_a_run_whose_last_file_lies_here_alone_is_no_success(
-    train_here, tiny_shards, tmp_path, refusal, name, options
+    train_here, tiny_shards, tmp_path, refusals, name, options
 ):
-    folder = CheckpointFolder(tmp_path / "run")
-    refusal.times[name] = None
-    lies = (
-        rf"{name} is not in {folder.run}\. It lies only in .*colab_utils-checkpoints-\d+/(\w+) of"
-    )
-    with pytest.raises(DriveLostError, match=lies) as caught:
-        train_here(run=folder.run, steps=3, val_shards=tiny_shards, **options)
-    assert folder.waiting.name in str(caught.value)
+    folder = CheckpointFolder(tmp_path)
+    refusals[name] = ALWAYS
+    lies = rf"{name} is not in {tmp_path}\. It lies only in {folder.waiting} of"
+    with pytest.raises(DriveLostError, match=lies):
+        train_here(steps=3, val_shards=tiny_shards, **options)
     # It was tried as it was written, and patiently once.
-    assert refusal.refused == [name] * (2 + len(drive.RETRY_WAITS_S))
+    assert ALWAYS - refusals.pop(name) == 2 + len(drive.RETRY_WAITS_S)
     assert list_names(folder.waiting) == [name]
-    assert name not in list_names(folder.run)
-    refusal.times.clear()
+    assert name not in list_names(tmp_path)
     # The run is finished, also without validation.
-    report = train_here(run=folder.run, steps=3)
-    assert report.plan.first_step == 3
-    assert {NEWEST, BEST} <= set(list_names(folder.run))
+    assert train_here(steps=3).plan.first_step == 3
+    assert {NEWEST, BEST} <= set(list_names(tmp_path))
     assert list_names(folder.waiting) == []
 
 
-def test_a_run_whose_checkpoints_do_not_show_says_so(train_here, tmp_path, monkeypatch):
+def test_a_run_whose_checkpoints_do_not_show_says_so(train_here, monkeypatch):
     """The list that Drive gives of a folder may be out of date."""
-    train_here(run=tmp_path / "run", steps=1)
+    train_here(steps=1)
     monkeypatch.setattr(checkpoint, "_list_files", lambda folder, which: [])
     with pytest.warns(ColabUtilsWarning, match=r"begun before, and no checkpoint shows: .*stop it"):
-        report = train_here(run=tmp_path / "run", steps=1)
+        report = train_here(steps=1)
     assert report.plan.first_step == 0
 
 
 @pytest.mark.usefixtures("every_step")
-@pytest.mark.parametrize(("error", "times"), [(KeyboardInterrupt, 3), (DriveLostError, None)])
+@pytest.mark.parametrize(("error", "times"), [(KeyboardInterrupt, 3), (DriveLostError, ALWAYS)])
 def test_what_ends_a_run_is_raised_and_what_waits_is_sent(
-    train_here, tmp_path, refusal, error, times
+    train_here, tmp_path, refusals, error, times
 ):
-    folder = CheckpointFolder(tmp_path / "run")
     name = "checkpoint-00000002.pt"
-    refusal.times[name] = times
+    refusals[name] = times
 
-    def stop(line):
-        if getattr(line, "step", 0) == 2:
-            raise error("the reason")
+    def stop():
+        raise error("the reason")
 
     with (
         pytest.warns(ColabUtilsWarning, match="Drive does not answer") as caught,
         pytest.raises(error, match="the reason"),
     ):
-        train_here(run=folder.run, steps=3, log=stop)
-    assert list_names(folder.waiting if times is None else folder.run) == [name]
-    named = [warning for warning in caught if f"is not in {folder.run}" in str(warning.message)]
-    assert len(named) == (1 if times is None else 0)
+        train_here(steps=3, log=act_at(2, stop))
+    is_lost = times == ALWAYS
+    assert list_names(CheckpointFolder(tmp_path).waiting if is_lost else tmp_path) == [name]
+    said = [f"is not in {tmp_path}" in str(warning.message) for warning in caught]
+    assert said.count(True) == is_lost
 
 
 def test_what_waits_is_sent_where_the_state_itself_is_not_saved(
-    train_here, tmp_path, refusal, monkeypatch
+    train_here, tmp_path, refusals, monkeypatch
 ):
     """The weights have moved in part; the checkpoint of the step before waits."""
-    refusal.times["checkpoint-00000001.pt"] = 1
+    refusals["checkpoint-00000001.pt"] = 1
     interrupt_call(monkeypatch, TrainingStep, "apply_gradients", 2, press_ctrl_c)
     with pytest.warns(ColabUtilsWarning, match="waits"), pytest.raises(KeyboardInterrupt):
         train_here(steps=3, checkpoint_steps=1)
@@ -360,11 +357,9 @@ def test_what_waits_is_sent_where_the_state_itself_is_not_saved(
 
 
 def test_finished_run_has_nothing_left_to_do(train_here, undisturbed):
-    with pytest.warns(
-        ColabUtilsWarning, match=r"is finished: all of its 5 steps are done, .* resume='never'"
-    ) as caught:
+    text = r"^.* is finished: all of its 5 steps are done, .* resume='never'.*$"
+    with pytest.warns(ColabUtilsWarning, match=text):
         again = train_here(run=Path(undisturbed.checkpoint).parent, steps=5)
-    assert "\n" not in str(caught[0].message)
     assert again.losses == undisturbed.losses
     assert again.checkpoint == undisturbed.checkpoint
     assert again.images_per_second == 0
@@ -441,13 +436,7 @@ def test_epochs_are_counted_in_images_whatever_the_batches(train_here, tiny_shar
     report = train_here(epochs=2, batch_size=1)
     # The steps are two with batches of two, then two that end the epoch, and six of the next.
     assert report.steps == 2 + 2 + 6
-    again = train(
-        tiny_shards,
-        tmp_path,
-        epochs=2,
-        workers=0,
-    )
-    assert again.steps == report.steps
+    assert train(tiny_shards, tmp_path, epochs=2, workers=0).steps == report.steps
 
 
 def test_loss_that_is_no_number_stops_with_its_step(train_here, tmp_path, monkeypatch):
@@ -496,13 +485,9 @@ def test_a_run_survives_a_bad_batch_and_resumes_exactly(
     assert "nan" not in str(whole)
     assert all(torch.isfinite(value).all() for value in load_weights(whole).values())
 
-    def interrupt(line):
-        if getattr(line, "step", 0) == 5:
-            signal.raise_signal(signal.SIGINT)
-
     monkeypatch.setattr(trainer, "_LOG_STEPS", 1)
     with pytest.warns(ColabUtilsWarning, match="skipped"), pytest.raises(KeyboardInterrupt):
-        train_here(run=tmp_path / "cut", steps=9, log=interrupt)
+        train_here(run=tmp_path / "cut", steps=9, log=act_at(5, press_ctrl_c))
     with pytest.warns(ColabUtilsWarning, match="skipped"):
         resumed = train_here(run=tmp_path / "cut", steps=9)
     assert resumed.plan.first_step == 5
@@ -520,11 +505,9 @@ def test_a_run_of_nothing_but_skipped_steps_ends_in_words(train_here, tmp_path, 
         return len(seen) > 4
 
     break_images(monkeypatch, is_broken)
-    with pytest.raises(
-        ColabUtilsError, match=r"none in the last 20 steps\. .* step 22, .*00002\.pt"
-    ) as caught:
+    text = r"^.*none in the last 20 steps\. .* step 22, .*00002\.pt.*$"
+    with pytest.raises(ColabUtilsError, match=text):
         train_here(steps=30, checkpoint_steps=1)
-    assert "\n" not in str(caught.value)
     assert list_names(tmp_path) == ["checkpoint-00000001.pt", "checkpoint-00000002.pt"]
 
 
@@ -538,11 +521,10 @@ def test_an_evaluation_that_fails_is_told_and_tried_again(
         raise error
 
     interrupt_call(monkeypatch, evaluate_module, "detect", 1, fail)
-    with pytest.warns(ColabUtilsWarning, match="this evaluation is skipped") as caught:
+    text = rf"^this evaluation is skipped: .*{error.args[-1]}.*$"
+    with pytest.warns(ColabUtilsWarning, match=text) as caught:
         report = train_here(epochs=2, val_shards=tiny_shards)
     assert len(caught) == 1
-    assert error.args[-1] in str(caught[0].message)
-    assert "\n" not in str(caught[0].message)
     assert report.steps == 6
     assert report.ap is not None
     assert report.best.step == 6
@@ -552,18 +534,13 @@ def test_an_evaluation_that_fails_is_told_and_tried_again(
 def test_a_session_that_is_ended_saves_its_step_first(train_here, undisturbed, tmp_path):
     """As `timeout` does it: the workers get the signal, too."""
 
-    def end(line):
-        if getattr(line, "step", 0) == 4:
-            os.killpg(0, signal.SIGTERM)
+    log = act_at(4, lambda: os.killpg(0, signal.SIGTERM))
 
     def train_alone():
         os.setpgid(0, 0)
-        train_here(steps=5, log=end, workers=2)
+        train_here(steps=5, log=log, workers=2)
 
-    process = multiprocessing.get_context("fork").Process(target=train_alone)
-    process.start()
-    process.join(120)
-    assert process.exitcode == 143
+    assert run_forked(train_alone) == 143
     assert list_names(tmp_path) == ["checkpoint-00000004.pt"]
     resumed = train_here(steps=5)
     assert resumed.plan.first_step == 4
@@ -573,11 +550,7 @@ def test_a_session_that_is_ended_saves_its_step_first(train_here, undisturbed, t
 @pytest.mark.usefixtures("every_step")
 def test_a_signal_that_is_ignored_ends_no_training(train_here):
     """As nohup does."""
-
-    def end(line):
-        if getattr(line, "step", 0) == 2:
-            signal.raise_signal(signal.SIGTERM)
-
+    end = act_at(2, partial(signal.raise_signal, signal.SIGTERM))
     previous = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         assert train_here(steps=3, log=end).steps == 3
@@ -674,9 +647,8 @@ def test_a_thread_trains_without_handlers(tiny_shards, tmp_path):
     ],
 )
 def test_bad_arguments_are_refused_in_words(train_here, tmp_path, options, message):
-    with pytest.raises(ColabUtilsError, match=message) as caught:
+    with pytest.raises(ColabUtilsError, match=f"^.*{message}.*$"):
         train_here(run=tmp_path / "run", **options)
-    assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
 
 
@@ -699,43 +671,19 @@ def test_checkpoint_of_other_settings_is_refused(train_here, undisturbed, option
     assert list_names(run) == names
 
 
-@pytest.fixture(scope="module")
-def other_shards(tmp_path_factory) -> dict[str, Path]:
-    """Shards of another dataset, of one without objects, and of two with other categories."""
-    folder = tmp_path_factory.mktemp("other")
-    made = make_dataset(
-        folder / "dataset", n=3, width=96, height=96, objects=(1, 2), seed=5, workers=1
-    )
-    content = json.loads(made.annotations.read_text())
-    shifted = [{**category, "id": category["id"] + 1} for category in content["categories"]]
-    names = [category["name"] for category in content["categories"]]
-    renamed = [
-        {**category, "name": name}
-        for category, name in zip(content["categories"], reversed(names), strict=True)
-    ]
-    variants = {
-        "other": content,
-        "no objects": {**content, "annotations": []},
-        "other categories": {**content, "categories": content["categories"] + shifted[-1:]},
-        "other names": {**content, "categories": renamed},
-    }
-    shards = {}
-    for name, variant in variants.items():
-        annotations = folder / f"{name}.json"
-        annotations.write_text(json.dumps(variant))
-        shards[name] = folder / f"{name} shards"
-        write_shards(made.images, annotations, shards=shards[name], workers=1)
-    return shards
-
-
 def test_validation_with_other_categories_is_refused_before_training(
-    train_here, other_shards, tmp_path
+    train_here, dataset, write_variant, tmp_path
 ):
+    categories = json.loads(dataset.annotations.read_text())["categories"]
+    more = write_variant("more", categories=[*categories, {"id": 99, "name": "more"}])
+    names = reversed([category["name"] for category in categories])
+    swapped = [{**old, "name": name} for old, name in zip(categories, names, strict=True)]
+    renamed = write_variant("renamed", categories=swapped)
     with pytest.raises(ColabUtilsError, match=r"other category ids than .*7 and 6 categories"):
-        train_here(val_shards=other_shards["other categories"])
+        train_here(run=tmp_path / "run", val_shards=more)
     with pytest.raises(ColabUtilsError, match=r"other ids for the same names .*6 and 6"):
-        train_here(val_shards=other_shards["other names"])
-    assert list_names(tmp_path) == []
+        train_here(run=tmp_path / "run", val_shards=renamed)
+    assert not (tmp_path / "run").exists()
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(train_here, undisturbed, monkeypatch):
@@ -772,12 +720,11 @@ def test_checkpoints_lie_in_the_usual_order_and_averages_in_that_of_the_weights(
     def note(self, state):
         load(self, state)
         for parameter, averages in self.step.optimizer.state.items():
-            seen.append((averages["momentum_buffer"].stride(), parameter.stride()))
+            seen.append(averages["momentum_buffer"].stride() == parameter.stride())
 
     monkeypatch.setattr(trainer.Trainer, "load_state", note)
     train_here(run=run, steps=5)
-    assert seen
-    assert all(ours == theirs for ours, theirs in seen)
+    assert set(seen) == {True}
 
 
 def test_checkpoints_are_a_minute_apart(tmp_path, monkeypatch):
@@ -854,26 +801,24 @@ def test_images_per_second_is_by_the_wall_clock_of_the_run(
     assert lines[-1].images_per_second == pytest.approx(2 / 6)
 
 
-def test_weights_of_another_run_are_where_a_run_starts(undisturbed, other_shards, tmp_path):
+def test_weights_of_another_run_are_where_a_run_starts(
+    undisturbed, write_variant, dataset, tmp_path
+):
+    categories = json.loads(dataset.annotations.read_text())["categories"]
+    shards = write_variant("more", categories=[*categories, {"id": 99, "name": "more"}])
     before = Path(undisturbed.checkpoint).parent
-    report = train(
-        other_shards["other categories"], tmp_path, steps=1, **{**TINY, "weights": before}
-    )
-    assert report.plan.num_classes == 8
-    assert report.plan.first_step == 0
+    report = train(shards, tmp_path / "run", steps=1, **{**TINY, "weights": before})
+    assert (report.plan.num_classes, report.plan.first_step) == (8, 0)
     key = "backbone.body.0.0.weight"
     before = load_weights(undisturbed)[key]
     torch.testing.assert_close(load_weights(report)[key], before, rtol=0, atol=0.05)
 
 
-def test_bad_objects_of_the_shards_are_said(train_here, dataset, tmp_path):
-    coco = json.loads(dataset.annotations.read_text())
-    spoilt = next(annotation for annotation in coco["annotations"] if not annotation["iscrowd"])
+def test_bad_objects_of_the_shards_are_said(train_here, dataset, write_variant, tmp_path):
+    annotations = json.loads(dataset.annotations.read_text())["annotations"]
+    spoilt = next(annotation for annotation in annotations if not annotation["iscrowd"])
     spoilt["bbox"] = [90, 70, 6, 6]
-    annotations = tmp_path / "spoilt.json"
-    annotations.write_text(json.dumps(coco))
-    shards = tmp_path / "shards"
-    write_shards(dataset.images, annotations, shards=shards, workers=1, max_bad=1)
+    shards = write_variant("shards", annotations=annotations)
     text = r"shards has bad objects: 1 x mask and box disagree: object is trained"
     with pytest.warns(ColabUtilsWarning, match=text):
         train(shards, tmp_path / "run", steps=1, **TINY)
@@ -929,18 +874,14 @@ def test_the_best_weights_are_kept(train_here, tiny_shards, tmp_path, capsys):
     assert capsys.readouterr().out == ""
     # Each epoch but the last was evaluated in a line, and the last is that of the report.
     assert set(evaluated) == {3}
-    every = {**evaluated, 6: report.ap}
-    best = max(every, key=lambda step: every[step].segm)
-    assert report.best.segm == pytest.approx(every[best].segm)
-    (kept,) = tmp_path.glob("best-*.pt")
+    best = max(evaluated[3], report.ap, key=lambda ap: ap.segm)
+    assert report.best.segm == best.segm
+    [kept] = tmp_path.glob("best-*.pt")
     assert kept.name == f"best-{report.best.step:08d}.pt"
-    weights = torch.load(kept, weights_only=True)
-    assert weights["step"] == report.best.step
-    assert weights["class_names"] == ShardDataset(tiny_shards, contiguous_labels=True).class_names
+    dataset = ShardDataset(tiny_shards, contiguous_labels=True)
     model = load_trained_model(tmp_path, which="best")
-    assert evaluate(model, ShardDataset(tiny_shards, contiguous_labels=True)).segm == pytest.approx(
-        report.best.segm
-    )
+    assert model.class_names == dataset.class_names
+    assert evaluate(model, dataset).segm == pytest.approx(best.segm)
 
 
 def test_a_longer_run_does_not_lose_its_best(train_here, tiny_shards, tmp_path, monkeypatch):
@@ -954,11 +895,12 @@ def test_a_longer_run_does_not_lose_its_best(train_here, tiny_shards, tmp_path, 
 
 
 def test_the_best_on_other_images_is_not_compared(
-    train_here, tiny_shards, other_shards, tmp_path, monkeypatch
+    train_here, tiny_shards, write_variant, tmp_path, monkeypatch
 ):
     script_precision(monkeypatch, [0.9, 0.1])
+    other = write_variant("other", info={"year": 1999})
     train_here(run=tmp_path / "run", steps=2, val_shards=tiny_shards)
-    report = train_here(run=tmp_path / "run", steps=3, val_shards=other_shards["other"])
+    report = train_here(run=tmp_path / "run", steps=3, val_shards=other)
     assert report.best.segm == 0.1
     assert train_here(run=tmp_path / "run", steps=3).best is None
 
