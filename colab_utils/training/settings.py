@@ -108,7 +108,8 @@ def choose_settings(asked: TrainSettings, stored: TrainSettings, *, on_gpu: bool
     kept = {name: getattr(asked, name) or getattr(stored, name) for name in KEPT}
     settings = replace(asked, **kept)
     model = settings.model or (GPU_MODEL if on_gpu else LIGHT_MODEL)
-    min_size = settings.min_size or _choose_min_size(model, on_gpu)
+    usual_sizes = {TINY_MODEL: 128, LIGHT_MODEL: 800 if on_gpu else 192}
+    min_size = settings.min_size or usual_sizes.get(model, 800)
     learning_rate = settings.learning_rate
     # A stored rate belongs to the stored batch size. For another one, choose a new rate.
     if settings.batch_size != stored.batch_size:
@@ -121,14 +122,6 @@ def choose_settings(asked: TrainSettings, stored: TrainSettings, *, on_gpu: bool
         augment=settings.augment or "flip",
         learning_rate=learning_rate,
     )
-
-
-def _choose_min_size(model: str, on_gpu: bool) -> int:
-    if model == TINY_MODEL:
-        return 128
-    if model == LIGHT_MODEL and not on_gpu:
-        return 192
-    return 800
 
 
 def make_optimizer(

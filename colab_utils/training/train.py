@@ -19,14 +19,14 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.contract import Transforms
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.devices import find_device
-from colab_utils.loading.loader import Loader, make_loader
+from colab_utils.loading.loader import make_loader
 from colab_utils.places import PlaceLike
 from colab_utils.require import require_choice, require_seconds
 from colab_utils.shards.lock import hold_folder
 from colab_utils.training.checkpoint import CheckpointFolder, State
 from colab_utils.training.data import OpenData, find_images, open_images
 from colab_utils.training.layers import use_cpu
-from colab_utils.training.prepare import PreparedStep, prepare_step
+from colab_utils.training.prepare import prepare_step
 from colab_utils.training.ranks import join_ranks, require_same, share_errors
 from colab_utils.training.report import Log, TrainingPlan, TrainReport, make_plan
 from colab_utils.training.settings import (
@@ -206,7 +206,19 @@ def train(
             weights=weights,
             state=state,
         )
-        loader = _make_loader(prepared, data, transforms=transforms, workers=workers)
+        if workers == "auto" and device.type == "cpu":
+            workers = 1
+        loader = make_loader(
+            # An array takes a quarter of the memory of a list.
+            Subset(dataset, cast(Sequence[int], data.rows)),
+            batch_size=prepared.settings.batch_size,
+            device=device,
+            seed=seed,
+            workers=workers,
+            deliver="dense" if transforms else "packed",
+            transforms=transforms,
+            max_wait_s=_MAX_WAIT_S if workers != 0 else None,
+        )
         stack.enter_context(closing(loader))
         with share_errors(ranks):
             first_step = 0
@@ -293,28 +305,6 @@ def _choose_settings(
                     "then moved to a folder of their own."
                 )
     return settings
-
-
-def _make_loader(
-    prepared: PreparedStep,
-    data: OpenData,
-    *,
-    transforms: Transforms | None,
-    workers: int | Literal["auto"],
-) -> Loader:
-    """Make the loader of the images with objects."""
-    device = prepared.step.device
-    return make_loader(
-        # An array takes a quarter of the memory of a list.
-        Subset(data.dataset, cast(Sequence[int], data.rows)),
-        batch_size=prepared.settings.batch_size,
-        device=device,
-        seed=prepared.settings.seed,
-        workers=1 if workers == "auto" and device.type == "cpu" else workers,
-        deliver="dense" if transforms else "packed",
-        transforms=transforms,
-        max_wait_s=_MAX_WAIT_S if workers != 0 else None,
-    )
 
 
 def _warn_if_finished(plan: TrainingPlan, path: str) -> None:
