@@ -341,8 +341,8 @@ def test_what_ends_a_run_is_raised_and_what_waits_is_sent(
         train_here(steps=3, log=act_at(2, stop))
     is_lost = times == ALWAYS
     assert list_names(CheckpointFolder(tmp_path).waiting if is_lost else tmp_path) == [name]
-    said = [f"is not in {tmp_path}" in str(warning.message) for warning in caught]
-    assert said.count(True) == is_lost
+    is_named = [f"is not in {tmp_path}" in str(warning.message) for warning in caught]
+    assert is_named.count(True) == is_lost
 
 
 def test_what_waits_is_sent_where_the_state_itself_is_not_saved(
