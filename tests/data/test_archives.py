@@ -208,22 +208,9 @@ def test_a_full_disk_is_told_before_and_while_it_is_written(export, tiny_dataset
     assert_same(unpack_dataset(export, ssd), tiny_dataset)
 
 
-class Server(ThreadingHTTPServer):
-    """A web server of one file."""
-
-    daemon_threads = True
-
-    def __init__(self, content):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.content = content
-        self.tells_size = True
-        # Bytes after which the next answers break off. None stands for a whole answer.
-        self.breaks = []
-        self.paths = []
-        self.url = f"http://127.0.0.1:{self.server_address[1]}/files/export.zip?key=SECRET"
-
-
 class Handler(BaseHTTPRequestHandler):
+    """Answers as a web server of one file, which the fixture below describes."""
+
     protocol_version = "HTTP/1.1"
 
     def do_GET(self):
@@ -252,7 +239,14 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(export):
-    server = Server(Path(export).read_bytes())
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    server.content = Path(export).read_bytes()
+    server.tells_size = True
+    # Bytes after which the next answers break off. None stands for a whole answer.
+    server.breaks = []
+    server.paths = []
+    server.url = f"http://127.0.0.1:{server.server_address[1]}/files/export.zip?key=SECRET"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield server

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import sys
@@ -95,49 +94,45 @@ def test_every_encoding_of_json_gives_the_same_names(path, encoding):
 
 
 @pytest.mark.parametrize(
-    ("coco", "key", "expected"),
+    ("changes", "key", "expected"),
     [
         # Some exports write ids as floats.
-        (change_annotation(id=5.0), "id", 5),
-        (change_annotation(image_id=7.0, category_id=90.0), "category_id", 90),
-        (change_annotation(id="9007199254740993"), "id", 9007199254740993),
+        ({"id": 5.0}, "id", 5),
+        ({"image_id": 7.0, "category_id": 90.0}, "category_id", 90),
+        ({"id": "9007199254740993"}, "id", 9007199254740993),
         # The row stands in for an id that is no number.
-        (change_annotation(id="3f2b-uuid"), "id", 1),
-        (change_annotation(image_id="7", category_id="90.0"), "image_id", 7),
-        (change_annotation(bbox=["0", 0.5, "4.25", 4]), "bbox", [0, 0.5, 4.25, 4]),
-        (change_annotation(area="16.5"), "area", 16.5),
+        ({"id": "3f2b-uuid"}, "id", 1),
+        ({"image_id": "7", "category_id": "90.0"}, "image_id", 7),
+        ({"bbox": ["0", 0.5, "4.25", 4]}, "bbox", [0, 0.5, 4.25, 4]),
+        ({"area": "16.5"}, "area", 16.5),
         # The area is the number of pixels of the mask, as in pycocotools.
-        (change_annotation(area=None), "area", 6.0),
+        ({"area": None}, "area", 6.0),
         # Without a mask, the area is that of the box.
-        (change_annotation(area=None, segmentation=[]), "area", 16.0),
-        (change_annotation(bbox=[]), "bbox", [1, 0, 3, 3]),
+        ({"area": None, "segmentation": []}, "area", 16.0),
+        ({"bbox": []}, "bbox", [1, 0, 3, 3]),
         # The polygon is flat.
         (
-            change_annotation(bbox=[], segmentation=[0, 0, 4, 0, 4, 4]),
+            {"bbox": [], "segmentation": [0, 0, 4, 0, 4, 4]},
             "bbox",
             [1, 0, 3, 3],
         ),
-        (change_annotation(iscrowd=False), "iscrowd", 0),
-        (change_annotation(iscrowd="False"), "iscrowd", 0),
-        (change_annotation(iscrowd=" true"), "iscrowd", 1),
-        (change_annotation(iscrowd="1"), "iscrowd", 1),
-        # The lists come in any order, beside keys of other tools.
-        (
-            {"imagePath": 1, "features": [], **dict(reversed(make_coco().items()))},
-            "id",
-            1,
-        ),
+        ({"iscrowd": False}, "iscrowd", 0),
+        ({"iscrowd": "False"}, "iscrowd", 0),
+        ({"iscrowd": " true"}, "iscrowd", 1),
+        ({"iscrowd": "1"}, "iscrowd", 1),
         # The checks need to see the empty list.
-        (change_annotation(segmentation=[]), "segmentation", []),
+        ({"segmentation": []}, "segmentation", []),
         (
-            change_annotation(segmentation=[1, 2, 3, 4, 5, 6]),
+            {"segmentation": [1, 2, 3, 4, 5, 6]},
             "segmentation",
             [1, 2, 3, 4, 5, 6],
         ),
     ],
 )
-def test_odd_but_readable_entries_are_read(path, coco, key, expected):
-    dataset = read(path, coco)
+def test_odd_but_readable_entries_are_read(path, changes, key, expected):
+    # The lists come in any order, beside keys of other tools.
+    coco = dict(reversed(change_annotation(**changes).items()))
+    dataset = read(path, {"imagePath": 1, "features": [], **coco})
     [annotation] = dataset.annotations(0)
     assert annotation[key] == expected
     assert dataset.crowds == annotation["iscrowd"]
@@ -224,11 +219,6 @@ WHOLE = json.dumps(make_coco()).encode()
     [
         (b"", "an empty file"),
         (b"PK\x03\x04\x14\x00\x00\x00\x08\x00\xff\xfe", "a zip: unpack it first"),
-        (gzip.compress(WHOLE), "a gzip file: unpack it first"),
-        (
-            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
-            "a Git LFS pointer: run `git lfs pull`",
-        ),
         (b"\n<!DOCTYPE html><html>", "a web page"),
         # These bytes begin a JPEG.
         (b"\xff\xd8\xff\xe0", "bytes that are not UTF-8 text"),
@@ -358,10 +348,10 @@ def test_images_may_be_selected_in_any_order(coco_mini):
     for indices in (order, order[:1], order[1:1], order[5:8]):
         part = dataset.select(indices)
         assert len(part) == len(indices)
+        assert np.array_equal(part.count_objects(), dataset.count_objects()[indices])
         for place, index in enumerate(indices.tolist()):
             assert part.image(place) == dataset.image(index)
             assert part.annotations(place) == dataset.annotations(index)
-            assert part.count_objects()[place] == dataset.count_objects()[index]
 
 
 def test_image_ids_may_be_names(path):
