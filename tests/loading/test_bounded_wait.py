@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from colab_utils import files
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
@@ -55,30 +56,23 @@ class Hang:
 
 
 @pytest.fixture
-def make():
-    """``make_loader`` with a longest wait, that ends its workers with the test; none is left."""
+def make(make):
+    """``make_loader`` with a longest wait; no process and no memory is left of it."""
     gc.collect()
     before = list_open()
+    loaders = []
 
     def build(dataset, **options):
-        settings = {
-            "batch_size": 2,
-            "workers": 2,
-            "deliver": "packed",
-            "shuffle": False,
-            "max_wait_s": WAIT_S,
-        }
-        loader = make_loader(dataset, **{**settings, **options})
-        loaders.append(loader)
-        return loader
+        settings = {"workers": 2, "shuffle": False, "max_wait_s": WAIT_S}
+        loaders.append(make(dataset, **{**settings, **options}))
+        return loaders[-1]
 
-    loaders = []
     yield build
     for loader in loaders:
         loader.close()
+    assert multiprocessing.active_children() == []
     loaders.clear()
     gc.collect()
-    assert multiprocessing.active_children() == []
     assert list_open() == before
 
 
@@ -89,15 +83,6 @@ def list_open():
     buffers = [name for name in names if "memfd:colab_utils" in name]
     shared = [name for name in os.listdir("/dev/shm") if str(os.getpid()) in name]
     return buffers, shared
-
-
-def read_pixels(loader):
-    """Pixels of each batch, by its first image."""
-    pixels = {}
-    for batch in loader:
-        first = batch.image_ids[0].item()
-        pixels[first] = batch.pixels.tolist()
-    return pixels
 
 
 def leave_out(*samples):
@@ -158,12 +143,7 @@ def test_what_never_comes_is_an_error_that_names_it(tmp_path, make, samples, nam
     ("workers", "samples"), [(1, {0, 9}), (2, {4, 5}), (2, {6, SIZE - 1})], ids=str
 )
 def test_several_that_never_come_are_left_out(tmp_path, make, samples, workers):
-    dataset = Numbers(SIZE, Hang(tmp_path, samples))
-    loader = make(
-        dataset,
-        max_bad=3,
-        workers=workers,
-    )
+    loader = make(Numbers(SIZE, Hang(tmp_path, samples)), max_bad=3, workers=workers)
     with pytest.warns(ColabUtilsWarning, match="did not come"):
         ids = flatten(list_ids(loader))
     assert sorted(ids) == leave_out(*samples)
@@ -178,13 +158,10 @@ def test_random_numbers_are_those_of_a_run_without_a_late_batch(tmp_path, make):
             return image + np.random.randint(100), target
 
     hang = Hang(tmp_path, {5}, **ONCE)
-    loader = make(Noisy(SIZE, hang))
-    plain = make(
-        Noisy(SIZE),
-        max_wait_s=None,
-        workers=0,
-    )
-    assert read_pixels(loader) == read_pixels(plain)
+    late = make(Noisy(SIZE, hang))
+    plain = make(Noisy(SIZE), max_wait_s=None, workers=0)
+    for batch, expected in zip(late, plain, strict=True):
+        assert torch.equal(batch.pixels, expected.pixels)
 
 
 def test_slow_samples_of_a_batch_are_not_given_up_as_if_they_hung(make):
@@ -237,27 +214,28 @@ def stop_mounts():
             server.resume()
 
 
-def test_a_drive_that_answers_nothing_for_a_while_loses_no_sample(tiny_dataset, tmp_path, make):
+@pytest.fixture
+def on_drive(tiny_dataset, tmp_path):
+    """Loose files on a mounted Drive."""
     with mount_or_skip(tiny_dataset.images, tmp_path / "drive", direct=True) as mount:
-        dataset = CocoFolder(mount.folder, tiny_dataset.annotations)
-        loader = make(dataset, streams=1, prefetch=1)
-        with stop_mounts() as server:
-            threading.Timer(1.6 * WAIT_S, server.resume).start()
-            ids = flatten(list_ids(loader))
-        assert sorted(ids) == sorted(loader.dataset.image_ids.tolist())
-        assert loader.late
+        yield CocoFolder(mount.folder, tiny_dataset.annotations)
 
 
-def test_processes_that_cannot_be_killed_are_not_waited_for(
-    tiny_dataset, tmp_path, monkeypatch, make
-):
+def test_a_drive_that_answers_nothing_for_a_while_loses_no_sample(on_drive, make):
+    loader = make(on_drive, streams=1, prefetch=1)
+    with stop_mounts() as server:
+        threading.Timer(1.6 * WAIT_S, server.resume).start()
+        ids = flatten(list_ids(loader))
+    assert sorted(ids) == sorted(on_drive.image_ids.tolist())
+    assert loader.late
+
+
+def test_processes_that_cannot_be_killed_are_not_waited_for(on_drive, monkeypatch, make):
     monkeypatch.setattr(prefetcher, "_DEATH_S", 0.1)
-    with mount_or_skip(tiny_dataset.images, tmp_path / "drive", direct=True) as mount:
-        dataset = CocoFolder(mount.folder, tiny_dataset.annotations)
-        loader = make(dataset, streams=1)
-        with stop_mounts():
-            with pytest.raises(LateError, match="did not come within"):
-                list(loader)
-            assert multiprocessing.active_children() == []
-        # Drive answers again.
-        assert sorted(flatten(list_ids(loader))) == sorted(loader.dataset.image_ids.tolist())
+    loader = make(on_drive, streams=1)
+    with stop_mounts():
+        with pytest.raises(LateError, match="did not come within"):
+            list(loader)
+        assert multiprocessing.active_children() == []
+    # Drive answers again.
+    assert sorted(flatten(list_ids(loader))) == sorted(on_drive.image_ids.tolist())

@@ -24,15 +24,21 @@ def time_goes(monkeypatch):
     return go
 
 
+def run_steps(clock, steps, images=1):
+    for _ in range(steps):
+        clock.ask()
+        clock.receive(images=images)
+        clock.end_step()
+
+
 def test_waits_steps_and_what_lies_between_add_up_to_the_loop(time_goes):
     # The clock is made. Twice a batch is asked for, comes, and its step ends; a third is asked for,
     # there is none, and the clock stops.
     time_goes(10.0, 10.0, 13.0, 14.0, 14.5, 15.0, 17.0, 17.25, 17.5)
     clock = LoopClock()
-    for _ in range(2):
-        clock.ask()
-        clock.receive(images=3)
-        clock.end_step()
+    # A step of no batch is ignored.
+    clock.end_step()
+    run_steps(clock, 2, images=3)
     clock.ask()
     clock.stop()
     assert clock.parts_s.tolist() == [[3.0, 1.0, 0.5], [0.5, 2.0, 0.25]]
@@ -60,11 +66,7 @@ def test_the_time_between_two_passes_is_kept_apart(time_goes):
 def test_the_last_of_several_steps_counts(time_goes):
     time_goes(0.0, 0.0, 1.0, 2.0, 3.0, 5.0)
     clock = LoopClock()
-    # A step of no batch is ignored.
-    clock.end_step()
-    clock.ask()
-    clock.receive()
-    clock.end_step()
+    run_steps(clock, 1)
     clock.end_step()
     clock.stop()
     assert clock.parts_s[:, 1:].tolist() == [[2.0, 2.0]]
@@ -101,10 +103,7 @@ def test_after_the_last_batch_all_that_the_gpu_still_does_is_waited_for(monkeypa
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     clock = LoopClock()
-    for _ in range(3):
-        clock.ask()
-        clock.receive()
-        clock.end_step()
+    run_steps(clock, 3)
     # Until then, nobody has waited for the GPU.
     assert FakeEvent.done == -1
     # The wait of the batch at work counts, too.
@@ -119,8 +118,7 @@ def test_batches_are_counted_before_they_are_measured():
     for number in range(150):
         clock.ask()
         assert clock.count == number
-        clock.receive(images=2)
-        clock.end_step()
+        clock.receive()
     clock.stop()
     assert clock.count == 150
     assert clock.parts_s.shape == (150, 3)

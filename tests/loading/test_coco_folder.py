@@ -1,6 +1,7 @@
 """CocoFolder with the sizes that training needs."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -13,7 +14,6 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.write import write_shards
-from tests.pictures import make_exif
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +24,12 @@ def photos(tmp_path_factory):
         with Image.open(path) as image:
             image.filter(ImageFilter.GaussianBlur(1.5)).save(path, quality=92)
     return made
+
+
+@pytest.fixture
+def content(photos):
+    """What their JSON holds, to be changed."""
+    return json.loads(photos.annotations.read_bytes())
 
 
 def open_photos(photos, **options):
@@ -89,15 +95,15 @@ def test_one_size_is_enough_and_small_files_are_as_ever(photos):
         assert_same_objects(target, plain[0][1])
 
 
-def test_a_turned_photo_and_one_without_a_size_are_shrunk(photos, tmp_path):
-    content = json.loads(photos.annotations.read_bytes())
+def test_a_turned_photo_and_one_without_a_size_are_shrunk(photos, content, tmp_path):
     first, second = content["images"][:2]
-    for entry in (first, second):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for entry, turn in ((first, Image.Transpose.ROTATE_90), (second, None)):
         with Image.open(photos.images / entry["file_name"]) as image:
-            stored = image.transpose(Image.Transpose.ROTATE_90) if entry is first else image
-            stored.save(tmp_path / entry["file_name"], quality=95, exif=make_exif(6))
-    del second["width"], second["height"]
-    content["images"] = [first, second]
+            stored = image if turn is None else image.transpose(turn)
+            stored.save(tmp_path / entry["file_name"], quality=95, exif=exif)
+    del second["width"], second["height"], content["images"][2:]
     kept = {first["id"], second["id"]}
     content["annotations"] = [a for a in content["annotations"] if a["image_id"] in kept]
     (tmp_path / "coco.json").write_text(json.dumps(content))
@@ -110,8 +116,7 @@ def test_a_turned_photo_and_one_without_a_size_are_shrunk(photos, tmp_path):
         assert_same_objects(target, objects)
 
 
-def test_a_file_of_another_size_is_refused(photos, tmp_path):
-    content = json.loads(photos.annotations.read_bytes())
+def test_a_file_of_another_size_is_refused(photos, content, tmp_path):
     content["images"][0]["width"] += 1
     (tmp_path / "coco.json").write_text(json.dumps(content))
     folder = CocoFolder(photos.images, tmp_path / "coco.json", min_size=300)
@@ -122,16 +127,10 @@ def test_a_file_of_another_size_is_refused(photos, tmp_path):
 @pytest.mark.parametrize("size", [0, -1, 2**17, float("nan"), float("inf"), "800", True])
 @pytest.mark.parametrize("name", ["min_size", "max_size"])
 def test_sizes_out_of_range_are_refused_as_in_write_shards(photos, tmp_path, name, size):
-    messages = []
-    for call in (
-        lambda: open_photos(photos, **{name: size}),
-        lambda: write_shards(photos.images, photos.annotations, shards=tmp_path, **{name: size}),
-    ):
-        with pytest.raises(ColabUtilsError, match=f"expected {name} ") as error:
-            call()
-        messages.append(str(error.value))
-    assert messages[0] == messages[1]
-    assert "\n" not in messages[0]
+    with pytest.raises(ColabUtilsError, match=f"^expected {name} .*") as error:
+        open_photos(photos, **{name: size})
+    with pytest.raises(ColabUtilsError, match=f"^{re.escape(str(error.value))}$"):
+        write_shards(photos.images, photos.annotations, shards=tmp_path, **{name: size})
 
 
 def test_a_size_may_be_a_fraction_as_in_write_shards(photos, tmp_path):

@@ -52,30 +52,28 @@ def test_shards_at_a_url_are_a_dataset(tiny_shards):
     assert_same_samples(ShardDataset(URL), ShardDataset(tiny_shards))
 
 
-def test_shards_arrive_from_a_url(tiny_shards, tmp_path):
+def test_shards_arrive_from_a_url(tiny_shards, ssd):
     FaultyFileSystem.fault = fail_times(4, ConnectionResetError(), name="shard-")
-    dataset = ArrivingShards(URL, tmp_path / "ssd")
+    dataset = ArrivingShards(URL, ssd)
     dataset.wait()
     assert_same_samples(dataset, ShardDataset(tiny_shards))
-    assert snapshot(tmp_path / "ssd") == snapshot(tiny_shards)
+    assert snapshot(ssd) == snapshot(tiny_shards)
 
 
-def test_a_server_that_goes_while_shards_arrive_is_told(tmp_path):
-    dataset = ArrivingShards(URL, tmp_path / "ssd")
-    dataset.stop()
-    shutil.rmtree(tmp_path / "ssd")
+def test_a_server_that_goes_while_shards_arrive_is_told(ssd):
+    ArrivingShards(URL, ssd).stop()
+    shutil.rmtree(ssd)
     FaultyFileSystem.fault = fail_from(9, ConnectionResetError("gone"))
     with pytest.raises(DriveLostError, match=r"the server failed .*gone"):
-        ArrivingShards(URL, tmp_path / "ssd").wait()
+        ArrivingShards(URL, ssd).wait()
 
 
 def test_loose_files_at_a_url_are_a_dataset(tiny_dataset):
     FaultyFileSystem.fault = fail_times(3, TimeoutError(), name=".jpg")
-    expected = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
     dataset = CocoFolder(IMAGES, JSON)
-    assert_same_samples(dataset, expected)
-    batches = make_loader(dataset, batch_size=4, device="cpu", workers=2)
-    assert sum(len(targets) for _, targets in batches) == len(expected)
+    assert_same_samples(dataset, CocoFolder(tiny_dataset.images, tiny_dataset.annotations))
+    batches = make_loader(dataset, batch_size=4, workers=2)
+    assert sum(len(targets) for _, targets in batches) == 12
 
 
 def test_loose_files_at_a_url_are_checked(tiny_dataset, bucket):
@@ -91,34 +89,27 @@ def test_loose_files_at_a_url_are_checked(tiny_dataset, bucket):
         check_dataset(IMAGES, JSON)
 
 
-def test_the_nearest_form_of_a_dataset_may_lie_at_a_url(tiny_dataset, tiny_shards, tmp_path):
-    dataset = open_dataset(
-        tiny_dataset.images, tiny_dataset.annotations, drive=URL, ssd=tmp_path / "ssd"
-    )
+def test_the_nearest_form_of_a_dataset_may_lie_at_a_url(tiny_dataset, tiny_shards, ssd):
+    dataset = open_dataset(tiny_dataset.images, tiny_dataset.annotations, drive=URL, ssd=ssd)
     assert isinstance(dataset, ArrivingShards)
     dataset.wait()
-    assert snapshot(tmp_path / "ssd") == snapshot(tiny_shards)
+    assert snapshot(ssd) == snapshot(tiny_shards)
 
 
-def test_shards_are_written_from_loose_files_at_a_url_and_sent_to_one(bucket, tmp_path):
-    places = {"drive": "faulty://bucket/new", "ssd": tmp_path / "ssd"}
+def test_shards_are_written_from_loose_files_at_a_url_and_sent_to_one(bucket, ssd):
+    places = {"drive": "faulty://bucket/new", "ssd": ssd}
     dataset = open_dataset(IMAGES, JSON, **places)
     assert isinstance(dataset, LooseFiles)
     dataset.wait()
-    assert snapshot(bucket / "new") == snapshot(tmp_path / "ssd")
-    shutil.rmtree(tmp_path / "ssd")
-    again = open_dataset(IMAGES, JSON, **places)
-    assert isinstance(again, ArrivingShards)
-    again.wait()
-    assert_same_samples(again, dataset)
+    assert snapshot(bucket / "new") == snapshot(ssd)
 
 
-def test_images_are_copied_from_a_server_that_fails_now_and_then(tmp_path, bucket, monkeypatch):
-    monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.01, 0.01, 0.01))
+def test_images_are_copied_from_a_server_that_fails_now_and_then(tmp_path, bucket):
     lost = ConnectionError("lost")
     inner = bucket / "images" / "inner"
     inner.mkdir()
     shutil.copy(min((bucket / "images").glob("*.jpg")), inner / "other.jpg")
+    expected = snapshot(bucket / "images")
     for call, annotations, name in (
         ("info", None, ".jpg"),
         ("info", JSON, ".jpg"),
@@ -127,27 +118,26 @@ def test_images_are_copied_from_a_server_that_fails_now_and_then(tmp_path, bucke
     ):
         target = tmp_path / f"{call} {annotations is None}"
         FaultyFileSystem.fault = fail_times(2, lost, call=call, name=name)
-        report = copy_images(IMAGES, target, annotations=annotations)
-        assert report.files == (13 if annotations is None else 12)
-        for path in target.rglob("*.jpg"):
-            original = bucket / "images" / path.relative_to(target)
-            assert path.read_bytes() == original.read_bytes()
+        copy_images(IMAGES, target, annotations=annotations)
+        assert snapshot(target) == expected
+        assert annotations or snapshot(target / "inner") == snapshot(inner)
 
 
-def test_a_url_without_data_is_told(tmp_path):
+def test_a_url_without_data_is_told(ssd):
+    nothing = "faulty://bucket/nothing"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for call in (
-            lambda: ShardDataset("faulty://bucket/nothing"),
-            lambda: ArrivingShards("faulty://bucket/nothing", tmp_path / "ssd"),
-            lambda: CocoFolder("faulty://bucket/nothing", JSON),
-            lambda: CocoFolder(IMAGES, "faulty://bucket/nothing.json"),
-            lambda: check_dataset("faulty://bucket/nothing", JSON),
-            lambda: copy_images("faulty://bucket/nothing", tmp_path / "ssd"),
-            lambda: copy_images(IMAGES, tmp_path / "ssd", annotations=f"{JSON}.txt"),
+            lambda: ShardDataset(nothing),
+            lambda: ArrivingShards(nothing, ssd),
+            lambda: CocoFolder(nothing, JSON),
+            lambda: CocoFolder(IMAGES, f"{nothing}.json"),
+            lambda: check_dataset(nothing, JSON),
+            lambda: copy_images(nothing, ssd),
+            lambda: copy_images(IMAGES, ssd, annotations=f"{JSON}.txt"),
         ):
             with pytest.raises(
                 ColabUtilsError, match=r"(There is no (image )?folder|cannot be read)"
             ):
                 call()
-    assert not (tmp_path / "ssd").exists()
+    assert not ssd.exists()
