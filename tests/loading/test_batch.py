@@ -222,29 +222,101 @@ def test_area_crowds_and_number_of_an_image_may_be_missing():
     ("key", "change", "message"),
     [
         # ToTensor gives such an image.
-        ("image", lambda image: image.float() / 255, r"found float32 \[3, 24, 31\]"),
+        (
+            "image",
+            lambda image: image.float() / 255,
+            r"found float32 \[3, 24, 31\]",
+        ),
         # A grey image has one channel.
-        ("image", lambda image: image[:1], r"found uint8 \[1, 24, 31\]"),
-        ("image", lambda image: image[:, :0], r"found uint8 \[3, 0, 31\]"),
-        ("image", torch.Tensor.numpy, "found ndarray"),
-        ("image", functional.to_pil_image, "found Image.*PILToTensor"),
-        ("masks", lambda _: None, r"masks of nothing, and needs \[3, 24, 31\]"),
-        ("boxes", lambda _: None, "boxes of nothing"),
-        ("image_id", lambda _: "a.jpg", "image_id 'a.jpg' of sample 0"),
+        (
+            "image",
+            lambda image: image[:1],
+            r"found uint8 \[1, 24, 31\]",
+        ),
+        (
+            "image",
+            lambda image: image[:, :0],
+            r"found uint8 \[3, 0, 31\]",
+        ),
+        (
+            "image",
+            torch.Tensor.numpy,
+            "found ndarray",
+        ),
+        (
+            "image",
+            functional.to_pil_image,
+            "found Image.*PILToTensor",
+        ),
+        (
+            "masks",
+            lambda _: None,
+            r"masks of nothing, and needs \[3, 24, 31\]",
+        ),
+        (
+            "boxes",
+            lambda _: None,
+            "boxes of nothing",
+        ),
+        (
+            "image_id",
+            lambda _: "a.jpg",
+            "image_id 'a.jpg' of sample 0",
+        ),
         # This would become the id of image 1000.
-        ("image_id", lambda _: 1000.5, "image_id 1000.5 of sample 0"),
-        ("image_id", lambda _: 2**63, "sample 0 is not an integer of 64 bits"),
+        (
+            "image_id",
+            lambda _: 1000.5,
+            "image_id 1000.5 of sample 0",
+        ),
+        (
+            "image_id",
+            lambda _: 2**63,
+            "sample 0 is not an integer of 64 bits",
+        ),
         # These masks have soft edges.
-        ("masks", soften, "a mask with several values up to 248"),
+        (
+            "masks",
+            soften,
+            "a mask with several values up to 248",
+        ),
         # These masks have another size than the image.
-        ("masks", lambda masks: masks[:, :5], r"masks of uint8 \[3, 5, 31\]"),
-        ("boxes", lambda boxes: boxes[:, :3], r"boxes of float32 \[3, 3\]"),
+        (
+            "masks",
+            lambda masks: masks[:, :5],
+            r"masks of uint8 \[3, 5, 31\]",
+        ),
+        (
+            "boxes",
+            lambda boxes: boxes[:, :3],
+            r"boxes of float32 \[3, 3\]",
+        ),
         # Masks come without labels.
-        ("labels", lambda labels: labels[:0], r"boxes of .* and needs \[0, 4\]"),
-        ("labels", torch.Tensor.float, r"labels of float32 \[3\]"),
-        ("labels", lambda labels: labels * 0, "label 0, .* 0 is the background"),
-        ("boxes", lambda boxes: boxes * NOT_A_NUMBER, "no area or is not finite"),
-        ("boxes", lambda boxes: boxes.flip(1), "no area or is not finite"),
+        (
+            "labels",
+            lambda labels: labels[:0],
+            r"boxes of .* and needs \[0, 4\]",
+        ),
+        (
+            "labels",
+            torch.Tensor.float,
+            r"labels of float32 \[3\]",
+        ),
+        (
+            "labels",
+            lambda labels: labels * 0,
+            "label 0, .* 0 is the background",
+        ),
+        (
+            "boxes",
+            lambda boxes: boxes * NOT_A_NUMBER,
+            "no area or is not finite",
+        ),
+        (
+            "boxes",
+            lambda boxes: boxes.flip(1),
+            "no area or is not finite",
+        ),
     ],
 )
 def test_what_is_not_the_contract_is_refused_in_words(key, change, message):

@@ -318,14 +318,34 @@ def test_an_image_is_not_bad_because_too_many_files_are_open(coco_mini, open_all
     ("categories", "contiguous", "labels"),
     [
         # Ids from 1 on stay as they are.
-        ([3, 9, 90], False, {3: 3, 9: 9, 90: 90}),
-        ([3, 9, 90], True, {1: 3, 2: 9, 3: 90}),
+        (
+            [3, 9, 90],
+            False,
+            {3: 3, 9: 9, 90: 90},
+        ),
+        (
+            [3, 9, 90],
+            True,
+            {1: 3, 2: 9, 3: 90},
+        ),
         # The label 0 is that of the background.
-        ([0, 1, 2], False, {1: 0, 2: 1, 3: 2}),
+        (
+            [0, 1, 2],
+            False,
+            {1: 0, 2: 1, 3: 2},
+        ),
         # Categories may not be in order in the file.
-        ([7, 0], False, {1: 0, 2: 7}),
+        (
+            [7, 0],
+            False,
+            {1: 0, 2: 7},
+        ),
         # A dataset may have one category.
-        ([5], False, {5: 5}),
+        (
+            [5],
+            False,
+            {5: 5},
+        ),
     ],
 )
 def test_labels_name_their_category_ids(tmp_path, categories, contiguous, labels):

@@ -801,11 +801,26 @@ def drop(key):
 @pytest.mark.parametrize(
     ("transforms", "message"),
     [
-        (lambda image, target: (image[:, ::2, ::2], target), "uint8"),
-        (lambda image, target: (image.numpy(), target), "ndarray"),
-        (lambda image, target: (image, {"boxes": target["boxes"]}), "uint8 .*, nothing, float32"),
-        (drop("boxes"), "uint8"),
-        (drop("masks"), "uint8"),
+        (
+            lambda image, target: (image[:, ::2, ::2], target),
+            "uint8",
+        ),
+        (
+            lambda image, target: (image.numpy(), target),
+            "ndarray",
+        ),
+        (
+            lambda image, target: (image, {"boxes": target["boxes"]}),
+            "uint8 .*, nothing, float32",
+        ),
+        (
+            drop("boxes"),
+            "uint8",
+        ),
+        (
+            drop("masks"),
+            "uint8",
+        ),
     ],
 )
 def test_transforms_whose_parts_do_not_belong_together_are_refused(

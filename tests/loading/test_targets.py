@@ -39,16 +39,48 @@ def make_sample(index=0):
 @pytest.mark.parametrize(
     ("key", "values", "message"),
     [
-        ("area", torch.tensor([80, float("nan")]), "area nan, .* computed from the masks"),
-        ("area", torch.tensor([float("inf"), 66]), "area inf"),
-        ("area", [80, -1], r"area -1\b"),
+        (
+            "area",
+            torch.tensor([80, float("nan")]),
+            "area nan, .* computed from the masks",
+        ),
+        (
+            "area",
+            torch.tensor([float("inf"), 66]),
+            "area inf",
+        ),
+        (
+            "area",
+            [80, -1],
+            r"area -1\b",
+        ),
         # This number is too large for the float32 that it becomes.
-        ("area", np.array([1e300, 66]), r"area 1e\+300"),
-        ("iscrowd", [0, 2], r"iscrowd 2\b"),
-        ("iscrowd", torch.tensor([-1, 0]), r"iscrowd -1\b"),
+        (
+            "area",
+            np.array([1e300, 66]),
+            r"area 1e\+300",
+        ),
+        (
+            "iscrowd",
+            [0, 2],
+            r"iscrowd 2\b",
+        ),
+        (
+            "iscrowd",
+            torch.tensor([-1, 0]),
+            r"iscrowd -1\b",
+        ),
         # This would become 0.
-        ("iscrowd", torch.tensor([0.5, 0]), r"iscrowd 0\.5"),
-        ("iscrowd", torch.tensor([float("nan"), 0]), "iscrowd nan"),
+        (
+            "iscrowd",
+            torch.tensor([0.5, 0]),
+            r"iscrowd 0\.5",
+        ),
+        (
+            "iscrowd",
+            torch.tensor([float("nan"), 0]),
+            "iscrowd nan",
+        ),
     ],
 )
 def test_areas_and_crowds_that_cannot_be_right_are_refused(key, values, message):

@@ -413,14 +413,44 @@ def hundred(tmp_path_factory):
     ("bad", "max_bad", "allowed", "workers"),
     [
         # This is just 1 %.
-        (1, 0.01, 1, 1),
-        (2, 0.01, 1, 2),
+        (
+            1,
+            0.01,
+            1,
+            1,
+        ),
+        (
+            2,
+            0.01,
+            1,
+            2,
+        ),
         # In floating point, 0.29 x 100 is 28.999999999999996.
-        (29, 0.29, 29, 1),
-        (1, 0, 0, 1),
+        (
+            29,
+            0.29,
+            29,
+            1,
+        ),
+        (
+            1,
+            0,
+            0,
+            1,
+        ),
         # A whole number is a number of images.
-        (2, 2, 2, 1),
-        (3, 2, 2, 1),
+        (
+            2,
+            2,
+            2,
+            1,
+        ),
+        (
+            3,
+            2,
+            2,
+            1,
+        ),
     ],
 )
 def test_more_than_max_bad_stops(hundred, folder, tmp_path, bad, max_bad, allowed, workers):
@@ -595,10 +625,22 @@ def test_missing_input_and_unwritable_output(data, folder, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shard_mb": float("nan")}, "expected shard_mb (between|of)"),
-        ({"workers": 0}, "expected workers of"),
-        ({"max_bad": 1.5}, "expected max_bad (of|as)"),
-        ({"storage": ["shrink"]}, "storage must be one of keep, shrink"),
+        (
+            {"shard_mb": float("nan")},
+            "expected shard_mb (between|of)",
+        ),
+        (
+            {"workers": 0},
+            "expected workers of",
+        ),
+        (
+            {"max_bad": 1.5},
+            "expected max_bad (of|as)",
+        ),
+        (
+            {"storage": ["shrink"]},
+            "storage must be one of keep, shrink",
+        ),
     ],
 )
 def test_settings_out_of_range_are_refused(data, folder, options, message):
