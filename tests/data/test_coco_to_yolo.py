@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from pycocotools import mask as coco_mask
 
+from colab_utils.data.masks import read_counts
+
 RECIPE = Path(__file__).parents[2] / "docs/recipes/coco_to_yolo.py"
 convert_coco = runpy.run_path(str(RECIPE))["convert_coco"]
 HEIGHT = 80
@@ -22,24 +24,20 @@ BOX = [[10, 10, 50, 10, 50, 40, 10, 40]]
 TWO_BOXES = [*BOX, [60, 50, 100, 50, 100, 70, 60, 70]]
 
 
-def encode(mask, *, compressed=True):
-    if not compressed:
-        runs = np.flatnonzero(np.diff(np.r_[0, mask.ravel("F"), 1 - mask.ravel("F")[-1]]))
-        counts = np.diff(np.r_[0, runs]).tolist()
-        return {"size": [HEIGHT, WIDTH], "counts": counts}
+def encode(mask):
     rle = coco_mask.encode(np.asfortranarray(mask, np.uint8))
     return rle | {"counts": rle["counts"].decode()}
 
 
-def write(folder, *segmentations, **more):
+def write(folder, outline, /, **more):
     image = {"id": 7, "file_name": "sub/a.jpg", "width": WIDTH, "height": HEIGHT}
-    empty = {**image, "id": 9, "file_name": "b.png"}
-    rows = [
-        {"id": number, "image_id": 7, "category_id": 3, "segmentation": segmentation, **more}
-        for number, segmentation in enumerate(segmentations, 1)
-    ]
-    categories = [{"id": 3, "name": "dog"}, {"id": 1, "name": "cat"}]
-    coco = {"images": [image, empty], "annotations": rows, "categories": categories}
+    coco = {
+        "images": [image, {**image, "id": 9, "file_name": "b.png"}],
+        "annotations": [
+            {"id": 1, "image_id": 7, "category_id": 3, "segmentation": outline, **more}
+        ],
+        "categories": [{"id": 3, "name": "dog"}, {"id": 1, "name": "cat"}],
+    }
     path = folder / "coco.json"
     path.write_text(json.dumps(coco))
     return path
@@ -65,7 +63,11 @@ CASES = {
     "polygon": (BOX, draw(BOX), {}),
     "parts": (TWO_BOXES, draw(TWO_BOXES), {"objects whose parts are joined by lines": 1}),
     "runs": (encode(DISC), DISC, {}),
-    "plain runs": (encode(DISC, compressed=False), DISC, {}),
+    "plain runs": (
+        {"size": [HEIGHT, WIDTH], "counts": read_counts(encode(DISC)["counts"].encode()).tolist()},
+        DISC,
+        {},
+    ),
     "runs to the border": (encode(COLUMNS < 30), COLUMNS < 30, {}),
     "a hole": (encode(RING), DISC, {"holes filled": 1}),
     "runs in parts": (encode(PAIR), PAIR, {"objects whose parts are joined by lines": 1}),
