@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from colab_utils.diagnosis.cures import Cause, make_cause
 from colab_utils.diagnosis.fixes import TIMEOUT_S, Fix, Situation, find_fixes
 from colab_utils.diagnosis.stages import Stage, time_stages
-from colab_utils.diagnosis.timing import BatchTimes, find_tensors, time_batches
+from colab_utils.diagnosis.timing import BatchTimes, count_workers, find_tensors, time_batches
 from colab_utils.diagnosis.watch import WatchedLoader, take_watched
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.loader import Loader
@@ -198,7 +198,8 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
         batches=500,
         warmup=_WARMUP,
         max_s=_LOOP_SHARE * seconds,
-        least=1,
+        # Workers that wait for files deliver in rounds, and a single round says little.
+        least=2 * max(1, count_workers(loader)),
         on_batch=partial(_keep_batch, kept),
     )
     summary = watched.summary()
