@@ -102,15 +102,6 @@ def test_a_batch_with_a_bad_number_changes_nothing(monkeypatch, precision, kind,
         assert torch.allclose(whole, disturbed, atol=1e-6)
 
 
-def test_a_finite_loss_with_a_gradient_that_is_not_changes_nothing():
-    model = TinyDetector()
-    model.weight.register_hook(lambda gradient: gradient * float("inf"))
-    step = TrainingStep(model, "cpu")
-    assert torch.isfinite(step(*make_images(1)))
-    assert step.is_skipped
-    assert model.weight.item() == 2
-
-
 class Greedy(TinyDetector):
     """A model on a GPU that holds so many images."""
 
