@@ -54,7 +54,7 @@ from colab_utils.shards.index import read_index, write_index
 from colab_utils.shards.records import read_image, try_sample
 from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import write_shards
-from tests.coco_files import make_object
+from tests.coco_files import CocoFiles
 from tests.pictures import make_exif
 
 from .test_loader import ROOT, STRICT
@@ -277,26 +277,6 @@ def open_all():
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def write_folder(folder, objects, categories, size=(32, 24), **options):
-    """Write PNGs of one colour each, an object a row (image id, category id, x), and their JSON."""
-    folder.mkdir(exist_ok=True)
-    rows = enumerate(objects, 1)
-    raw = {
-        "images": [],
-        "annotations": [
-            make_object(number, i, [x, 11, 12, 10], category_id=c) for number, (i, c, x) in rows
-        ],
-        "categories": [{"id": c, "name": f"c{c}"} for c in categories],
-    }
-    width, height = size
-    for i in sorted({i for i, _, _ in objects}):
-        name = f"{i:02d}.png"
-        Image.new("RGB", size, (20 * i, 5, 250 - 20 * i)).save(folder / name, **options)
-        raw["images"].append({"id": i, "file_name": name, "width": width, "height": height})
-    (folder / "coco.json").write_text(json.dumps(raw))
-    return folder / "coco.json"
-
-
 @pytest.mark.parametrize("read", [ShardDataset, read_index, verify_shards])
 def test_too_many_open_files_get_their_own_cure(tiny_shards, open_all, read):
     open_all()
@@ -349,17 +329,20 @@ def test_an_image_is_not_bad_because_too_many_files_are_open(coco_mini, open_all
     ],
 )
 def test_labels_name_their_category_ids(tmp_path, categories, contiguous, labels):
-    objects = [(i, c, 2) for i in range(2) for c in categories]
-    annotations = write_folder(tmp_path, objects, categories)
-    write_shards(tmp_path, annotations, shards=tmp_path / "shards", workers=1)
+    data = CocoFiles(tmp_path)
+    data.coco["categories"] = [{"id": number, "name": f"c{number}"} for number in categories]
+    data.add_image(Image.new("RGB", (32, 24)), "0.png")
+    for number in categories:
+        data.add_object(1, [2, 3, 8, 8], category_id=number)
+    data.write()
     for dataset in (
-        ShardDataset(tmp_path / "shards", contiguous_labels=contiguous),
-        CocoFolder(tmp_path, annotations, contiguous_labels=contiguous),
+        ShardDataset(data.shards, contiguous_labels=contiguous),
+        data.open(contiguous_labels=contiguous),
     ):
         assert dataset.category_ids == labels
         assert dataset.class_names == {label: f"c{number}" for label, number in labels.items()}
         assert dataset.num_classes == max(labels) + 1
-        # Each image has an object of each category.
+        # The image has an object of each category.
         assert sorted(dataset[0][1]["labels"].tolist()) == sorted(labels)
         assert 0 not in labels
         assert pickle.loads(pickle.dumps(dataset)).category_ids == labels
@@ -422,14 +405,14 @@ def twins(tmp_path):
     """
     folders = []
     for first in (1, 7):
-        images = tmp_path / f"images-{first}"
-        # All these numbers have two digits, so that the records have one size.
-        objects = [(i, 1, 10 + i) for i in range(first, first + 6)]
-        annotations = write_folder(images, objects, [1], size=(48, 32), compress_level=0)
-        folders.append(tmp_path / f"shards-{first}")
-        write_shards(
-            images, annotations, shards=folders[-1], storage="keep", shard_mb=0.02, workers=1
-        )
+        data = CocoFiles(tmp_path / str(first))
+        for i in range(first, first + 6):
+            picture = Image.new("RGB", (48, 32), (20 * i, 5, 250 - 20 * i))
+            data.add_image(picture, f"{i:02d}.png", compress_level=0)["id"] = i
+            # All these numbers have two digits, so that the records have one size.
+            data.add_object(i, [10 + i, 11, 12, 10])
+        data.write(storage="keep", shard_mb=0.02)
+        folders.append(data.shards)
     return folders
 
 
@@ -555,34 +538,34 @@ def test_a_folder_that_vanishes_is_told(shards):
 
 def test_loose_files_are_read_again_where_drive_fails(tiny_dataset, monkeypatch):
     folder = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
-    fails = iter([errno.EIO, errno.ENOTCONN])
     whole = folder[3]
+    fails = [errno.EIO, errno.ENOTCONN]
     real = io.open
 
     def open_badly(path, *mode, **options):
-        if (number := next(fails, 0)) != 0:
+        if fails:
+            number = fails.pop()
             raise OSError(number, os.strerror(number))
         return real(path, *mode, **options)
 
     monkeypatch.setattr("colab_utils.drive.is_on_drive", lambda path: True)
     monkeypatch.setattr("colab_utils.files.open", open_badly, raising=False)
-    assert torch.equal(folder[3][0], whole[0])
+    assert_equal_samples(folder[3], whole)
     assert folder.store.retries.count == 2
     # A copy in a worker counts its own retries.
     copied = pickle.loads(pickle.dumps(folder))
-    assert torch.equal(copied[3][0], whole[0])
+    assert_equal_samples(copied[3], whole)
     assert copied.store.retries.count == 0
-    fails = iter([errno.EIO] * 9)
+    fails += [errno.EIO] * 9
     with pytest.raises(DriveLostError, match="Drive got disconnected, its quota is used up"):
         folder[3]
 
 
-def test_an_annotation_whose_mask_cannot_be_drawn_is_named(tiny_dataset, tmp_path):
-    content = json.loads(tiny_dataset.annotations.read_bytes())
-    first = content["images"][0]["id"]
-    content["annotations"][0] |= {"id": 77, "segmentation": [[1, 2]], "image_id": first}
-    (tmp_path / "coco.json").write_text(json.dumps(content))
-    dataset = CocoFolder(tiny_dataset.images, tmp_path / "coco.json")
+def test_an_annotation_whose_mask_cannot_be_drawn_is_named(tmp_path):
+    data = CocoFiles(tmp_path)
+    data.add_image(Image.new("RGB", (32, 24)), "0.png")
+    data.add_object(1, [2, 3, 8, 8], id=77, segmentation=[[1, 2]])
+    dataset = data.open()
     for read in (dataset.__getitem__, dataset.read_masks):
         with pytest.raises(
             ColabUtilsError, match=r"^annotation 77: expected polygons .*Run check on the dataset"
@@ -641,7 +624,7 @@ def test_own_transforms_are_applied_to_each_sample(tiny_shards):
     assert seen == [(tv_tensors.Image, tv_tensors.BoundingBoxes, tv_tensors.Mask)]
     assert torch.equal(image, original.flip(-1))
     assert torch.equal(target["masks"], objects["masks"].flip(-1))
-    assert target["boxes"][:, 0].tolist() == (160 - objects["boxes"][:, 2]).tolist()
+    assert torch.equal(target["boxes"][:, 0], 160 - objects["boxes"][:, 2])
     assert type(image) is type(target["boxes"]) is torch.Tensor
 
 
@@ -669,29 +652,23 @@ def test_another_evaluator_sees_crowds_and_polygons_as_in_the_file(real, capsys)
     assert capsys.readouterr().out == ""
 
 
-def test_loose_images_are_those_of_the_annotations(tiny_dataset, tmp_path):
+def test_loose_images_are_those_of_the_annotations(tmp_path):
     """Their size, the way up that it asks for, and all of their objects: as where shards are
     written.
     """
-    images = tmp_path / "images"
-    coco = json.loads(tiny_dataset.annotations.read_text())
-    shutil.copytree(tiny_dataset.images, images)
-    annotations, first, second = tmp_path / "annotations.json", *coco["images"][:2]
-    with Image.open(images / first["file_name"]) as image:
-        # A PNG keeps each pixel as it is.
-        expected = np.asarray(image.rotate(90, expand=True))
-        Image.fromarray(expected).save(images / "turned.png", exif=make_exif(6))
-        upright = np.asarray(image)
-    first["file_name"] = "turned.png"
-    second["width"] += 1
-    annotations.write_text(json.dumps(coco))
-    dataset = CocoFolder(images, annotations)
+    data = CocoFiles(tmp_path)
+    upright = np.random.default_rng(0).integers(0, 256, (24, 32, 3), np.uint8)
+    # A PNG keeps each pixel as it is.
+    turned = Image.fromarray(np.rot90(upright))
+    data.add_image(turned, "turned.png", exif=make_exif(6)).update(width=32, height=24)
+    data.add_image(Image.new("RGB", (32, 24)), "wide.png")["width"] += 1
+    data.add_object(1, [2, 3, 8, 8])
+    dataset = data.open()
     image, target = dataset[0]
     assert np.array_equal(image.permute(1, 2, 0), upright)
-    assert target["masks"].shape[1:] == image.shape[1:]
-    with pytest.raises(ColabUtilsError, match=f"{second['file_name']}: the annotations say"):
+    assert target["masks"].shape == (1, 24, 32)
+    with pytest.raises(ColabUtilsError, match=r"wide\.png: the annotations say"):
         dataset[1]
-    coco["annotations"][0]["category_id"] = 10**9
-    annotations.write_text(json.dumps(coco))
+    data.add_object(1, [2, 3, 8, 8], category_id=10**9)
     with pytest.raises(ColabUtilsError, match="1 annotation of an unknown category"):
-        CocoFolder(images, annotations)
+        data.open()
