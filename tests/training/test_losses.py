@@ -10,6 +10,7 @@ import copy
 import math
 from functools import lru_cache, partial
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.parallel import DataParallel
@@ -50,11 +51,9 @@ def draw_sample(height, width, boxes, *, seed, empty=()):
     """Return an image of noise, and its target; the masks are noise in their boxes, or empty."""
     chance = torch.Generator().manual_seed(seed)
     masks = torch.zeros(len(boxes), height, width, dtype=torch.uint8)
-    for number, (mask, box) in enumerate(zip(masks, boxes, strict=True)):
-        x0, y0, x1, y1 = torch.tensor(box).int().clamp(min=0).tolist()
-        bottom = max(y1, y0 + 1)
-        right = max(x1, x0 + 1)
-        part = mask[y0:bottom, x0:right]
+    for number, box in enumerate(boxes):
+        x0, y0, x1, y1 = np.maximum(box, 0).astype(int)
+        part = masks[number, y0 : max(y1, y0 + 1), x0 : max(x1, x0 + 1)]
         if number not in empty:
             part[:] = torch.rand(part.shape, generator=chance) < 0.7
     target = {

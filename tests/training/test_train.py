@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from torchvision.transforms import v2
+from torchvision.tv_tensors import BoundingBoxes
 
 from colab_utils import drive, files
 from colab_utils.course.sample_data import BuiltinDataset
@@ -388,26 +388,24 @@ def test_another_batch_size_goes_on_with_the_images_that_are_left(
 ):
     seen = []
     real = trainer.Trainer._train
-    position = CheckpointFolder(run).read()["loader"]
-    # Two of the six images of this epoch are left.
-    assert (position["epoch"], position["batch"], position["batch_size"]) == (1, 2, 2)
 
     def note(self, batch):
-        seen.append(batch.image_ids.tolist())
+        seen.extend(batch.image_ids.tolist())
         return real(self, batch)
 
     monkeypatch.setattr(trainer.Trainer, "_train", note)
     report = train_here(run=run, steps=8, batch_size=1)
     assert "batches of 1, " in str(report.plan)
+    # Two of the six images of the second epoch are left, and the third epoch begins.
     position = CheckpointFolder(run).read()["loader"]
     assert (position["epoch"], position["batch"], position["batch_size"]) == (2, 1, 1)
-    monkeypatch.undo()
     loader = make_loader(ShardDataset(tiny_shards), batch_size=2, workers=0, deliver="packed")
     loader.load_state_dict({**loader.state_dict(), "epoch": 1})
-    every = [batch.image_ids.tolist() for batch in loader]
-    assert sorted(seen[0] + seen[1]) == sorted(every[2])
-    # The run goes on once more, from a state in such an epoch.
+    *_, last = loader
+    assert sorted(seen[:2]) == sorted(last.image_ids.tolist())
+    # The run goes on once more, from a state in such an epoch: three images are left to it.
     train_here(run=run, steps=9, batch_size=3)
+    assert len({*seen[2:]}) == len(seen[2:]) == 4
 
 
 def test_losses_do_not_depend_on_the_speed_of_drive(dataset, tmp_path):
@@ -845,9 +843,7 @@ def test_a_sample_that_is_late_is_named_and_trained_on(
 
 
 def script_precision(monkeypatch, values):
-    """Evaluations find these average precisions of masks, one after another; returns the steps of
-    the calls.
-    """
+    """Let evaluations find these average precisions of masks, one after another."""
     left = iter(values)
 
     def score(model, dataset, **more):
@@ -886,14 +882,13 @@ def test_a_longer_run_does_not_lose_its_best(train_here, tiny_shards, tmp_path, 
 
 
 def test_the_best_on_other_images_is_not_compared(
-    train_here, tiny_shards, write_variant, tmp_path, monkeypatch
+    train_here, tiny_shards, write_variant, monkeypatch
 ):
     script_precision(monkeypatch, [0.9, 0.1])
     other = write_variant("other", info={"year": 1999})
-    train_here(run=tmp_path / "run", steps=2, val_shards=tiny_shards)
-    report = train_here(run=tmp_path / "run", steps=3, val_shards=other)
-    assert report.best.segm == 0.1
-    assert train_here(run=tmp_path / "run", steps=3).best is None
+    train_here(steps=2, val_shards=tiny_shards)
+    assert train_here(steps=3, val_shards=other).best.segm == 0.1
+    assert train_here(steps=3).best is None
 
 
 def test_an_epoch_is_the_default_and_has_no_best_without_validation_images(train_here, tmp_path):
@@ -950,47 +945,31 @@ def test_boxes_without_an_area_are_said_to_come_from_your_transforms(train_here)
         train_here(steps=6, augment=own)
 
 
-def test_transforms_may_keep_only_what_torchvision_needs(train_here):
-    def keep(image, target):
-        return (
-            image,
-            {name: target[name] for name in ("boxes", "labels", "masks", "image_id")},
-        )
-
-    assert train_here(steps=1, augment=keep).steps == 1
-
-
 def test_a_run_without_flips_stays_so_and_trains_otherwise(train_here, tmp_path):
     flipped = train_here(run=tmp_path / "flipped", steps=3)
     whole = train_here(run=tmp_path / "whole", steps=3, augment="none")
-    train_here(run=tmp_path / "parts", steps=2, augment="none")
-    parts = train_here(run=tmp_path / "parts", steps=3)
+    train_here(steps=2, augment="none")
+    parts = train_here(steps=3)
     assert parts.plan.augment == "none"
     assert parts.losses == whole.losses != flipped.losses
 
 
 def test_transforms_of_ones_own_run_on_the_device_and_resume(train_here, tmp_path):
+    """They may keep only what torchvision needs."""
     seen = []
 
-    class Look(nn.Module):
-        def forward(self, image, target):
-            seen.append(
-                (
-                    image.dtype,
-                    type(target["boxes"]).__name__,
-                    tuple(target["masks"].shape[1:]),
-                )
-            )
-            return image, target
+    def look(image, target):
+        seen.append((image.dtype, type(target["boxes"]), target["masks"].shape[1:]))
+        return image, {name: target[name] for name in ("boxes", "labels", "masks", "image_id")}
 
-    own = v2.Compose([v2.RandomHorizontalFlip(0.5), v2.RandomPhotometricDistort(), Look()])
+    own = v2.Compose([v2.RandomHorizontalFlip(0.5), v2.RandomPhotometricDistort(), look])
     whole = train_here(run=tmp_path / "whole", steps=4, augment=own)
-    train_here(run=tmp_path / "parts", steps=2, augment=own)
-    parts = train_here(run=tmp_path / "parts", steps=4, augment=own)
+    train_here(steps=2, augment=own)
+    parts = train_here(steps=4, augment=own)
     assert parts.losses == whole.losses
-    assert seen[0] == (torch.uint8, "BoundingBoxes", (80, 96))
+    assert seen[0] == (torch.uint8, BoundingBoxes, (80, 96))
     with pytest.raises(ColabUtilsError, match=r"The run of .* was begun with transforms"):
-        train_here(run=tmp_path / "parts", steps=5)
+        train_here(steps=5)
 
 
 def test_a_log_line_tells_every_value():
