@@ -7,11 +7,12 @@ import time
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from colab_utils.diagnosis.memory_growth import MemoryLog, Reading, find_growth
 from colab_utils.diagnosis.system_calls import measure_memory
 from colab_utils.machine import find_free_memory
+from tests.diagnosis.loops import Samples
 
 MB = 1_000_000
 
@@ -126,31 +127,21 @@ def test_batches_of_workers_count_while_somebody_keeps_them():
     assert measure_memory() - before_bytes < 10 * MB
 
 
-class Hoarder(Dataset):
-    """Keeps what it read: every worker grows by 20 MB a sample."""
-
-    def __init__(self):
-        self.kept = []
-
-    def __len__(self):
-        return 800
-
-    def __getitem__(self, index):
-        self.kept.append(bytearray(os.urandom(1000) * 20_000))
-        time.sleep(0.1)
-        return index
-
-
 @pytest.mark.clock
 def test_a_worker_that_hoards_is_found_out():
-    loader = DataLoader(Hoarder(), batch_size=2, num_workers=2)
+    kept = []
+
+    def hoard(_):
+        kept.append(bytearray(os.urandom(1000) * 20_000))
+
+    loader = DataLoader(Samples(800, 0.1, act=hoard), batch_size=2, num_workers=2)
     batches = iter(loader)
     count = 0
     began_s = time.perf_counter()
     log = MemoryLog()
     result = None
     # Readings of a busy machine scatter: it may take some more of them.
-    while time.perf_counter() - began_s < 7 or (result is None and count < 350):
+    while time.perf_counter() - began_s < 4 or (result is None and count < 350):
         next(batches)
         count += 1
         log.look(count)

@@ -131,19 +131,6 @@ def test_two_watches_on_one_loader_tell_the_same():
     assert not inner.summary().unseen
 
 
-@pytest.mark.clock
-def test_a_loop_with_workers_says_what_is_slow_in_it():
-    step = make_step()
-    watched = watch(DataLoader(Samples(40, 0.05), batch_size=2, num_workers=1))
-    for values, _ in watched:
-        step(values, 0.01)
-        time.sleep(0.02)
-    summary = watched.summary()
-    assert [cause.id for cause in summary.causes] == ["sleep", "between"]
-    assert summary.wait_share + sum(part.share for part in summary.parts[1:]) == pytest.approx(1)
-    assert summary.parts[2].median_ms == pytest.approx(20, rel=0.3)
-
-
 def test_workers_have_started_when_each_has_given_a_batch():
     record = module.LoopRecord(DataLoader(Samples(8), num_workers=2))
     starts = []
@@ -226,6 +213,7 @@ def test_micro_batches_without_a_step_have_the_parts_of_those_with_one():
     summary = watched.summary()
     _wait, trained, between = summary.parts
     assert between.share > 2 * trained.share > 0
+    assert between.median_ms == pytest.approx(80, rel=0.3)
     assert [cause.id for cause in summary.causes] == ["between"]
     assert "The optimizer steps every 4 batches" in summary.unseen[0]
 
