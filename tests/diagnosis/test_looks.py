@@ -469,11 +469,9 @@ def test_passes_that_follow_the_step_of_the_optimizer_are_a_step():
 
 def test_workers_are_listed_from_the_oldest_sample_on():
     monitor = WorkerMonitor(None)
-    rows = monitor._rows
-    for place, since_ns in ((1, 30), (2, 10), (5, 20)):
-        rows[place]["pid"] = 100 + place
-        rows[place]["sample"] = place
-        rows[place]["since_ns"] = since_ns
+    notes = {"pid": (101, 102, 105), "sample": (1, 2, 5), "since_ns": (30, 10, 20)}
+    for name, values in notes.items():
+        monitor._rows[name][[1, 2, 5]] = values
     assert list(monitor.list_samples().items()) == [(102, 2), (105, 5), (101, 1)]
 
 

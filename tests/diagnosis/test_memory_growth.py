@@ -21,14 +21,14 @@ MB = 1_000_000
 FIRST = os.getpid() + 1
 
 
-def make_readings(growth, *, count=20, workers=2, noise=0):
-    """Each five batches later: this process grows, the workers do not."""
+def make_readings(growth=0, *, count=20, noise=0, workers=lambda number: [100 * MB] * 2):
+    """Each five batches later: this process grows. ``workers`` gives the bytes of its workers."""
     return [
         Reading(
-            batches=5 * number,
-            own_bytes={
+            5 * number,
+            {
                 os.getpid(): 500 * MB + 5 * number * growth + (noise if number % 2 else -noise),
-                **dict.fromkeys(range(FIRST, FIRST + workers), 100 * MB),
+                **{FIRST + place: size for place, size in enumerate(workers(number)) if size},
             },
         )
         for number in range(count)
@@ -42,79 +42,68 @@ def test_growth_is_a_slope_over_batches():
     assert str(growth).startswith(
         "Memory grows by 2.00 MB a batch (this process: 2.00): if this goes on, memory is full at "
     )
-    assert "without their graphs" in growth.cure
 
 
-def test_workers_that_grow_are_named():
-    readings = [
-        reading._replace(
-            own_bytes={
-                os.getpid(): 500 * MB,
-                FIRST: (100 + 3 * n) * MB,
-                FIRST + 1: (100 + 9 * n) * MB,
-            }
-        )
-        for n, reading in enumerate(make_readings(0))
-    ]
-    growth = find_growth(readings)
-    assert growth.by_process == pytest.approx({"workers": 2.4})
-    assert growth.mb_per_batch == pytest.approx(2.4)
-    assert "Keep no samples" in growth.cure
-
-
-def test_growth_is_seen_over_short_passes():
-    passes = make_readings(2 * MB, count=40)
-    # These are too few passes to tell.
-    assert find_growth(passes[::5]) is None
-    assert find_growth(passes[::2]).mb_per_batch == pytest.approx(2, rel=0.01)
+LAST = Reading(100, {os.getpid(): 690 * MB})
+OWN = "without their graphs"
 
 
 @pytest.mark.parametrize(
-    "samples",
+    ("readings", "by_process", "cure"),
     [
-        make_readings(0),
-        make_readings(0, noise=30 * MB),
+        # Over short passes.
+        (make_readings(2 * MB, count=40)[::2], {"this process": 2}, OWN),
+        (
+            make_readings(
+                workers=lambda number: [(100 + 3 * number) * MB, (100 + 9 * number) * MB]
+            ),
+            {"workers": 2.4},
+            "Keep no samples",
+        ),
+        # Workers that hardly grow are not named.
+        (
+            make_readings(2 * MB, workers=lambda number: [100 * MB + 4096 * number]),
+            {"this process": 2},
+            OWN,
+        ),
+        # Workers that end after the last batch hide no growth.
+        ([*make_readings(2 * MB), LAST, LAST], {"this process": 2}, OWN),
+    ],
+)
+def test_who_grows_is_named_with_its_cure(readings, by_process, cure):
+    growth = find_growth(readings)
+    assert growth.by_process == pytest.approx(by_process, rel=0.01)
+    assert growth.mb_per_batch == pytest.approx(sum(by_process.values()), rel=0.01)
+    assert cure in growth.cure
+
+
+def start_anew(number):
+    """Return what workers have that start anew after ten readings, and grow meanwhile."""
+    return [0, 0] * (number // 10) + [(100 + number % 10) * MB] * 2
+
+
+FILLING = make_readings(9 * MB, count=16)
+
+
+@pytest.mark.parametrize(
+    "readings",
+    [
+        make_readings(),
+        make_readings(noise=30 * MB),
         # The process shrinks.
         make_readings(-MB),
-        # These are too few readings to tell.
+        # These are too few readings, or passes, to tell.
         make_readings(2 * MB, count=5),
+        make_readings(2 * MB, count=40)[::5],
         # Allocators alone move more memory than this.
         make_readings(10_000),
-        [
-            *make_readings(9 * MB, count=16)[:15],
-            *[make_readings(9 * MB, count=16)[15]._replace(batches=b) for b in range(75, 120, 5)],
-        ],
+        # Memory fills up, and then stays.
+        [*FILLING[:15], *(FILLING[15]._replace(batches=batch) for batch in range(75, 120, 5))],
+        make_readings(count=40, workers=start_anew),
     ],
-    ids=["flat", "noisy", "shrinking", "few", "little", "filling up"],
 )
-def test_what_is_not_sure_is_not_said(samples):
-    assert find_growth(samples) is None
-
-
-def test_workers_that_end_after_the_last_batch_hide_no_growth():
-    samples = make_readings(2 * MB, count=20)
-    main = {os.getpid(): samples[-1].own_bytes[os.getpid()]}
-    last = samples[-1]._replace(
-        batches=samples[-1].batches + 5,
-        own_bytes=main,
-    )
-    assert find_growth([*samples, last, last]).mb_per_batch == pytest.approx(2, rel=0.01)
-
-
-def test_workers_that_start_anew_are_no_growth():
-    passes = make_readings(0, count=40)
-    for number, reading in enumerate(passes):
-        for place in (0, 1):
-            first = FIRST + 2 * (number // 10) + place
-            reading.own_bytes[first] = reading.own_bytes.pop(FIRST + place) + number % 10 * MB
-    assert find_growth(passes) is None
-
-
-def test_a_process_that_hardly_grows_is_not_named():
-    readings = make_readings(2 * MB)
-    for number, reading in enumerate(readings):
-        reading.own_bytes[FIRST] += 4096 * number
-    assert list(find_growth(readings).by_process) == ["this process"]
+def test_what_is_not_sure_is_not_said(readings):
+    assert find_growth(readings) is None
 
 
 def test_batches_of_workers_count_while_somebody_keeps_them():

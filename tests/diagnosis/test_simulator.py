@@ -61,17 +61,6 @@ def test_the_efficiency_agrees_with_the_table(workers, prefetch, ratio, efficien
     assert run.batches / (seconds * min(10, 10 / ratio)) == pytest.approx(efficiency, abs=0.02)
 
 
-def test_without_workers_loading_and_training_alternate():
-    run = simulate(workers=0, load_s=0.3, step_s=0.1, seconds=4)
-    assert run.batches == 10
-    assert run.stall_share == pytest.approx(0.75)
-    np.testing.assert_allclose(
-        run.loads[0].start_s,
-        run.steps.end_s - 0.4,
-        atol=1e-9,
-    )
-
-
 def test_traces_follow_the_recursion():
     workers = 3
     prefetch = 2

@@ -218,21 +218,12 @@ def test_micro_batches_without_a_step_have_the_parts_of_those_with_one():
     assert "The optimizer steps every 4 batches" in summary.unseen[0]
 
 
-@pytest.mark.parametrize(
-    ("after_s", "between_s"),
-    [
-        # What is logged follows only the step of the optimizer, or each batch.
-        (0.1, 0.0),
-        (0.4, 0.3),
-        (9.0, 0.3),
-    ],
-)
-def test_what_follows_a_micro_batch_is_not_made_up(after_s, between_s):
-    parts_s = np.array([[0.0, after_s, 0.0], [0.0, 0.1, 0.3], [0.0, after_s, 0.0]])
-    split = module.split_micro_batches(parts_s)
-    assert split[0] == pytest.approx([0.0, after_s - between_s, between_s])
-    assert split[1].tolist() == [0.0, 0.1, 0.3]
-    assert split.sum() == pytest.approx(parts_s.sum())
+def test_what_follows_a_micro_batch_is_not_made_up():
+    # What is logged follows only the step of the optimizer, or each batch, or takes longer.
+    parts_s = np.array([[0.0, 0.1, 0.0], [0.0, 0.1, 0.3], [0.0, 0.4, 0.0], [0.0, 9.0, 0.0]])
+    split_s = module.split_micro_batches(parts_s)
+    assert split_s[:, 2] == pytest.approx([0.0, 0.3, 0.3, 0.3])
+    assert split_s.sum(axis=1) == pytest.approx(parts_s.sum(axis=1))
 
 
 def test_loaders_that_one_line_makes_anew_are_one_loader():
