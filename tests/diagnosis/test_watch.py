@@ -342,6 +342,7 @@ def test_a_worker_that_dies_during_a_step(tmp_path):
     (stall,) = watched.stalls
     assert (stall.verdict, stall.seen.sample, stall.job.indices) == ("dead", BAD, (BAD,))
     assert stall.file == str(dataset.paths[BAD])
+    _end_workers()
 
 
 @pytest.mark.clock
