@@ -316,7 +316,7 @@ class Trainer:
         """Write a checkpoint in a thread, if a step was done since the last checkpoint."""
         if self.done == self._saved_step:
             return
-        # If a loss is not finite, this raises an error, so that its step is not saved as progress.
+        # If too many steps were skipped, this raises an error, so that they are not saved.
         self._fetch_losses()
         # If the last step was skipped, the weights may give no finite loss any more. They must not
         # replace those of the last checkpoint.
@@ -370,11 +370,11 @@ class Trainer:
             self.best = AveragePrecision(**best["ap"])
 
     def _fetch_losses(self) -> None:
-        """Read the losses of the latest steps from the device.
+        """Read the losses of the latest steps from the device. A loss that is not finite is that of
+        a skipped step.
 
         Raises:
-            ColabUtilsError: A loss is not finite, and its step was not skipped; or too many steps
-                in a row were skipped.
+            ColabUtilsError: Too many steps in a row were skipped.
         """
         pending = self._pending
         self._pending = []
@@ -383,24 +383,27 @@ class Trainer:
         rows = torch.stack([row for row, _ in pending]).tolist()
         for (loss, is_skipped), (_, ids) in zip(rows, pending, strict=True):
             self.losses.append(loss)
-            text = f"step {len(self.losses)}, of the images with the ids {', '.join(map(str, ids))}"
             if is_skipped:
-                self._note_skipped(loss, text)
-                continue
-            self._skipped_in_a_row = 0
-            if not math.isfinite(loss):
-                self._refuse_loss(f"The loss is not finite: it is {loss} at {text}")
+                self._note_skipped(loss, ids)
+            else:
+                self._skipped_in_a_row = 0
 
-    def _note_skipped(self, loss: float, text: str) -> None:
+    def _note_skipped(self, loss: float, ids: list[int]) -> None:
         """Count a skipped step, warn of the first one, and stop training after too many in a row.
 
         All processes have skipped the same steps, so all of them stop.
         """
+        text = f"step {len(self.losses)}, of the images with the ids {', '.join(map(str, ids))}"
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row >= _MOST_SKIPPED:
-            self._refuse_loss(
+            # This keeps weights from being saved that are of no use any more.
+            self._saved_step = self.done
+            self.writer.finish()
+            raise ColabUtilsError(
                 "A step needs a finite loss and finite gradients, and there were none in the last "
-                f"{self._skipped_in_a_row} steps. The last of these was {text}"
+                f"{_MOST_SKIPPED} steps. The last of these was {text}. Look at these images, and "
+                f"go on from {self.folder.newest or 'the start'} with a learning_rate below "
+                f"{self.plan.learning_rate:g}."
             )
         # With float16, a gradient may overflow while the loss is finite. The scaler then tries a
         # smaller scale, which is usual.
@@ -415,16 +418,6 @@ class Trainer:
                 ColabUtilsWarning,
                 stacklevel=2,
             )
-
-    def _refuse_loss(self, text: str) -> NoReturn:
-        """Raise an error that begins with ``text``, because the weights are of no use any more."""
-        # This keeps such weights from being saved.
-        self._saved_step = self.done
-        self.writer.finish()
-        raise ColabUtilsError(
-            f"{text}. Look at these images, and go on from {self.folder.newest or 'the start'} "
-            f"with a learning_rate below {self.plan.learning_rate:g}."
-        )
 
     @contextmanager
     def _save_what_was_done(self) -> Iterator[None]:

@@ -256,17 +256,6 @@ def test_folded_and_plain_weights_load_into_each_other():
     assert torch.equal(back(images), plain(images))
 
 
-def test_a_layer_that_is_unfrozen_later_trains():
-    model = make_resnet()
-    fold_norms(model)
-    convolution = model.layer1[0].conv1
-    convolution.weight.requires_grad_(True)
-    before = model(torch.ones(1, 3, 64, 64))
-    with torch.no_grad():
-        convolution.weight.mul_(2.0)
-    assert not torch.allclose(model(torch.ones(1, 3, 64, 64)), before)
-
-
 def test_what_is_no_convolution_with_its_norm_is_not_folded():
     model = nn.Sequential(
         # The convolution has a bias of its own.

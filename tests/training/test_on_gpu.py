@@ -55,6 +55,11 @@ def gpu(monkeypatch):
             yield simulated
 
 
+@pytest.fixture
+def train_here(shards, tmp_path):
+    return partial(train, shards, tmp_path, **QUICK)
+
+
 def read_batch(shards, count=4):
     dataset = ShardDataset(shards, contiguous_labels=True)
     return collate_packed([dataset.read_packed(i) for i in range(count)])
@@ -85,7 +90,7 @@ def test_losses_are_those_of_the_cpu(shards, gpu):
         assert losses[name].item() == pytest.approx(loss.item(), rel=1e-4), name
 
 
-def test_a_gpu_that_is_not_there_is_told(shards, tmp_path, gpu, monkeypatch):
+def test_a_gpu_that_is_not_there_is_told(train_here, shards, gpu, monkeypatch):
     """As under torchrun with more processes than GPUs."""
     count = torch.cuda.device_count()
     message = f"'cuda:{count}' does not exist: this machine has {count} GPUs"
@@ -93,7 +98,7 @@ def test_a_gpu_that_is_not_there_is_told(shards, tmp_path, gpu, monkeypatch):
         make_loader(ShardDataset(shards), batch_size=1, device=f"cuda:{count}")
     monkeypatch.setenv("LOCAL_RANK", str(count))
     with pytest.raises(ColabUtilsError, match="start at most as many processes with torchrun"):
-        train(shards, tmp_path / "run", steps=1, **QUICK)
+        train_here(steps=1)
 
 
 @simulated
@@ -128,18 +133,18 @@ def test_evaluation_waits_no_more_for_many_objects(shards, gpu):
         assert result["segmentation"] == other["segmentation"]
 
 
-def test_a_run_goes_on_there_and_elsewhere(shards, tmp_path, gpu, monkeypatch):
+def test_a_run_goes_on_there_and_elsewhere(train_here, shards, tmp_path, gpu, monkeypatch):
     lines = []
     more = {"augment": "none"}
-    first = train(shards, tmp_path, steps=2, val_shards=shards, log=lines.append, **QUICK, **more)
+    first = train_here(steps=2, val_shards=shards, log=lines.append, **more)
     assert first.plan.device == "cuda:0"
     assert first.plan.precision in ("float16", "bfloat16")
     assert lines[-1].gpu_bytes > 500_000
     assert first.ap is not None
     with monkeypatch.context() as patch:
         patch.setattr("torch.cuda.is_available", lambda: False)
-        second = train(shards, tmp_path, steps=3, **QUICK, **more)
-    third = train(shards, tmp_path, steps=4, **QUICK)
+        second = train_here(steps=3, **more)
+    third = train_here(steps=4)
     assert [second.plan.device, third.plan.device] == ["cpu", "cuda:0"]
     assert third.losses[:3] == second.losses
     assert second.losses[:2] == first.losses
@@ -149,22 +154,22 @@ def test_a_run_goes_on_there_and_elsewhere(shards, tmp_path, gpu, monkeypatch):
 
 
 @simulated
-def test_a_run_in_float16_goes_on_with_one_that_was_not(shards, tmp_path, monkeypatch):
+def test_a_run_in_float16_goes_on_with_one_that_was_not(train_here, monkeypatch):
     """There was no loss scale then."""
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda: True)
     with SimulatedGpu(monkeypatch, capability=(8, 0)):
-        first = train(shards, tmp_path, steps=1, **QUICK)
+        first = train_here(steps=1)
     with SimulatedGpu(monkeypatch):
-        second = train(shards, tmp_path, steps=2, **QUICK)
+        second = train_here(steps=2)
     assert second.losses[:1] == first.losses
     assert second.plan.precision == "float16"
     assert math.isfinite(second.losses[1].loss)
 
 
 @simulated
-def test_losses_stay_on_the_gpu_until_they_are_asked_for(shards, tmp_path, gpu):
+def test_losses_stay_on_the_gpu_until_they_are_asked_for(train_here, gpu):
     """They are after the first step, the first epoch and the last step."""
-    report = train(shards, tmp_path, steps=4, **QUICK)
+    report = train_here(steps=4)
     assert report.plan.memory.parts == 1
     assert gpu.waits["tolist", "colab_utils.training.trainer"] <= 3
 
@@ -192,7 +197,7 @@ def test_a_bad_gradient_skips_its_step_without_waiting(shards, monkeypatch):
 
 @simulated
 @pytest.mark.usefixtures("every_step")
-def test_memory_that_runs_out_later_halves_the_batch(shards, tmp_path, gpu):
+def test_memory_that_runs_out_later_halves_the_batch(train_here, gpu):
     """Another program takes some of the GPU's memory in the middle of a run."""
 
     def take_memory(line):
@@ -201,16 +206,16 @@ def test_memory_that_runs_out_later_halves_the_batch(shards, tmp_path, gpu):
             gpu.memory.limit = held + int(0.6 * (line.gpu_bytes - held))
 
     with pytest.warns(ColabUtilsWarning, match=r"trained in \d parts"):
-        report = train(shards, tmp_path, steps=4, log=take_memory, **QUICK)
+        report = train_here(steps=4, log=take_memory)
     assert report.steps == 4
     assert report.plan.batch_size == 4
 
 
 @simulated
-def test_a_gpu_that_is_full_is_said(shards, tmp_path, monkeypatch):
+def test_a_gpu_that_is_full_is_said(train_here, monkeypatch):
     full = pytest.raises(ColabUtilsError, match=r"does not fit into the GPU's memory")
     with SimulatedGpu(monkeypatch, limit=500_000), full:
-        train(shards, tmp_path, steps=1, **QUICK)
+        train_here(steps=1)
 
 
 @real
