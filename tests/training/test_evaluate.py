@@ -185,7 +185,7 @@ def test_a_model_finds_as_many_objects_as_an_image_has(tmp_path):
 def test_a_trained_model_finds_as_many_as_its_images_have(tmp_path):
     draw_squares(tmp_path, 120)
     shards = tmp_path / "shards"
-    write_shards(tmp_path, tmp_path / "coco.json", shards=shards, workers=1)
+    write_shards(tmp_path / "images", tmp_path / "coco.json", shards=shards, workers=1)
     with pytest.warns(ColabUtilsWarning, match="1 image has more than 100 objects"):
         report = train(
             shards, tmp_path / "run", model=TINY_MODEL, weights=None, min_size=64, steps=1
