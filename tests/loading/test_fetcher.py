@@ -19,7 +19,6 @@ from torch.utils.data import (
     Subset,
     WeightedRandomSampler,
     get_worker_info,
-    random_split,
 )
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
@@ -115,14 +114,6 @@ def test_a_sampler_that_is_used_up_is_told(make):
     assert list_ids(loader) == [*range(6)]
     with pytest.raises(ColabUtilsError, match=r"gives no index for epoch 1\. .*begins anew"):
         list(loader)
-
-
-def test_torchs_datasets_go_in(make):
-    both = ConcatDataset([Numbers(), Numbers()])
-    assert list_shades(make(both)) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
-    first, other = map(list_shades, map(make, random_split(Numbers(), [4, 2])))
-    assert (len(first), len(other)) == (4, 2)
-    assert sorted(first + other) == [*range(6)]
 
 
 class Foreign(Numbers):
