@@ -137,6 +137,17 @@ def interrupt_call(monkeypatch, owner, name, number, action) -> None:
     monkeypatch.setattr(owner, name, count)
 
 
+def act_before_saving(monkeypatch, action) -> None:
+    """Do something with the state and the step before each checkpoint is written."""
+    save = CheckpointFolder.save
+
+    def act(self, state, *, step, **options):
+        action(state, step)
+        return save(self, state, step=step, **options)
+
+    monkeypatch.setattr(CheckpointFolder, "save", act)
+
+
 def press_ctrl_c():
     raise KeyboardInterrupt
 
@@ -560,13 +571,11 @@ def test_a_budget_stops_in_time_and_the_same_call_goes_on(train_here, undisturbe
 
 def test_a_budget_has_time_for_its_last_checkpoint(train_here, now, monkeypatch):
     """The first step's checkpoint shows what one takes: here, four seconds."""
-    save = CheckpointFolder.save
 
-    def take_four_seconds(self, state, **options):
+    def take_four_seconds(state, step):
         now[0] += 4
-        return save(self, state, **options)
 
-    monkeypatch.setattr(CheckpointFolder, "save", take_four_seconds)
+    act_before_saving(monkeypatch, take_four_seconds)
     report = train_here(steps=50, budget="30s")
     assert 1 < report.steps < 50
     assert now[0] <= 1030
@@ -657,17 +666,15 @@ def test_validation_with_other_categories_is_refused_before_training(
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(train_here, undisturbed, monkeypatch):
-    real_save = CheckpointFolder.save
     later_steps = threading.Event()
     saved = {}
 
-    def save_slowly(self, state, *, step, **options):
+    def save_slowly(state, step):
         if step < 5:
             assert later_steps.wait(60), "no step was done while the checkpoint was written"
         saved[step] = state
-        return real_save(self, state, step=step, **options)
 
-    monkeypatch.setattr(CheckpointFolder, "save", save_slowly)
+    act_before_saving(monkeypatch, save_slowly)
     interrupt_call(monkeypatch, TrainingStep, "__call__", 4, later_steps.set)
     monkeypatch.setattr(checkpoint, "_PAUSES_S", (0.0, 0.0))
     report = train_here(steps=5)
@@ -715,18 +722,15 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(train_here, mo
     real = TrainingStep.__call__
     steps = []
 
-    def fail(self, state, *, step, **options):
-        raise ColabUtilsError("The checkpoint x cannot be written: No space left on device.")
-
     def count(self, batch, **options):
         steps.append(1)
         time.sleep(0.05)
         return real(self, batch, **options)
 
-    monkeypatch.setattr(CheckpointFolder, "save", fail)
+    act_before_saving(monkeypatch, lambda state, step: fail_inside())
     monkeypatch.setattr(TrainingStep, "__call__", count)
     monkeypatch.setattr(checkpoint, "_PAUSES_S", (0.0, 0.0))
-    with pytest.raises(ColabUtilsError, match="No space left"):
+    with pytest.raises(ColabUtilsError, match="does not fit"):
         train_here(steps=50)
     assert len(steps) < 10
 
@@ -896,26 +900,12 @@ def test_ctrl_c_between_steps_is_not_lost(
 
 def test_nothing_is_written_when_train_has_ended(train_here, tmp_path, monkeypatch):
     """A new run in the same folder would find a checkpoint of the one before."""
-    save = CheckpointFolder.save
-    running = []
-
-    def save_slowly(self, state, *, step, **more):
-        running.append(step)
-        time.sleep(0.3)
-        path = save(self, state, step=step, **more)
-        running.remove(step)
-        return path
-
-    monkeypatch.setattr(CheckpointFolder, "save", save_slowly)
+    act_before_saving(monkeypatch, lambda state, step: time.sleep(0.3))
     interrupt_call(monkeypatch, TrainingStep, "__call__", 3, fail_inside)
     with pytest.raises(ColabUtilsError, match="does not fit"):
         train_here(steps=4, checkpoint_steps=1)
-    assert running == []
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "begun.txt",
-        "checkpoint-00000001.pt",
-        "checkpoint-00000002.pt",
-    ]
+    # Both have arrived, and the mark of the writer is gone.
+    assert list_names(tmp_path) == ["checkpoint-00000001.pt", "checkpoint-00000002.pt"]
 
 
 def test_boxes_without_an_area_are_said_to_come_from_your_transforms(train_here):
