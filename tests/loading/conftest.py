@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from colab_utils.loading.coco_folder import CocoFolder
+from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 
 
@@ -23,3 +25,15 @@ def make(request):
 @pytest.fixture
 def ssd(tmp_path):
     return tmp_path / "ssd"
+
+
+@pytest.fixture
+def dataset(tiny_shards):
+    """The tiny dataset, from shards."""
+    return ShardDataset(tiny_shards)
+
+
+@pytest.fixture
+def loose(tiny_dataset):
+    """The tiny dataset, from loose files."""
+    return CocoFolder(tiny_dataset.images, tiny_dataset.annotations)

@@ -180,21 +180,20 @@ def test_without_workers_a_longest_wait_is_refused():
 
 
 @pytest.mark.parametrize("streams", [1, 8])
-def test_a_loose_file_that_hangs_is_named(tiny_dataset, tmp_path, monkeypatch, make, streams):
-    dataset = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
+def test_a_loose_file_that_hangs_is_named(loose, tmp_path, monkeypatch, make, streams):
     hang = Hang(tmp_path, {3})
     read = files.read_whole
-    name = dataset.find_path(3).name
+    name = loose.find_path(3).name
 
     def read_or_hang(path, **options):
         hang(3 if path.name == name else 0)
         return read(path, **options)
 
     monkeypatch.setattr(files, "read_whole", read_or_hang)
-    loader = make(dataset, max_bad=1, streams=streams)
+    loader = make(loose, max_bad=1, streams=streams)
     with pytest.warns(ColabUtilsWarning, match=rf"Sample 3 \(.*{name}\) did not come"):
         ids = flatten(list_ids(loader))
-    assert sorted(ids) == sorted(np.delete(dataset.image_ids, 3).tolist())
+    assert sorted(ids) == sorted(np.delete(loose.image_ids, 3).tolist())
     assert list_late(loader) == [3]
 
 

@@ -159,9 +159,8 @@ def test_the_documented_attributes_are_there(tiny_shards, tiny_dataset):
 
 
 @pytest.mark.parametrize("kind", ["shards", "folder"])
-def test_indices_are_those_of_a_list(tiny_shards, tiny_dataset, kind):
-    folder = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
-    dataset = ShardDataset(tiny_shards) if kind == "shards" else folder
+def test_indices_are_those_of_a_list(tiny_shards, loose, kind):
+    dataset = ShardDataset(tiny_shards) if kind == "shards" else loose
     for index, same in ((-1, 11), (-12, 0), (np.int64(3), 3), (np.uint8(3), 3)):
         assert_equal_samples(dataset[index], dataset[same])
     assert dataset.read(-2) == dataset.read(10)
@@ -536,9 +535,8 @@ def test_a_folder_that_vanishes_is_told(shards):
             method(0)
 
 
-def test_loose_files_are_read_again_where_drive_fails(tiny_dataset, monkeypatch):
-    folder = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
-    whole = folder[3]
+def test_loose_files_are_read_again_where_drive_fails(loose, monkeypatch):
+    whole = loose[3]
     fails = [errno.EIO, errno.ENOTCONN]
     real = io.open
 
@@ -550,15 +548,15 @@ def test_loose_files_are_read_again_where_drive_fails(tiny_dataset, monkeypatch)
 
     monkeypatch.setattr("colab_utils.drive.is_on_drive", lambda path: True)
     monkeypatch.setattr("colab_utils.files.open", open_badly, raising=False)
-    assert_equal_samples(folder[3], whole)
-    assert folder.store.retries.count == 2
+    assert_equal_samples(loose[3], whole)
+    assert loose.store.retries.count == 2
     # A copy in a worker counts its own retries.
-    copied = pickle.loads(pickle.dumps(folder))
+    copied = pickle.loads(pickle.dumps(loose))
     assert_equal_samples(copied[3], whole)
     assert copied.store.retries.count == 0
     fails += [errno.EIO] * 9
     with pytest.raises(DriveLostError, match="Drive got disconnected, its quota is used up"):
-        folder[3]
+        loose[3]
 
 
 def test_an_annotation_whose_mask_cannot_be_drawn_is_named(tmp_path):

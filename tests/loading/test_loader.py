@@ -37,7 +37,6 @@ from torchvision.transforms import v2
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedBatch
-from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.loading.sampler import BatchSampler
@@ -127,12 +126,11 @@ def assert_equal_batches(dataset, ids, images, targets):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["shards", "folder", "own"])
-def test_both_deliveries_equal_the_samples(tiny_shards, tiny_dataset, make, kind, workers):
+def test_both_deliveries_equal_the_samples(tiny_shards, loose, make, kind, workers):
     dataset = Numbers(12)
     ids = [*range(12)]
     if kind != "own":
-        folder = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
-        dataset = ShardDataset(tiny_shards) if kind == "shards" else folder
+        dataset = ShardDataset(tiny_shards) if kind == "shards" else loose
         ids = dataset.image_ids.tolist()
     options = {"batch_size": 5, "workers": workers, "seed": 3}
     dense = make(dataset, deliver="dense", **options)
@@ -165,8 +163,7 @@ def test_the_order_is_the_seeds_whatever_the_workers(make):
 
 
 @pytest.mark.parametrize(("workers", "resumed_workers"), [(0, 2), (2, 0)])
-def test_a_state_continues_after_the_same_batch(tiny_shards, make, workers, resumed_workers):
-    dataset = ShardDataset(tiny_shards)
+def test_a_state_continues_after_the_same_batch(dataset, make, workers, resumed_workers):
     options = {"batch_size": 5, "seed": 5}
     loader = make(dataset, workers=workers, **options)
     batches = []
@@ -220,8 +217,8 @@ def test_a_state_of_another_order_is_refused(make, size, options):
     ],
     ids=str,
 )
-def test_a_state_that_was_changed_is_refused(tiny_shards, make, change):
-    loader = make(ShardDataset(tiny_shards))
+def test_a_state_that_was_changed_is_refused(dataset, make, change):
+    loader = make(dataset)
     state = loader.state_dict() | change if isinstance(change, dict) else change
     with pytest.raises(ColabUtilsError, match=r"not one that Loader\.state_dict returned"):
         loader.load_state_dict(state)
@@ -475,8 +472,8 @@ def test_batches_are_wide_or_tall():
 # The tests below count processes.
 
 
-def test_workers_persist_and_end_with_close(tiny_shards, make):
-    loader = make(ShardDataset(tiny_shards), workers=2)
+def test_workers_persist_and_end_with_close(dataset, make):
+    loader = make(dataset, workers=2)
     workers = list_worker_pids(loader)
     assert len(workers) == 2
     batches = iter(loader)
@@ -539,10 +536,9 @@ def list_worker_pids(loader):
     return {worker.process.pid for worker in loader._prefetcher._workers}
 
 
-def test_workers_of_the_packages_own_datasets_stay(tiny_shards, tiny_dataset, make):
+def test_workers_of_the_packages_own_datasets_stay(tiny_shards, loose, make):
     subset = Subset(ShardDataset(tiny_shards), [3, 1, 2])
-    folder = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
-    loader = make(folder, workers=2)
+    loader = make(loose, workers=2)
     assert list_worker_pids(loader) == list_worker_pids(loader)
     loader = make(subset, workers=2)
     before = list_worker_pids(loader)
@@ -552,8 +548,7 @@ def test_workers_of_the_packages_own_datasets_stay(tiny_shards, tiny_dataset, ma
     assert loader.state_dict()["images"] == 2
 
 
-def test_transforms_of_shards_switched_on_and_off_are_those_of_the_pass(tiny_shards, make):
-    dataset = ShardDataset(tiny_shards)
+def test_transforms_of_shards_switched_on_and_off_are_those_of_the_pass(dataset, make):
     loader = make(dataset, workers=2, shuffle=False)
     plain = [batch.pixels.clone() for batch in loader]
     for transforms, factor in ((lambda image, target: (image // 2, target), 2), (None, 1)):
@@ -680,8 +675,7 @@ def test_values_after_transforms_are_refused(tiny_shards, make):
             list(loader)
 
 
-def test_boxes_of_another_format_come_back_as_corners(tiny_shards, make):
-    dataset = ShardDataset(tiny_shards)
+def test_boxes_of_another_format_come_back_as_corners(dataset, make):
     converted = v2.ConvertBoundingBoxFormat("XYWH")
     for _, [target] in make(dataset, batch_size=1, deliver="dense", transforms=converted):
         expected = dataset[dataset.image_ids.tolist().index(target["image_id"])][1]
@@ -739,10 +733,10 @@ def test_the_workers_of_later_passes_do_not_tell_it_again(tiny_shards, make, cap
     assert capfd.readouterr().err.count("the mask of this object lies in") == 1
 
 
-def test_masks_that_a_flip_forgets_are_told(tiny_shards, make):
+def test_masks_that_a_flip_forgets_are_told(dataset, make):
     message = "after your transforms, an object whose mask has no pixel in its box"
     with pytest.warns(ColabUtilsWarning, match=message):
-        list(make(ShardDataset(tiny_shards), deliver="dense", transforms=forget_masks))
+        list(make(dataset, deliver="dense", transforms=forget_masks))
 
 
 def drop(key):
@@ -791,15 +785,13 @@ def divide_by_zero(image, target):
 @pytest.mark.parametrize(
     "transforms", [v2.ToDtype(torch.float32), divide_by_zero], ids=["up to 255", "NaN"]
 )
-def test_images_that_are_not_scaled_or_have_no_numbers_are_told(transforms, tiny_shards, make):
-    dataset = ShardDataset(tiny_shards)
+def test_images_that_are_not_scaled_or_have_no_numbers_are_told(transforms, dataset, make):
     with pytest.warns(ColabUtilsWarning, match="hold NaN, or floats up to 255"):
         list(make(dataset, deliver="dense", transforms=transforms))
 
 
-def test_transforms_that_return_one_buffer_are_told(tiny_shards, make):
+def test_transforms_that_return_one_buffer_are_told(dataset, make):
     pixels = torch.zeros(3, 128, 160, dtype=torch.uint8)
-    dataset = ShardDataset(tiny_shards)
     options = {
         "deliver": "dense",
         "transforms": lambda image, target: (pixels.copy_(image), target),

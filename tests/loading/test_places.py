@@ -68,10 +68,10 @@ def test_a_server_that_goes_while_shards_arrive_is_told(ssd):
         ArrivingShards(URL, ssd).wait()
 
 
-def test_loose_files_at_a_url_are_a_dataset(tiny_dataset):
+def test_loose_files_at_a_url_are_a_dataset(loose):
     FaultyFileSystem.fault = fail_times(3, TimeoutError(), name=".jpg")
     dataset = CocoFolder(IMAGES, JSON)
-    assert_same_samples(dataset, CocoFolder(tiny_dataset.images, tiny_dataset.annotations))
+    assert_same_samples(dataset, loose)
     batches = make_loader(dataset, batch_size=4, workers=2)
     assert sum(len(targets) for _, targets in batches) == 12
 

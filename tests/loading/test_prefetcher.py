@@ -35,8 +35,7 @@ from .test_loader import (
 WORKERS = [0, 2]
 
 
-def test_batches_that_are_kept_stay_as_they_were(tiny_shards, make):
-    dataset = ShardDataset(tiny_shards)
+def test_batches_that_are_kept_stay_as_they_were(dataset, make):
     ids = dataset.image_ids.tolist()
     loader = make(dataset, batch_size=1, workers=2)
     for _ in range(2):
@@ -133,8 +132,7 @@ def test_bad_samples_are_left_out_named_and_counted(make, count):
 # The tests below read subsets and subclasses.
 
 
-def test_a_subset_is_read_as_its_dataset(tiny_shards, make):
-    dataset = ShardDataset(tiny_shards)
+def test_a_subset_is_read_as_its_dataset(dataset, make):
     inner = Subset(dataset, [7, 3, -1, 9, 1, 0])
     # This is a subset of a subset.
     subset = Subset(inner, [-1, 1, 1, 2])
@@ -165,9 +163,8 @@ def test_a_subclass_gives_its_own_samples(tiny_shards, make):
 # The tests below apply transforms of users.
 
 
-def test_a_flip_alone_is_drawn_with_the_masks(tiny_shards, make):
+def test_a_flip_alone_is_drawn_with_the_masks(dataset, make):
     options = {"deliver": "dense", "shuffle": False, "image_dtype": torch.uint8, "workers": 2}
-    dataset = ShardDataset(tiny_shards)
     plain = list_samples(make(dataset, **options))
     chosen = []
     for seed in (1, 1, 2):
@@ -246,15 +243,13 @@ def test_objects_that_a_transform_drops_are_gone_everywhere(tiny_shards, make):
                 assert len({len(target[key]) for key in TENSORS}) == 1
 
 
-def test_transforms_that_do_not_fit_are_refused(tiny_shards, make):
-    dataset = ShardDataset(tiny_shards)
+def test_transforms_that_do_not_fit_are_refused(dataset, make):
     with pytest.raises(ColabUtilsError, match="transforms need dense masks"):
         make(dataset, transforms=v2.Identity())
     with pytest.raises(ColabUtilsError, match=r"from your transforms, found Image"):
         list(make(dataset, deliver="dense", transforms=lambda image, target: image))
 
 
-def test_a_loader_says_what_it_does(tiny_shards, make):
-    dataset = ShardDataset(tiny_shards)
+def test_a_loader_says_what_it_does(dataset, make):
     assert str(make(dataset, workers=2)) == "6 batches of 2, packed (workers=2, prefetch=2)"
     assert "(workers=0)" in repr(make(dataset))

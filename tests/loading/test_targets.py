@@ -280,12 +280,10 @@ def test_masks_of_255_after_transforms_are_told(make, dtype):
     [
         v2.Compose([v2.RandomCrop((12, 12)), v2.SanitizeBoundingBoxes()]),
         v2.Compose([v2.Resize((48, 64)), v2.ClampBoundingBoxes()]),
-        v2.Compose([v2.RandomZoomOut(p=1), v2.SanitizeBoundingBoxes()]),
         v2.Compose([v2.RandomPhotometricDistort(p=1), v2.Grayscale(3)]),
-        v2.RandomChoice([v2.RandomHorizontalFlip(1), v2.RandomVerticalFlip(1)]),
         v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.5] * 3)]),
     ],
-    ids=["crop", "resize", "zoom out", "colours", "choice", "normalise"],
+    ids=["crop", "resize", "colours", "normalise"],
 )
 def test_transforms_of_torchvision_go_in_without_a_word(make, transforms):
     samples = [make_sample(0), make_sample(1)]

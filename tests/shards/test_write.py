@@ -303,7 +303,6 @@ BAD_FILES = [
     (lambda path: path.unlink(), "the file is missing"),
     (lambda path: (path.unlink(), path.mkdir()), "the file is missing"),
     (lambda path: path.write_bytes(b""), "not an image"),
-    (lambda path: path.write_bytes(b"hello"), "not an image"),
     (
         lambda path: path.write_bytes(path.read_bytes()[:-40]),
         "not a complete image",
@@ -334,11 +333,6 @@ def test_one_bad_image_is_named_counted_and_skipped(dataset, folder, spoil, reas
     ("changes", "reason"),
     [
         ({"segmentation": []}, "the annotation has no mask: polygons or RLE"),
-        ({"segmentation": [[1, 2, 3, 4]]}, "one of 4 numbers"),
-        (
-            {"segmentation": {"size": [4, 4], "counts": [16]}},
-            "expected RLE of the image's size [128, 160]",
-        ),
         ({"bbox": [float("nan"), 1, 2, 3]}, "finite numbers"),
     ],
 )
