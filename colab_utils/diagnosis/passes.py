@@ -233,8 +233,9 @@ class Pass:
         ident = threading.get_ident()
         waiting[ident] = self._monitor
         is_main = self._thread is threading.main_thread()
-        self._can_interrupt = self._raises and is_main and INTERRUPT > 0
-        if self._can_interrupt:
+        is_interruptible = self._raises and is_main and INTERRUPT > 0
+        self._can_interrupt = is_interruptible
+        if is_interruptible:
             outer_handler = signal.signal(INTERRUPT, self._interrupt)
         self._wait = wait
         try:
@@ -250,12 +251,15 @@ class Pass:
         finally:
             self._wait = None
             waiting.pop(ident, None)
-            if self._can_interrupt:
+            if is_interruptible:
                 signal.signal(INTERRUPT, outer_handler)
 
     def _interrupt(self, number: int, frame: Any) -> None:
         """End a wait that was given up, unless its batch has come before the signal."""
-        if self._wait is not None and self._wait.reason is not None:
+        is_given_up = self._wait is not None and self._wait.reason is not None
+        if is_given_up and self._can_interrupt:
+            # A second interrupt could come while the loader ends its workers.
+            self._can_interrupt = False
             raise _StallInterrupt
 
     def _explain_end(self, error: Exception, wait: _Wait) -> Stall | None:

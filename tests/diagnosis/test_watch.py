@@ -113,11 +113,13 @@ def _kill_self():
 
 def _end_workers():
     """A loader that failed may let go of its workers late."""
+    # The handler of torch raises wherever this process is when a worker ends, and an exit code that
+    # is taken at that moment would be lost.
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for process in multiprocessing.active_children():
-        # The handler of torch raises wherever this process is when a worker ends.
-        with suppress(RuntimeError):
-            process.kill()
-            process.join()
+        process.kill()
+        process.join()
+    signal.signal(signal.SIGCHLD, handler)
 
 
 def _burn_until(path):
