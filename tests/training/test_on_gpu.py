@@ -133,10 +133,12 @@ def test_evaluation_waits_no_more_for_many_objects(shards, gpu):
         assert result["segmentation"] == other["segmentation"]
 
 
-def test_a_run_goes_on_there_and_elsewhere(train_here, shards, tmp_path, gpu, monkeypatch):
+def test_a_run_goes_on_there_and_elsewhere(train_here, tmp_path, gpu, monkeypatch):
     lines = []
+    make_shards(tmp_path, n=2)
+    val_shards = tmp_path / "shards"
     more = {"augment": "none"}
-    first = train_here(steps=2, val_shards=shards, log=lines.append, **more)
+    first = train_here(steps=2, val_shards=val_shards, log=lines.append, **more)
     assert first.plan.device == "cuda:0"
     assert first.plan.precision in ("float16", "bfloat16")
     assert lines[-1].gpu_bytes > 500_000
