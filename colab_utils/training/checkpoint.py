@@ -90,8 +90,16 @@ class CheckpointFolder:
 
         A warning is given if the run has begun before and no checkpoint shows, because Drive's list
         of a folder may be out of date.
+
+        Raises:
+            ColabUtilsError: As `read` does; or the checkpoint holds a model and no optimiser.
         """
         state = self.read()
+        if state is not None and "optimizer" not in state:
+            raise ColabUtilsError(
+                f"{state['path']} holds a model alone, as best-*.pt does, so no run can go on from "
+                "it. Move this file away: the previous checkpoint is loaded then."
+            )
         with _explain_read(self.run):
             has_begun = self._store.find_kind(_BEGUN)
         if state is None and has_begun:

@@ -1,11 +1,13 @@
-"""The simulated loop: a published reference, and the exact laws."""
+"""The simulated loop: a published reference, the exact laws, and the real DataLoader beside it."""
 
 import dataclasses
 import math
 import random
+import time
 
 import numpy as np
 import pytest
+from torch.utils.data import DataLoader, Dataset
 
 from colab_utils.diagnosis.simulator import Loop, forecast_rate, simulate
 from colab_utils.errors import ColabUtilsError
@@ -245,3 +247,89 @@ def test_measured_reads_come_once_before_any_comes_again():
     run = simulate(workers=0, step_s=0.0, read_s=[0.1, 0.2, 0.4], seconds=7)
     lengths = (run.loads[0].end_s - run.loads[0].start_s).round(9)[:27].reshape(-1, 3)
     assert np.sort(lengths).tolist() == [[0.1, 0.2, 0.4]] * 9
+
+
+class _Sleepy(Dataset):
+    def __init__(self, load_s):
+        self.load_s = load_s
+
+    def __len__(self):
+        return len(self.load_s)
+
+    def __getitem__(self, index):
+        time.sleep(max(0, self.load_s[index]))
+        return index
+
+
+def _time_loader(load_s, step_s, seconds, **settings):
+    """Seconds a batch of the real DataLoader, with workers and a step that sleep, and the number of
+    batches.
+    """
+    if settings["num_workers"] == 0:
+        settings["prefetch_factor"] = None
+    loader = DataLoader(_Sleepy(load_s), batch_size=None, **settings)
+    ended_s = []
+    for _, sleep_s in zip(loader, step_s, strict=False):
+        time.sleep(max(0, sleep_s))
+        ended_s.append(time.perf_counter())
+        if ended_s[-1] - ended_s[0] > seconds:
+            break
+    return (ended_s[-1] - ended_s[0]) / (len(ended_s) - 1), len(ended_s)
+
+
+def _measure_surplus(workers, load_s, step_s):
+    """Seconds that a load and a step take beyond their sleep: this machine wakes up late, and gets
+    going late.
+    """
+    many = [load_s] * 1000
+    none = [0.0] * 1000
+    if not workers:
+        return _time_loader(many, none, 0.4, num_workers=0)[0] - load_s, 0.0
+    load, _ = _time_loader(many, none, 0.4, num_workers=1)
+    step, _ = _time_loader(none, [step_s] * 1000, 0.4, num_workers=1, prefetch_factor=8)
+    return load - load_s, step - step_s
+
+
+def _compare_loader(run, settings):
+    """Batches of the real DataLoader over simulated ones in the same time."""
+    over_load, over_step = _measure_surplus(
+        settings["workers"], settings["load_s"], settings["step_s"]
+    )
+    spans = sorted(
+        (batch, end - start)
+        for trace in run.loads
+        for batch, start, end in zip(*trace, strict=True)
+    )
+    batch_s, count = _time_loader(
+        [load_s - over_load for _, load_s in spans],
+        run.steps.end_s - run.steps.start_s - over_step,
+        1.5,
+        num_workers=settings["workers"],
+        prefetch_factor=settings.get("prefetch", 2),
+    )
+    return (run.steps.end_s[count - 1] - run.steps.end_s[0]) / (count - 1) / batch_s
+
+
+@pytest.mark.clock
+# There may be more workers than cores, because they only sleep.
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        # Without workers, loading and training alternate.
+        {"workers": 0, "load_s": 0.03, "step_s": 0.02},
+        # Loading and step are in balance, and unsteady.
+        {"workers": 4, "load_s": 0.16, "step_s": 0.04, "load_cv": 0.5, "step_cv": 0.2},
+        # The queue is deep.
+        {"workers": 2, "load_s": 0.08, "step_s": 0.04, "load_cv": 0.8, "prefetch": 6},
+    ],
+)
+def test_real_dataloader_does_as_many_batches(settings):
+    run = simulate(**settings, seconds=60)
+    rates = []
+    # On a busy machine one quiet run of four is enough.
+    for _ in range(4):
+        rates.append(_compare_loader(run, settings))
+        if abs(rates[-1] - 1) < 0.03:
+            break
+    assert rates[-1] == pytest.approx(1, abs=0.03), rates

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import math
+import subprocess
+import sys
 from functools import lru_cache, partial
 
 import numpy as np
@@ -307,3 +309,45 @@ def test_weights_that_are_no_numbers_give_losses_that_are_none():
         model.rpn.head.bbox_pred.weight.fill_(math.nan)
     losses = compute_losses(model, packed)
     assert not torch.stack([*losses.values()]).sum().isfinite()
+
+
+MEMORY = """
+import numpy as np, torch
+from pathlib import Path
+from colab_utils.training.losses import sample_masks
+from colab_utils.loading.masks import MaskBits
+
+def read_peak_kb():
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+
+rng = np.random.default_rng(0)
+corners = rng.integers(0, 1400, (100, 2))
+crops = np.concatenate([corners, corners + 60], 1).astype(np.int32)
+crops[0] = 0, 0, 2000, 1500
+sides = crops[:, 2:] - crops[:, :2]
+ends = np.concatenate([[0], np.cumsum(-(-sides.prod(1) // 8))])
+bits = torch.full((int(ends[-1]),), 255, dtype=torch.uint8)
+masks = MaskBits(bits, torch.from_numpy(crops), torch.from_numpy(ends))
+objects = torch.from_numpy(np.concatenate([np.zeros(6, np.int64), np.arange(100)]))
+boxes = torch.from_numpy(crops).float()[objects]
+torch.set_num_threads(1)
+size = 1500, 2000
+sizes = {"stored_size": size, "to_size": size, "is_flipped": False, "size": 28}
+sample_masks(masks, objects[-1:], boxes[-1:], **sizes)
+before = read_peak_kb()
+targets = sample_masks(masks, objects, boxes, **sizes)
+assert (targets.mean((1, 2)) > 0.95).all()
+print(read_peak_kb() - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_memory_does_not_grow_with_the_number_of_objects():
+    """Dense, the masks would be 300 MB, and four times that as floats. To sample the largest box,
+    ``roi_align`` takes 97 MB on a CPU, and torchvision's own targets take that, too.
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", MEMORY], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) < 160_000

@@ -854,6 +854,10 @@ def test_the_best_weights_are_kept(train_here, tiny_shards, tmp_path, capsys):
     model = load_trained_model(tmp_path, which="best")
     assert model.class_names == dataset.class_names
     assert evaluate(model, dataset).segm == pytest.approx(best.segm)
+    # A renamed file of the best weights has no optimiser to go on with.
+    kept.rename(tmp_path / "checkpoint-00000099.pt")
+    with pytest.raises(ColabUtilsError, match=r"checkpoint-00000099\.pt holds a model alone"):
+        train_here(steps=7)
 
 
 def test_a_longer_run_does_not_lose_its_best(train_here, tiny_shards, tmp_path, monkeypatch):
