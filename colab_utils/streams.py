@@ -21,7 +21,7 @@ MOST_STREAMS = 256
 # A local disk answers without delay, so more reads than these would only wait for each other.
 _LOCAL_STREAMS = 2
 # The first number of streams for a folder behind a network.
-_REMOTE_STREAMS = 32
+_REMOTE_STREAMS = 16
 # If the name of a file system begins with one of these, its files come over a network.
 _REMOTE_KINDS = ("nfs", "cifs", "smb", "9p", "fuse.", "lustre", "ceph", "gpfs", "beegfs")
 # A larger number of streams is kept if files come faster by at least this factor.
@@ -198,7 +198,7 @@ def require_streams(streams: int | str) -> int | str:
 def guess_streams(place: str | Place) -> int:
     """Return the number of streams with which to begin to read a folder.
 
-    It is the number that `remember_streams` stored last for the same mount. Without one, it is 32
+    It is the number that `remember_streams` stored last for the same mount. Without one, it is 16
     for a folder behind a network, and 2 for a local disk.
 
     Example:

@@ -135,4 +135,4 @@ def test_a_slowed_folder_is_remote(tmp_path):
     assert not is_remote(tmp_path)
     slow_down(tmp_path, "typical")
     assert is_remote(tmp_path / "images")
-    assert guess_streams(tmp_path) == 32
+    assert guess_streams(tmp_path) == 16
