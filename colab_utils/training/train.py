@@ -20,7 +20,7 @@ from colab_utils.loading.contract import Transforms
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.devices import find_device
 from colab_utils.loading.loader import make_loader
-from colab_utils.places import PlaceLike
+from colab_utils.places import PlaceLike, open_place
 from colab_utils.require import require_choice, require_seconds
 from colab_utils.shards.lock import hold_folder
 from colab_utils.training.checkpoint import CheckpointFolder, State
@@ -177,6 +177,10 @@ def train(
         raise ColabUtilsError(f"Both steps and epochs ({epochs}) are given. Pass one of them.")
     if run is None:
         raise ColabUtilsError("A run needs a folder for its checkpoints. Pass it as run.")
+    # These two are opened late. A place that cannot be read is refused now.
+    for place in (weights, val_shards):
+        if place is not None:
+            open_place(place)
     with ExitStack() as stack:
         stack.enter_context(_use_training_defaults())
         device = _choose_device()

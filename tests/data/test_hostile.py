@@ -138,12 +138,15 @@ import json
 from tests.coco_files import CocoFiles
 from tests.data.test_hostile import draw_page
 from pathlib import Path
+def read_peak():
+    # ru_maxrss keeps the parent's.
+    return int(re.search("VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1])
 files = CocoFiles(Path(sys.argv[1]))
 files.coco = json.loads(files.annotations.read_text())
+imports = read_peak()
 draw_page(files)
-# ru_maxrss keeps the parent's.
-own = int(re.search("VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1])
-print(max(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) / 1e6)
+children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+print((max(read_peak(), children) - imports) / 1e6)
 """
 
 
@@ -163,4 +166,5 @@ def test_a_page_takes_little_memory(files):
     done = subprocess.run(
         run, env=environment, capture_output=True, text=True, check=True, timeout=120
     )
-    assert float(done.stdout) < 1
+    print(done.stdout)
+    assert float(done.stdout) < 0.7
