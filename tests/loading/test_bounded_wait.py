@@ -206,6 +206,8 @@ def stop_mounts():
     assert servers
     for server in servers:
         server.suspend()
+    while not all(server.status() == psutil.STATUS_STOPPED for server in servers):
+        time.sleep(0.01)
     try:
         yield servers[0]
     finally:
@@ -221,12 +223,21 @@ def on_drive(tiny_dataset, tmp_path):
 
 
 def test_a_drive_that_answers_nothing_for_a_while_loses_no_sample(on_drive, make):
-    loader = make(on_drive, streams=1, prefetch=1)
+    # New workers of a busy machine need more than the time of the other tests.
+    loader = make(on_drive, streams=1, prefetch=1, max_wait_s=4 * WAIT_S)
+
+    def resume_when_late(server):
+        while not loader.late:
+            time.sleep(0.01)
+        server.resume()
+
     with stop_mounts() as server:
-        threading.Timer(1.6 * WAIT_S, server.resume).start()
+        resuming = threading.Thread(target=resume_when_late, args=(server,), daemon=True)
+        resuming.start()
         ids = flatten(list_ids(loader))
+        assert loader.late
+        resuming.join()
     assert sorted(ids) == sorted(on_drive.image_ids.tolist())
-    assert loader.late
 
 
 def test_processes_that_cannot_be_killed_are_not_waited_for(on_drive, monkeypatch, make):
