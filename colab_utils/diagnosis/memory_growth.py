@@ -95,7 +95,8 @@ class MemoryLog:
     def look(self, batches: int) -> None:
         """Take a reading if one is due, after ``batches`` batches so far."""
         now_s = perf_counter()
-        if now_s < self._due_s:
+        # Between two batches nothing grows, and the long pause of steady memory would follow.
+        if now_s < self._due_s or (self.readings and self.readings[-1].batches == batches):
             return
         cpu_began_s = thread_time()
         workers = list_processes()[1:]

@@ -116,6 +116,16 @@ def test_batches_of_workers_count_while_somebody_keeps_them():
     assert measure_memory() - before_bytes < 10 * MB
 
 
+def test_a_long_wait_for_a_batch_is_not_taken_for_steady_memory():
+    log = MemoryLog()
+    log.look(1)
+    time.sleep(0.5)
+    log.look(1)
+    assert len(log.readings) == 1
+    log.look(2)
+    assert len(log.readings) == 2
+
+
 @pytest.mark.clock
 def test_a_worker_that_hoards_is_found_out():
     kept = []
