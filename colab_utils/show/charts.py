@@ -30,7 +30,7 @@ def plot_first_seconds(
     """Draw when the training step ran and when it waited, since the first batch was requested.
 
     Steps are orange; a row named "copy", which is blue, shows copies. In the white gaps, the step
-    waited.
+    waited. The text under the axis says so.
 
     Args:
         rows: Dict from the name of a row to the start and end of each of its steps, in seconds
@@ -62,7 +62,7 @@ def plot_first_seconds(
     figure, axis = _make_rows(
         title,
         rows,
-        unit=unit,
+        unit=f"{unit} (orange: the step runs, white: it waits)",
         height=1.35 + 0.62 * len(rows),
     )
     for row, (name, spans) in enumerate(rows.items()):
