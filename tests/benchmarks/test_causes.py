@@ -36,26 +36,6 @@ def test_loops_are_tried_under_watch_and_diagnose(one_thread):
     assert healthy["planted"].startswith("healthy")
 
 
-def test_the_loop_runs_epoch_after_epoch_and_numbers_its_steps(tmp_path):
-    batches = [(["image"], ["target"]), {"image": 1}, [{}, {}]]
-    seen = []
-    numbers = []
-    looked_at = []
-
-    def make_loop(folder):
-        return batches, lambda *batch: seen.append(batch), numbers.append
-
-    def around(loader):
-        looked_at.append(loader)
-        return loader
-
-    truth = run_loop(make_loop, tmp_path, seconds=0.05, around=around)
-    assert seen[:3] == [(["image"], ["target"]), ({"image": 1},), ([{}, {}],)]
-    assert numbers == list(range(len(truth.step_s)))
-    assert truth.starts == tuple(range(0, len(numbers), 3))[: len(looked_at)]
-    assert len(looked_at) > 1
-
-
 def test_shares_leave_out_the_very_first_wait():
     truth = Truth(13, wait_s=(5, 1, 3), step_s=(1, 1, 1), between_s=(0, 1, 0), starts=(0, 2))
     assert str(truth).startswith("wait 50% (starts 38%), step 38%, between 12%")

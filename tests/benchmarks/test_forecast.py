@@ -14,14 +14,3 @@ def test_forecasts_stand_beside_what_was_measured(tiny_dataset, one_thread):
         assert row["error"] == pytest.approx(row["forecast"] / row["measured"] - 1)
     assert "all" in tabulate_errors(rows)
     assert count_best_first(rows)[1] == 1
-
-
-def test_the_best_fix_is_counted_where_its_forecast_was_the_highest():
-    def make_rows(step_ms, *rates):
-        case = {"data": "kept", "profile": "bad", "workers": 1, "step_ms": step_ms}
-        return [{**case, "forecast": forecast, "measured": rate} for forecast, rate in rates]
-
-    right = make_rows(20, (5.0, 6.0), (4.0, 3.0))
-    near = make_rows(100, (5.0, 5.8), (4.0, 6.0))
-    wrong = make_rows(400, (5.0, 4.0), (4.0, 6.0))
-    assert count_best_first([*right, *near, *wrong]) == (2, 3)

@@ -10,7 +10,7 @@ import json
 import pytest
 
 from benchmarks import gpu
-from benchmarks.gpu import main, tabulate_results
+from benchmarks.gpu import main
 from benchmarks.step import (
     CHANGES,
     COMPILED,
@@ -70,27 +70,6 @@ def test_every_measurement_runs(tmp_path, monkeypatch, capsys):
     assert "of a cached batch" in capsys.readouterr().out
 
 
-def list_run_names(sizes):
-    runs = gpu.list_runs(("v1", "v2"), sizes, min_size=64, device="cpu", make_data=None)
-    return [names for names, _ in runs]
-
-
-def test_what_is_quick_comes_first_and_what_takes_long_last():
-    names = list_run_names((2, 8, 16))
-    needs_data = [row["what"] in ("real data", "evaluation") for row in names]
-    assert not any(needs_data[:8])
-    is_large = [row["batch_size"] > 8 for row in names]
-    is_compiled = [COMPILED in row["step"] for row in names]
-    assert needs_data.index(True) < is_large.index(True)
-    assert is_compiled == [False] * (len(names) - 2) + [True] * 2
-    assert not any(is_large[: is_large.index(True)])
-    assert names[is_large.index(True)]["model"] == "v1"
-    # Each size has its references, or nothing could stand beside them.
-    unique = [json.dumps(row) for row in names]
-    assert len(set(unique)) == len(unique)
-    assert {row["batch_size"] for row in names if row["step"] == gpu.REFERENCES} == {2, 4, 8, 16}
-
-
 @pytest.mark.usefixtures("small_batches", "one_thread")
 def test_rows_that_fail_are_kept_with_their_error_and_the_others_go_on(
     tmp_path, monkeypatch, capsys
@@ -132,16 +111,6 @@ def test_a_row_is_begun_only_where_the_slowest_one_would_end_in_time(tmp_path, m
         "rows": [{"number": 0}, {"number": 1}],
         "left_out": [{"number": 2}, {"number": 3}],
     }
-
-
-def test_the_table_stands_beside_the_references():
-    row = {"what": "step", "model": "v1", "batch_size": 8}
-    rows = [
-        row | {"step": gpu.REFERENCES, "step_ms": 90.0},
-        row | {"step": "+ folded norms", "step_ms": 30.0},
-    ]
-    text = tabulate_results(rows)
-    assert "3.00" in text
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ pytestmark = [
 def make(tiny_dataset, tmp_path_factory):
     work = tmp_path_factory.mktemp("work")
     return lambda name: make_data(
-        name, work, [tiny_dataset.images], [tiny_dataset.annotations], samples=12
+        name, work, [tiny_dataset.images], [tiny_dataset.annotations], samples=24
     )
 
 
@@ -50,7 +50,7 @@ def test_a_system_delivers_what_the_reference_gives(make, tmp_path, name, kind, 
         crew,
     )
     system.prepare(data, tmp_path)
-    assert run_job(job) == {"difference": "", "seen": 12, "compared": 12}
+    assert run_job(job) == {"difference": "", "seen": 24, "compared": 24}
 
 
 def test_every_environment_has_a_section_and_every_name_a_class():

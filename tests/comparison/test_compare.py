@@ -130,16 +130,6 @@ def test_without_tensorflow_its_pipeline_is_left_out_in_words(race):
     assert rows["other"].images_per_second > 0
 
 
-@pytest.mark.parametrize(("workers", "streams"), [(0, 32), (2, 16), (64, 1)])
-def test_many_streams_are_shared_by_the_workers(prepare, monkeypatch, workers, streams):
-    def take_settings(dataset, **settings):
-        return settings
-
-    monkeypatch.setattr(strategies_module, "make_loader", take_settings)
-    settings = STRATEGIES["streams"].open(Setting(prepare(), 1, workers, "cpu"))
-    assert (settings["workers"], settings["streams"]) == (workers, streams)
-
-
 def test_the_default_is_every_strategy_that_people_are_told_to_use():
     asked_for = {
         "sequential",

@@ -10,6 +10,7 @@ import shutil
 import warnings
 from pathlib import Path
 from pickle import UnpicklingError
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -44,16 +45,6 @@ def list_names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name != "begun.txt")
 
 
-def test_what_was_saved_is_loaded(folder):
-    assert folder.read() is None
-    assert folder.newest is None
-    path = save_steps(folder, 7)
-    state = CheckpointFolder(folder.run).read()
-    assert path == folder.newest == folder.run / "checkpoint-00000007.pt"
-    assert torch.equal(state["model"]["weight"], torch.full((50, 50), 7))
-    assert (state["losses"], state["nested"], state["step"]) == ([1.5, 7], {"a": (1, "b")}, 7)
-
-
 def test_the_newest_two_stay_and_nothing_else_goes(folder):
     save_steps(folder, 10, 20)
     (folder.run / "checkpoint-best.pt").write_bytes(b"the user's")
@@ -63,21 +54,11 @@ def test_the_newest_two_stay_and_nothing_else_goes(folder):
     assert list_names(folder.run) == [*name_steps(30, 40), "checkpoint-best.pt"]
 
 
-@pytest.mark.parametrize(
-    "tear",
-    [
-        # A full disk cut the file short.
-        lambda data: data[: len(data) // 2],
-        # The file has the right size, and a hole in the middle.
-        lambda data: data[:4000] + bytes(2000) + data[6000:],
-        # The file holds something else altogether.
-        lambda data: b"not a zip" * 100,
-    ],
-)
-def test_a_torn_newest_is_skipped_and_named(folder, tear):
+def test_a_torn_newest_is_skipped_and_named(folder):
     """Reading changes no file: another process may be training in the folder."""
     torn = save_steps(folder, 10, 20)
-    data = tear(torn.read_bytes())
+    # A full disk cut the file short.
+    data = torn.read_bytes()[:5000]
     torn.write_bytes(data)
     with pytest.warns(ColabUtilsWarning, match=r"00020.pt is torn .*: it is skipped, .* is one$"):
         state = folder.read()
@@ -90,11 +71,8 @@ def test_a_run_whose_checkpoints_are_all_torn_does_not_begin_anew_unasked(folder
     folder.run.mkdir(parents=True)
     for name in name_steps(1, 2):
         (folder.run / name).write_bytes(b"torn")
-    # The same call says the same again.
-    for _ in range(2):
-        with pytest.raises(ColabUtilsError, match=r"^.*is torn .*00002\.pt.*resume='never'.*$"):
-            folder.read()
-        assert list_names(folder.run) == name_steps(1, 2)
+    with pytest.raises(ColabUtilsError, match=r"^.*is torn .*00002\.pt.*resume='never'.*$"):
+        folder.read()
     folder.prepare(anew=True)
     assert list_names(folder.run / "previous-1") == name_steps(1, 2)
     assert folder.read() is None
@@ -185,14 +163,6 @@ def test_what_waits_belongs_to_the_place_of_its_run(folder):
     assert list_names(folder.waiting) == []
 
 
-def test_what_waits_moves_away_with_its_run(folder):
-    save_steps(CheckpointFolder(folder.waiting), 30)
-    folder.prepare(anew=True)
-    assert list_names(folder.waiting / "previous-1") == name_steps(30)
-    assert list_names(folder.waiting) == ["previous-1"]
-    assert folder.read() is None
-
-
 def test_the_folder_in_which_checkpoints_wait_is_the_users_own(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     waiting = CheckpointFolder("run").waiting
@@ -207,24 +177,11 @@ def test_a_damaged_file_that_waits_is_not_sent(folder):
     assert not folder.run.exists()
 
 
-@pytest.mark.parametrize(
-    ("number", "error"),
-    [
-        # The disk is broken.
-        (errno.EIO, ColabUtilsError),
-        # Drive is lost.
-        (errno.ENOTCONN, DriveLostError),
-    ],
-)
-def test_a_disk_that_does_not_answer_is_no_torn_file(folder, monkeypatch, number, error):
-    def fail(path, *args, **options):
-        raise OSError(number, os.strerror(number))
-
+def test_a_disk_that_does_not_answer_is_no_torn_file(folder, monkeypatch):
     save_steps(folder, 10)
-    monkeypatch.setattr("colab_utils.files.open_file", fail)
-    with pytest.raises(error, match=r"cannot be read"):
+    monkeypatch.setattr("colab_utils.files.open_file", Mock(side_effect=OSError(errno.EIO, "")))
+    with pytest.raises(ColabUtilsError, match=r"cannot be read"):
         folder.read()
-    assert list_names(folder.run) == name_steps(10)
 
 
 @pytest.mark.parametrize("put", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
@@ -235,15 +192,6 @@ def test_a_checkpoint_that_is_no_file_is_told(tmp_path: Path, put):
         match=r"Checkpoints cannot be read in .*05\.pt|.*05\.pt is a device or a pipe",
     ):
         CheckpointFolder(tmp_path).read()
-
-
-def test_a_newer_format_is_refused_in_words(folder):
-    path = save_steps(folder, 5)
-    path.write_bytes(path.read_bytes().replace(b"colab_utils 2 ", b"colab_utils 3 "))
-    with pytest.raises(
-        ColabUtilsError, match=r"another program or version wrote it.* update colab_utils"
-    ):
-        folder.read()
 
 
 def test_loading_runs_no_code(tmp_path: Path):
@@ -262,12 +210,13 @@ def test_loading_runs_no_code(tmp_path: Path):
 
 
 def test_anew_moves_and_never_deletes(folder):
-    folder.prepare(anew=True)
-    assert list_names(folder.run) == []
+    """What waits on this machine moves, too."""
     for number in (1, 2):
         save_steps(folder, 10, 20)
+        save_steps(CheckpointFolder(folder.waiting), 30)
         folder.prepare(anew=True)
         assert list_names(folder.run / f"previous-{number}") == name_steps(10, 20)
+        assert list_names(folder.waiting / f"previous-{number}") == name_steps(30)
     assert folder.read() is None
 
 

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import warnings
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -297,81 +296,68 @@ def list_options(hosts, folder, **source):
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
-def test_one_process_of_a_host_copies_and_all_take_the_same_batches(
-    run_ranks, shards, tmp_path, hosts
+@pytest.mark.parametrize("form", ["shards", "files"])
+def test_one_process_of_a_host_makes_its_shards_and_all_take_the_same_batches(
+    run_ranks, made, shards, tmp_path, hosts, form
 ):
-    """On a host where all shards lie, the order would be another one than on a new host."""
-    if hosts == 2:
-        copy_shards(shards, tmp_path / "ssd-1")
-    slow_down(shards, SLOW)
-    options = list_options(hosts, tmp_path, shards=shards)
-    reports = run_ranks(2, train_and_count_copies, options)
+    """Shards are copied, or written from loose files, which the host of rank 0 sends to Drive."""
+    source = {"images": made.images, "annotations": made.annotations, "drive": tmp_path / "drive"}
+    made_on_host = ["written"]
+    if form == "shards":
+        source = {"shards": shards}
+        made_on_host = [*range(len(ShardDataset(shards).index.shards))]
+        if hosts == 2:
+            # On a host where all shards lie, the order would be another one than on a new host.
+            copy_shards(shards, tmp_path / "ssd-1")
+    slow_down(next(iter(source.values())), SLOW)
+    reports = run_ranks(2, train_and_count_copies, list_options(hosts, tmp_path, **source))
     check_two_epochs(reports, shards)
-    copies = sorted(report["copied"] for report in reports)
-    every = [*range(len(ShardDataset(shards).index.shards))]
-    assert copies == ([[], every] if hosts == 1 else [every, every])
+    others = [[]] * (2 - hosts)
+    assert sorted(report["copied"] for report in reports) == [*others, *[made_on_host] * hosts]
     for host in range(hosts):
-        assert verify_shards(tmp_path / f"ssd-{host}").bad == ()
+        ssd = tmp_path / f"ssd-{host}"
+        if form == "files":
+            open_dataset(**source, ssd=ssd).wait()
+            assert verify_shards(source["drive"]).bad == ()
+        assert verify_shards(ssd).bad == ()
+        assert len(ShardDataset(ssd)) == 7
     # One host alone writes checkpoints.
     assert list((tmp_path / "run-0").glob("checkpoint-*.pt"))
     assert not (tmp_path / "run-1").exists()
 
 
-@pytest.mark.parametrize("hosts", [1, 2])
-def test_one_process_of_a_host_writes_shards_from_loose_files(
-    run_ranks, made, shards, tmp_path, hosts
-):
-    """The host of rank 0 sends them to Drive."""
-    slow_down(made.images, SLOW)
-    drive = tmp_path / "drive"
-    source = {"images": made.images, "annotations": made.annotations, "drive": drive}
-    reports = run_ranks(2, train_and_count_copies, list_options(hosts, tmp_path, **source))
-    check_two_epochs(reports, shards)
-    assert sum(report["copied"] == ["written"] for report in reports) == hosts
-    ssds = [tmp_path / f"ssd-{host}" for host in range(hosts)]
-    for ssd in ssds:
-        open_dataset(made.images, made.annotations, drive=drive, ssd=ssd).wait()
-    for folder in (drive, *ssds):
-        assert verify_shards(folder).bad == ()
-        assert len(ShardDataset(folder)) == 7
-
-
-def load_two_epochs(made, folder, options):
+def load_epoch(made, folder, shard_mb):
     """The images of a loop of the user's own, or its error; each rank has a disk of its own."""
-    rank = int(os.environ["RANK"])
+    ssd = folder / f"ssd-{os.environ['RANK']}"
     os.environ["LOCAL_RANK"] = "0"
-    ssd = folder / f"ssd-{rank}"
     with join_ranks(torch.device("cpu")):
-        dataset = open_dataset(made.images, made.annotations, drive=None, ssd=ssd, **options)
+        dataset = open_dataset(
+            made.images, made.annotations, drive=None, ssd=ssd, shard_mb=shard_mb
+        )
         loader = make_loader(dataset, batch_size=4, workers=0, deliver="packed")
         try:
-            epochs = [[batch.image_ids.tolist() for batch in loader] for _ in range(2)]
+            images = [image for batch in loader for image in batch.image_ids.tolist()]
         except ColabUtilsError as error:
-            epochs = str(error)
+            images = str(error)
         dataset.stop()
-    return [type(dataset).__name__, epochs]
+    return [type(dataset).__name__, images]
 
 
 def test_a_loop_of_the_users_own_agrees_on_the_order(run_ranks, made, shards, tmp_path):
     copy_shards(shards, tmp_path / "ssd-1")
     slow_down(made.images, SLOW)
-    options = {"shard_mb": 0.02}
-    reports = run_ranks(2, load_two_epochs, made, tmp_path, options)
-    assert [name for name, _ in reports] == ["LooseFiles", "ShardDataset"]
-    every = sorted(ShardDataset(shards).image_ids.tolist())
-    for epoch in range(2):
-        batches = [batch for _, epochs in reports for batch in epochs[epoch]]
-        assert sorted(chain.from_iterable(batches)) == every
+    (kind, images), (other_kind, others) = run_ranks(2, load_epoch, made, tmp_path, 0.02)
+    assert (kind, other_kind) == ("LooseFiles", "ShardDataset")
+    assert sorted(images + others) == sorted(ShardDataset(shards).image_ids.tolist())
 
 
 def test_a_loop_of_the_users_own_with_other_shards_on_a_host_ends_everywhere(
     run_ranks, made, shards, tmp_path
 ):
     copy_shards(shards, tmp_path / "ssd-0")
-    reports = run_ranks(2, load_two_epochs, made, tmp_path, {"shard_mb": 9})
-    errors = [error for _, error in reports]
-    assert errors[0] == errors[1]
-    assert errors[0].startswith("The processes that train together do not load the same")
+    (_, error), (_, other) = run_ranks(2, load_epoch, made, tmp_path, 9)
+    assert error == other
+    assert error.startswith("The processes that train together do not load the same")
 
 
 def refuse_to_train(folders, run, options):
@@ -397,42 +383,28 @@ def test_ranks_with_other_settings_are_refused_in_all_of_them(run_ranks, shards,
 
 
 def test_ranks_with_other_images_of_the_same_number_are_refused(run_ranks, shards, tmp_path):
-    """Two hosts may each have copied another part of one dataset."""
+    """Their shards have the same images in another order."""
     index = read_index(shards)
-    first, *others = index.shards
-    same = next(shard for shard in others if shard.images == first.images)
-    folders = []
-    for left_out in (first, same):
-        folder = Path(shutil.copytree(shards, tmp_path / left_out.name))
-        kept = tuple(shard for shard in index.shards if shard is not left_out)
-        write_index(folder, dataclasses.replace(index, shards=kept, partial=True))
-        folders.append(folder)
-    assert len(ShardDataset(folders[0])) == len(ShardDataset(folders[1]))
+    folders = [shards, shutil.copytree(shards, tmp_path / "other")]
+    write_index(folders[1], dataclasses.replace(index, shards=index.shards[::-1]))
     messages = run_ranks(2, refuse_to_train, folders, tmp_path / "run", [{"steps": 1}] * 2)
     assert messages[0] == messages[1]
     assert "order of the images (" in messages[0]
 
 
-def test_ranks_do_not_wait_for_one_that_cannot_open_its_shards(run_ranks, shards, tmp_path):
-    folders = [shards, tmp_path / "none"]
-    others, own = run_ranks(2, refuse_to_train, folders, tmp_path / "run", [{"steps": 1}] * 2)
-    assert own.startswith("There is no folder of shards at ")
-    assert others == f"Rank 1 stopped before the first step, and so did all others. It says: {own}"
-
-
-def refuse_to_prepare(folders, run, options):
-    """The message of this rank where the first one cannot make the run's folder."""
+@pytest.mark.parametrize(("rank", "shards_of_1"), [(1, "none"), (0, "shards")])
+def test_ranks_do_not_wait_for_one_that_finds_no_shards_or_cannot_make_the_folder(
+    run_ranks, shards, tmp_path, monkeypatch, rank, shards_of_1
+):
     error = ColabUtilsError("The folder cannot be written. Choose another one.")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CheckpointFolder, "prepare", Mock(side_effect=error))
-        return refuse_to_train(folders, run, options)
-
-
-def test_ranks_do_not_wait_for_a_folder_that_cannot_be_made(run_ranks, shards, tmp_path):
-    messages = run_ranks(2, refuse_to_prepare, [shards] * 2, tmp_path / "run", [{"steps": 1}] * 2)
-    assert messages[0].startswith("The folder cannot be written")
-    assert messages[1].startswith("Rank 0 stopped before the first step, and so did all others. ")
-    assert messages[1].endswith(messages[0])
+    if not rank:
+        monkeypatch.setattr(CheckpointFolder, "prepare", Mock(side_effect=error))
+    folders = [shards, shards.with_name(shards_of_1)]
+    messages = run_ranks(2, refuse_to_train, folders, tmp_path / "run", [{"steps": 1}] * 2)
+    own = messages.pop(rank)
+    assert own.startswith(("There is no folder of shards at ", str(error))[not rank])
+    text = f"Rank {rank} stopped before the first step, and so did all others. It says: {own}"
+    assert messages == [text]
 
 
 def test_the_command_under_torchrun_speaks_once(run_ranks, shards, tmp_path):

@@ -21,7 +21,6 @@ from torchvision.models.detection import fasterrcnn_mobilenet_v3_large_320_fpn
 from benchmarks.step import make_model
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import collate_packed
-from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.masks import expand_masks
 from colab_utils.loading.targets import pack_target
 from colab_utils.training import losses as losses_module
@@ -129,27 +128,19 @@ def copy_model():
 
 
 def make_batch(images, *, empty=()):
-    """Return `pack_samples` of samples that are drawn."""
-    return pack_samples(
-        [draw_sample(*image, seed=number, empty=empty) for number, image in enumerate(images)]
-    )
-
-
-def pack_samples(samples):
     """Return a packed batch, which images to mirror, and torchvision's images and targets."""
+    samples = [draw_sample(*image, seed=number, empty=empty) for number, image in enumerate(images)]
     flips = [number % 2 == 0 for number in range(len(samples))]
     packed = collate_packed([pack_target(*sample) for sample in samples])
-    dense_images = []
-    dense_targets = []
+    dense = []
     for (image, target), is_flipped in zip(samples, flips, strict=True):
         if is_flipped:
-            x0, y0, x1, y1 = target["boxes"].T
-            boxes = torch.stack([image.shape[2] - x1, y0, image.shape[2] - x0, y1], 1)
+            boxes = target["boxes"].clone()
+            boxes[:, ::2] = image.shape[2] - boxes[:, [2, 0]]
             image = image.flip(2)
             target = {**target, "boxes": boxes, "masks": target["masks"].flip(2)}
-        dense_images.append(image.float() / 255)
-        dense_targets.append(target)
-    return packed, flips, dense_images, dense_targets
+        dense.append((image.float() / 255, target))
+    return packed, flips, *map(list, zip(*dense, strict=True))
 
 
 def collect_gradients(model, losses):
@@ -232,15 +223,6 @@ def test_every_size_trains_as_by_torchvision(settings):
     compare(model, make_batch(BATCHES["eight sizes"]))
 
 
-def test_real_images_train_as_by_torchvision(coco_mini):
-    dataset = CocoFolder(coco_mini.images, coco_mini.annotations, contiguous_labels=True)
-    samples = [dataset[i] for i in range(12) if dataset.has_objects[i]][:2]
-    torch.manual_seed(0)
-    sizes = {"min_size": 160, "max_size": 240}
-    model = build_mask_rcnn(TINY_MODEL, num_classes=dataset.num_classes, weights=None, **sizes)
-    compare(model.train(), pack_samples(samples))
-
-
 def test_half_precision_trains_as_by_torchvision():
     compare(build(LIGHT_MODEL, "folded"), make_batch(USUAL), precision=torch.bfloat16)
 
@@ -277,7 +259,6 @@ def test_what_is_no_mask_rcnn_in_training_is_refused_in_words():
     [
         ("boxes", [20.0, 10.0, 20.0, 30.0], "has the box .*no area or is not finite"),
         ("boxes", [20.0, math.nan, 40.0, 30.0], "has the box .*no area or is not finite"),
-        ("boxes", [20.0, 10.0, math.inf, 30.0], "has the box .*no area or is not finite"),
         ("labels", 0, "has the label 0, .*0 is the background"),
         ("labels", CLASSES, f"has the label {CLASSES}, .*to {CLASSES - 1} in a model of {CLASSES}"),
     ],

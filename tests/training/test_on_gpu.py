@@ -15,12 +15,12 @@ from colab_utils.loading.batch import collate_packed
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.training.evaluate import detect, evaluate
-from colab_utils.training.layers import choose_precision, fold_norms, keep_boxes_exact
+from colab_utils.training.layers import fold_norms
 from colab_utils.training.losses import compute_losses
-from colab_utils.training.model import assemble_mask_rcnn, load_trained_model
+from colab_utils.training.model import assemble_mask_rcnn
 from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import train
-from tests.simulated_gpu import GpuTensor, SimulatedGpu
+from tests.simulated_gpu import SimulatedGpu
 from tests.tiny_model import TINY_MODEL
 from tests.training.small_shards import make_shards
 
@@ -85,7 +85,6 @@ def test_losses_are_those_of_the_cpu(shards, gpu):
     model.backbone.to(memory_format=torch.channels_last)
     torch.manual_seed(1)
     losses = compute_losses(model.to("cuda"), batch.to("cuda"), flips=flips)
-    assert all(isinstance(loss, GpuTensor) for loss in losses.values())
     for name, loss in expected.items():
         assert losses[name].item() == pytest.approx(loss.item(), rel=1e-4), name
 
@@ -150,9 +149,6 @@ def test_a_run_goes_on_there_and_elsewhere(train_here, tmp_path, gpu, monkeypatc
     assert [second.plan.device, third.plan.device] == ["cpu", "cuda:0"]
     assert third.losses[:3] == second.losses
     assert second.losses[:2] == first.losses
-    assert all(math.isfinite(point.loss) for point in third.losses)
-    model = load_trained_model(tmp_path)
-    assert not any(isinstance(tensor, GpuTensor) for tensor in model.state_dict().values())
 
 
 @simulated
@@ -218,20 +214,6 @@ def test_a_gpu_that_is_full_is_said(train_here, monkeypatch):
     full = pytest.raises(ColabUtilsError, match=r"does not fit into the GPU's memory")
     with SimulatedGpu(monkeypatch, limit=500_000), full:
         train_here(steps=1)
-
-
-@real
-def test_losses_in_half_precision_are_those_of_torchvision(shards):
-    batch = read_batch(shards, 2)
-    model = make_model(shards).to("cuda")
-    keep_boxes_exact(model)
-    with torch.autocast("cuda", choose_precision("cuda")), torch.no_grad():
-        torch.manual_seed(1)
-        losses = compute_losses(model, batch.to("cuda"))
-        torch.manual_seed(1)
-        expected = model(batch.to_images("cuda"), batch.to_targets("cuda"))
-    for name, loss in expected.items():
-        assert losses[name].item() == pytest.approx(loss.item(), rel=0.05), name
 
 
 @real

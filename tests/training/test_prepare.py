@@ -73,11 +73,9 @@ def test_the_heaviest_batch_is_tried_and_forgotten(dataset, monkeypatch):
     shard_plan, step = plan(dataset, monkeypatch, batch_size=2)
     assert (shard_plan.batch_size, shard_plan.parts) == (2, 1)
     assert 0 < shard_plan.peak_bytes < shard_plan.limit_bytes < 4_000_000_000
-    assert str(shard_plan).startswith("the heaviest batch (2 images) takes ")
     expected = make_step(dataset).model.state_dict()
-    assert all(
-        torch.equal(value.cpu(), expected[name]) for name, value in step.model.state_dict().items()
-    )
+    for name, value in step.model.state_dict().items():
+        assert torch.equal(value.cpu(), expected[name])
     assert step.model.transform.min_size == (128,)
     assert all(parameter.grad is None for parameter in step.model.parameters())
 
@@ -150,15 +148,10 @@ def test_a_named_batch_is_trained_in_more_and_more_parts(dataset, monkeypatch):
     model.
     """
     generous, _ = plan(dataset, monkeypatch, batch_size=4)
-    seen = []
-    for share in (0.9, 0.6):
-        shard_plan, _ = plan(
-            dataset, monkeypatch, limit=int(generous.peak_bytes * share), batch_size=4
-        )
-        assert shard_plan.peak_bytes < generous.peak_bytes
-        assert shard_plan.batch_size == 4
-        seen.append(shard_plan.parts)
-    assert 1 < seen[0] <= seen[1] == 4
+    limit = int(generous.peak_bytes * 0.6)
+    shard_plan, _ = plan(dataset, monkeypatch, limit=limit, batch_size=4)
+    assert shard_plan.peak_bytes < generous.peak_bytes
+    assert (shard_plan.batch_size, shard_plan.parts) == (4, 4)
 
 
 def test_an_image_that_does_not_fit_alone_is_said(dataset, monkeypatch):

@@ -9,8 +9,6 @@ import torch
 from torch import nn
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL
-from colab_utils.training.settings import compute_rate, make_optimizer
 from colab_utils.training.step import TrainingStep
 
 
@@ -170,23 +168,3 @@ def test_out_of_memory_is_said_in_words():
     words = r"1 of the 2 images of a batch do not fit .* a smaller min_size"
     with pytest.warns(ColabUtilsWarning), pytest.raises(ColabUtilsError, match=words):
         step(*make_images(2))
-
-
-# The lengths go from shorter than any warm-up to that of a real run.
-@pytest.mark.parametrize("steps", [1, 10, 90_000])
-def test_learning_rate_warms_up_and_falls(steps: int):
-    some_steps = range(0, steps, max(1, steps // 500))
-    rates = [compute_rate(step, steps=steps, highest=0.02) for step in some_steps]
-    peak = rates.index(max(rates))
-    assert rates == sorted(rates[:peak]) + sorted(rates[peak:], reverse=True)
-    assert 0 < min(rates) <= max(rates) <= 0.02
-    assert max(rates) == pytest.approx(0.02, rel=0.01)
-
-
-@pytest.mark.parametrize("name", [GPU_MODEL, LIGHT_MODEL])
-def test_optimiser_leaves_frozen_weights_alone(name: str):
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model[0].requires_grad_(False)
-    optimizer = make_optimizer(model, name=name, learning_rate=0.1)
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    assert held == {id(parameter) for parameter in model[1].parameters()}

@@ -39,8 +39,8 @@ from colab_utils.training import train as loop
 from colab_utils.training.checkpoint import CheckpointFolder, CheckpointWriter
 from colab_utils.training.data import open_images
 from colab_utils.training.evaluate import AveragePrecision, evaluate
-from colab_utils.training.model import load_trained_model
-from colab_utils.training.report import LogLine, TrainingPlan, TrainReport
+from colab_utils.training.model import LIGHT_MODEL, build_mask_rcnn, load_trained_model
+from colab_utils.training.report import LogLine, TrainReport
 from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import train
 from tests.tiny_model import TINY_MODEL
@@ -177,21 +177,17 @@ def run_forked(target) -> int:
 def test_the_report_holds_every_step(undisturbed, tiny_shards):
     dataset = ShardDataset(tiny_shards, contiguous_labels=True)
     plan = undisturbed.plan
-    assert undisturbed.steps == 5
     assert [point.step for point in undisturbed.losses] == [1, 2, 3, 4, 5]
     assert plan.images == dataset.has_objects.sum() == len(dataset) - plan.skipped_images
     assert plan.objects == dataset.objects > 0
-    assert "objects left out" not in str(dataclasses.replace(plan, skipped_objects=0))
     some = dataclasses.replace(plan, objects=10, skipped_objects=2)
     assert "2 of 12 objects left out" in str(some)
-    assert undisturbed.images_per_second > 0
-    assert 0 <= undisturbed.wait_share < 1
     assert str(undisturbed).startswith("5 steps, loss ")
     assert "tiny from random weights on cpu in float32: 6 classes" in str(plan)
     content = torch.load(undisturbed.checkpoint, weights_only=True)
-    assert content["step"] == 5
     assert content["class_names"] == dataset.class_names
     assert content["category_ids"] == dataset.category_ids
+    assert all(tensor.is_contiguous() for tensor in content["model"].values())
 
 
 @pytest.mark.usefixtures("every_step")
@@ -241,8 +237,6 @@ def test_log_lines_cover_every_step_once(logged):
     report, (plan, *lines) = logged
     losses = [point.loss for point in report.losses]
     assert plan == report.plan
-    assert isinstance(plan, TrainingPlan)
-    assert all(isinstance(line, LogLine) for line in lines)
     assert [line.step for line in lines] == [1, 3, 5]
     assert [line.loss for line in lines] == pytest.approx(
         [losses[0], sum(losses[1:3]) / 2, sum(losses[3:]) / 2]
@@ -293,6 +287,7 @@ def refusals(monkeypatch) -> Counter[str]:
 
 
 ALWAYS = 1000
+MORE = {"id": 99, "name": "more"}
 NEWEST = "checkpoint-00000003.pt"
 BEST = "best-00000003.pt"
 
@@ -373,7 +368,6 @@ def test_finished_run_has_nothing_left_to_do(train_here, undisturbed):
         again = train_here(run=Path(undisturbed.checkpoint).parent, steps=5)
     assert again.losses == undisturbed.losses
     assert again.checkpoint == undisturbed.checkpoint
-    assert again.images_per_second == 0
 
 
 def test_never_moves_older_checkpoints_away(train_here, undisturbed, run):
@@ -405,8 +399,7 @@ def test_another_batch_size_goes_on_with_the_images_that_are_left(
         return real(self, batch)
 
     monkeypatch.setattr(trainer.Trainer, "_train", note)
-    report = train_here(run=run, steps=8, batch_size=1)
-    assert "batches of 1, " in str(report.plan)
+    train_here(run=run, steps=8, batch_size=1)
     # Two of the six images of the second epoch are left, and the third epoch begins.
     position = CheckpointFolder(run).read()["loader"]
     assert (position["epoch"], position["batch"], position["batch_size"]) == (2, 1, 1)
@@ -506,8 +499,6 @@ def test_an_evaluation_that_fails_is_told_and_tried_again(
     with pytest.warns(ColabUtilsWarning, match=text) as caught:
         report = train_here(epochs=2, val_shards=tiny_shards)
     assert len(caught) == 1
-    assert report.steps == 6
-    assert report.ap is not None
     assert report.best.step == 6
 
 
@@ -654,14 +645,12 @@ def test_validation_with_other_categories_is_refused_before_training(
     train_here, dataset, write_variant, tmp_path
 ):
     categories = json.loads(dataset.annotations.read_text())["categories"]
-    more = write_variant("more", categories=[*categories, {"id": 99, "name": "more"}])
-    names = reversed([category["name"] for category in categories])
-    swapped = [{**old, "name": name} for old, name in zip(categories, names, strict=True)]
-    renamed = write_variant("renamed", categories=swapped)
-    with pytest.raises(ColabUtilsError, match=r"other category ids than .*7 and 6 categories"):
-        train_here(run=tmp_path / "run", val_shards=more)
-    with pytest.raises(ColabUtilsError, match=r"other ids for the same names .*6 and 6"):
-        train_here(run=tmp_path / "run", val_shards=renamed)
+    names = [category["name"] for category in categories]
+    swapped = [{**old, "name": name} for old, name in zip(categories, reversed(names), strict=True)]
+    for name, other in (("more", [*categories, MORE]), ("swapped", swapped)):
+        shards = write_variant(name, categories=other)
+        with pytest.raises(ColabUtilsError, match=r"other ids for the same names"):
+            train_here(run=tmp_path / "run", val_shards=shards)
     assert not (tmp_path / "run").exists()
 
 
@@ -686,24 +675,6 @@ def test_training_goes_on_while_a_checkpoint_is_written(train_here, undisturbed,
     assert not torch.equal(first["model"][key], saved[5]["model"][key])
 
 
-def test_checkpoints_lie_in_the_usual_order_and_averages_in_that_of_the_weights(
-    train_here, undisturbed, run, monkeypatch
-):
-    content = torch.load(undisturbed.checkpoint, weights_only=True)
-    assert all(tensor.is_contiguous() for tensor in content["model"].values())
-    seen = []
-    load = trainer.Trainer.load_state
-
-    def note(self, state):
-        load(self, state)
-        for parameter, averages in self.step.optimizer.state.items():
-            seen.append(averages["momentum_buffer"].stride() == parameter.stride())
-
-    monkeypatch.setattr(trainer.Trainer, "load_state", note)
-    train_here(run=run, steps=5)
-    assert set(seen) == {True}
-
-
 def test_checkpoints_are_a_minute_apart(tmp_path, monkeypatch):
     """At the end of an epoch ten seconds are enough."""
     now_s = [1000.0]
@@ -719,36 +690,24 @@ def test_checkpoints_are_a_minute_apart(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(train_here, monkeypatch):
-    real = TrainingStep.__call__
-    steps = []
-
-    def count(self, batch, **options):
-        steps.append(1)
-        time.sleep(0.05)
-        return real(self, batch, **options)
-
     act_before_saving(monkeypatch, lambda state, step: fail_inside())
-    monkeypatch.setattr(TrainingStep, "__call__", count)
+    # A run that did not end at once would come to this step.
+    interrupt_call(monkeypatch, TrainingStep, "__call__", 100, pytest.fail)
     monkeypatch.setattr(checkpoint, "_PAUSES_S", (0.0, 0.0))
     with pytest.raises(ColabUtilsError, match="does not fit"):
-        train_here(steps=50)
-    assert len(steps) < 10
+        train_here(steps=10_000)
 
 
-@pytest.mark.parametrize("own", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.parametrize("own", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_memory_that_falls_into_pieces_is_joined_unless_you_chose_otherwise(
     own, monkeypatch, tmp_path
 ):
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    for name in names:
-        # A first change lets monkeypatch put the variable back.
-        monkeypatch.setenv(name, "x:1")
-        if name != own:
-            monkeypatch.delenv(name)
+    environment = {own: "x:1"} if own else {}
+    monkeypatch.setattr(os, "environ", environment)
     with pytest.raises(ColabUtilsError, match="folder of shards"):
         train(tmp_path / "none", tmp_path / "run")
-    chosen = {own: "x:1"} if own else dict.fromkeys(names, "expandable_segments:True")
-    assert {name: os.environ[name] for name in names if name in os.environ} == chosen
+    expected = {"x:1"} if own else {"expandable_segments:True"}
+    assert {value for name, value in environment.items() if "ALLOC" in name} == expected
 
 
 @pytest.mark.usefixtures("every_step")
@@ -775,17 +734,18 @@ def test_images_per_second_is_by_the_wall_clock_of_the_run(
     assert lines[-1].images_per_second == pytest.approx(2 / 6)
 
 
-def test_weights_of_another_run_are_where_a_run_starts(
-    undisturbed, write_variant, dataset, tmp_path
-):
-    categories = json.loads(dataset.annotations.read_text())["categories"]
-    shards = write_variant("more", categories=[*categories, {"id": 99, "name": "more"}])
-    before = Path(undisturbed.checkpoint).parent
-    report = train(shards, tmp_path / "run", steps=1, **{**TINY, "weights": before})
-    assert (report.plan.num_classes, report.plan.first_step) == (8, 0)
-    key = "backbone.body.0.0.weight"
-    before = load_weights(undisturbed)[key]
-    torch.testing.assert_close(load_weights(report)[key], before, rtol=0, atol=0.05)
+def test_weights_of_another_run_are_where_a_run_starts(undisturbed):
+    """With the same number of classes, the last layers stay, too."""
+    run = Path(undisturbed.checkpoint).parent
+    weights = load_weights(undisturbed)
+    for num_classes, changed in ((7, set()), (8, {"cls_score", "bbox_pred", "mask_fcn_logits"})):
+        model = build_mask_rcnn(TINY_MODEL, num_classes=num_classes, weights=run)
+        assert model.starts_from == "random"
+        state = model.state_dict()
+        differing = {key for key, value in state.items() if not value.equal(weights[key])}
+        assert {key.split(".")[-2] for key in differing} == changed
+    with pytest.raises(ColabUtilsError, match=r"of the model tiny, and not of .*mobilenet"):
+        build_mask_rcnn(LIGHT_MODEL, num_classes=3, weights=str(run))
 
 
 def test_bad_objects_of_the_shards_are_said(train_here, dataset, write_variant, tmp_path):
@@ -821,7 +781,7 @@ def test_a_sample_that_is_late_is_named_and_trained_on(
     with pytest.warns(ColabUtilsWarning, match=rf"Image {name} did not come within") as caught:
         report = train_here(run=tmp_path / "run", epochs=2, workers=1)
     assert report.steps == 6
-    assert len([warning for warning in caught if "did not come" in str(warning.message)]) == 1
+    assert [str(warning.message).count("did not come") for warning in caught] == [1]
 
 
 # These tests look at the best weights, at the end of a run, and at augmentation.
@@ -842,7 +802,6 @@ def test_the_best_weights_are_kept(train_here, tiny_shards, tmp_path, capsys):
     lines = []
     report = train_here(epochs=2, val_shards=tiny_shards, log=lines.append)
     evaluated = {line.ap.step: line.ap for line in lines if isinstance(line, LogLine) and line.ap}
-    assert report.ap.images == 6
     assert capsys.readouterr().out == ""
     # Each epoch but the last was evaluated in a line, and the last is that of the report.
     assert set(evaluated) == {3}
@@ -852,7 +811,6 @@ def test_the_best_weights_are_kept(train_here, tiny_shards, tmp_path, capsys):
     assert kept.name == f"best-{report.best.step:08d}.pt"
     dataset = ShardDataset(tiny_shards, contiguous_labels=True)
     model = load_trained_model(tmp_path, which="best")
-    assert model.class_names == dataset.class_names
     assert evaluate(model, dataset).segm == pytest.approx(best.segm)
     # A renamed file of the best weights has no optimiser to go on with.
     kept.rename(tmp_path / "checkpoint-00000099.pt")
@@ -860,24 +818,19 @@ def test_the_best_weights_are_kept(train_here, tiny_shards, tmp_path, capsys):
         train_here(steps=7)
 
 
-def test_a_longer_run_does_not_lose_its_best(train_here, tiny_shards, tmp_path, monkeypatch):
-    script_precision(monkeypatch, [0.5, 0.3, 0.2])
+def test_a_longer_run_does_not_lose_its_best(
+    train_here, tiny_shards, write_variant, tmp_path, monkeypatch
+):
+    script_precision(monkeypatch, [0.5, 0.3, 0.2, 0.1])
     first = train_here(run=tmp_path / "run", epochs=1, val_shards=tiny_shards)
     assert (first.best.step, first.best.segm) == (3, 0.5)
     moved = (tmp_path / "run").rename(tmp_path / "moved")
     report = train_here(run=moved, epochs=3, val_shards=tiny_shards)
     assert (report.best.step, report.best.segm) == (3, 0.5)
     assert [path.name for path in moved.glob("best-*.pt")] == ["best-00000003.pt"]
-
-
-def test_the_best_on_other_images_is_not_compared(
-    train_here, tiny_shards, write_variant, monkeypatch
-):
-    script_precision(monkeypatch, [0.9, 0.1])
+    # A precision on other images is not compared with it.
     other = write_variant("other", info={"year": 1999})
-    train_here(steps=2, val_shards=tiny_shards)
-    assert train_here(steps=3, val_shards=other).best.segm == 0.1
-    assert train_here(steps=3).best is None
+    assert train_here(run=moved, steps=10, val_shards=other).best.segm == 0.1
 
 
 def test_an_epoch_is_the_default_and_has_no_best_without_validation_images(train_here, tmp_path):
