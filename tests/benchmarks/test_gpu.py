@@ -38,6 +38,12 @@ def small_batches(monkeypatch):
     )
 
 
+def run_main(folder):
+    """Return the status of the command, which writes its rows to ``found.json``."""
+    command = f"--json {folder}/found.json --work {folder} --device cpu --min-size 64"
+    return main([*command.split(), "--models", TINY_MODEL, "--batch-sizes", "2"])
+
+
 @pytest.mark.usefixtures("small_batches", "one_thread")
 def test_every_measurement_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
@@ -47,17 +53,7 @@ def test_every_measurement_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "TIMED_STEPS", 3)
     small = {"n": 8, "width": 96, "height": 80, "workers": 1}
     monkeypatch.setattr(gpu, "make_dataset", lambda folder, n: make_dataset(folder, **small))
-    command = [
-        "--json",
-        str(tmp_path / "found.json"),
-        "--work",
-        str(tmp_path),
-        "--device",
-        "cpu",
-        "--min-size",
-        "64",
-    ]
-    assert main([*command, "--models", TINY_MODEL, "--batch-sizes", "2"]) == 0
+    assert run_main(tmp_path) == 0
     content = json.loads((tmp_path / "found.json").read_text())
     assert {row["what"] for row in content["rows"]} == {
         "step",
@@ -85,9 +81,7 @@ def test_rows_that_fail_are_kept_with_their_error_and_the_others_go_on(
     monkeypatch.setattr(gpu, "time_steps", time_steps)
     monkeypatch.setattr(gpu, "compare_losses", lambda model, batches, device: 0.0)
     monkeypatch.setattr(gpu, "make_pictures", make_pictures)
-    command = ["--json", str(tmp_path / "found.json"), "--work", str(tmp_path), "--device", "cpu"]
-    command += ["--min-size", "64", "--models", TINY_MODEL, "--batch-sizes", "2"]
-    assert main(command) == 2
+    assert run_main(tmp_path) == 2
     rows = json.loads((tmp_path / "found.json").read_text())["rows"]
     errors = {row["what"]: row["error"] for row in rows if "error" in row}
     assert errors == {

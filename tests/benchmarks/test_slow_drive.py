@@ -17,10 +17,12 @@ def test_a_measure_has_figures_of_each_way(measure, tiny_dataset, tmp_path, monk
     monkeypatch.setattr(slow_drive, "LIMITS", (8, 16))
     monkeypatch.setattr(slow_drive, "SETTLING_S", 0.3)
     path = tmp_path / "rows.json"
-    data = ["--images", tiny_dataset.images, "--annotations", tiny_dataset.annotations]
-    settings = ["--profile", "none", "--seconds", 0.3, "--repeats", 1, "--step-ms", 1]
-    arguments = [measure, *data, *settings, "--work", tmp_path / "work", "--json", path]
-    assert main([str(word) for word in arguments]) == 0
+    command = (
+        f"{measure} --images {tiny_dataset.images} --annotations {tiny_dataset.annotations} "
+        f"--work {tmp_path}/work --json {path} "
+        "--profile none --seconds 0.3 --repeats 1 --step-ms 1"
+    )
+    assert main(command.split()) == 0
     rows = json.loads(path.read_text())["rows"]
     assert [row["way"] for row in rows] == list(MEASURES[measure][1])
     for row in rows:

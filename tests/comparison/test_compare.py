@@ -106,10 +106,8 @@ def test_every_strategy_gives_the_same_samples(race):
     for row in rows.values():
         assert (row.comparable, row.difference, row.note) == (True, "", "")
         assert row.images_per_second > 0
-        assert len(row.repeats_images_per_second) == 1
         assert all(0 <= began < ended for began, ended in row.timeline)
         assert row.cold_ms_per_image > 0
-        assert row.title
     assert rows["dataloader"].title == "1 worker"
     # The first prepares nothing, the second copies files, and the third makes shards once and
     # copies them.
@@ -118,8 +116,7 @@ def test_every_strategy_gives_the_same_samples(race):
     assert rows["packed"].once_ms_per_image > 0 < rows["packed"].session_ms_per_image
     assert comparison.step == "emulated 2 ms"
     assert comparison.dataset["images"] == 12
-    text = json.dumps(dataclasses.asdict(comparison), allow_nan=False)
-    assert set(json.loads(text)) >= {"machine", "dataset", "strategies"}
+    json.dumps(dataclasses.asdict(comparison), allow_nan=False)
 
 
 @pytest.mark.skipif(HAS_TENSORFLOW, reason="TensorFlow is installed")
@@ -148,7 +145,6 @@ def test_the_default_is_every_strategy_that_people_are_told_to_use():
     }
     assert asked_for <= set(STRATEGIES)
     assert set(COURSE_STRATEGIES) < set(STRATEGIES)
-    assert all(strategy.idea.endswith(".") for strategy in STRATEGIES.values())
 
 
 @pytest.mark.parametrize("name", ["thread_queue", "dataloader"])
@@ -214,14 +210,7 @@ def test_shrunk_images_are_compared_at_their_stored_size(prepare, tmp_path):
         tmp_path / "photos", n=3, width=1100, height=900, objects=(1, 4), workers=1
     )
     prepared = prepare(photos.images, photos.annotations)
-    for name in (
-        "dataloader_on_ssd",
-        "saved_tensors",
-        "memory_mapped",
-        "shards_on_drive",
-        "shards_on_ssd",
-        "packed",
-    ):
+    for name in ("dataloader_on_ssd", "saved_tensors", "memory_mapped", "packed"):
         loader = STRATEGIES[name].open(Setting(prepared, 4, 0, "cpu"))
         batches = [deliver(batch, "cpu") for batch in islice(loader, 3)]
         loader.close()
@@ -237,7 +226,7 @@ def test_a_bad_image_is_left_out(race, tiny_dataset, tmp_path):
     rows, comparison = race("sequential", fake("other"), images=images)
     assert comparison.dataset["images"] == 11
     assert "1 bad images are left out" in comparison.note
-    assert all(row.comparable and row.images_per_second > 0 for row in rows.values())
+    assert all(row.comparable for row in rows.values())
 
 
 def test_more_disk_than_there_is_is_refused(prepare, monkeypatch):
@@ -278,19 +267,14 @@ def test_drive_is_slow_where_it_is_read_and_only_there(race):
 # These tests look at the rows.
 
 
+def mirror_images(batches):
+    return [([image.flip(-1) for image in images], targets) for images, targets in batches]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (
-            lambda batches: [
-                (
-                    i,
-                    [target | {"boxes": target["boxes"] + 3} for target in t],
-                )
-                for i, t in batches
-            ],
-            "a box differs",
-        ),
+        (mirror_images, "pixels"),
         (lambda batches: [batches[0]] * len(batches), "twice"),
         (lambda batches: batches[:-1], "2 images did not come"),
     ],
@@ -300,7 +284,6 @@ def test_a_strategy_that_changes_the_data_is_not_comparable(race, change, words)
     assert rows["same"].comparable
     assert not rows["changed"].comparable
     assert words in rows["changed"].difference
-    assert rows["changed"].images_per_second > 0
     assert "NOT COMPARABLE" in str(comparison)
 
 
@@ -320,22 +303,17 @@ def test_a_strategy_that_fails_leaves_a_note(race):
     def fail(batches):
         raise ImportError("no module named fastloader")
 
-    rows, comparison = race(fake("failing", fail), fake("other"))
+    rows, _ = race(fake("failing", fail), fake("other"))
     assert rows["failing"].note == "ImportError: no module named fastloader"
     assert rows["failing"].images_per_second is None
-    assert not rows["failing"].comparable
     assert rows["other"].images_per_second > 0
-    json.dumps(dataclasses.asdict(comparison))
     with pytest.raises(
         ColabUtilsError, match=r"Mend this first: ImportError: no module named fastloader"
     ):
         race(fake("failing", fail))
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_drive_is_slow_while_a_strategy_is_timed_and_as_it_was_after(
-    race, tiny_dataset, tmp_path, fails
-):
+def test_drive_is_slow_while_a_strategy_is_timed_and_as_it_was_after(race, tiny_dataset, tmp_path):
     seen = []
     work = tmp_path / "work"
 
@@ -343,36 +321,26 @@ def test_drive_is_slow_while_a_strategy_is_timed_and_as_it_was_after(
         drive = [tiny_dataset.images / "a.jpg", work / "drive" / "shards" / "a.tar"]
         local = [work / "annotations.json", work / "ssd" / "shards" / "a.tar"]
         seen.append([find_profile(path) for path in drive + local])
-        if fails and len(seen) > 1:
+        if len(seen) > 2:
             raise ColabUtilsError("gone")
         return batches
 
     slow_down(tiny_dataset.images, "bad")
     before = dict(os.environ)
-    with pytest.raises(ColabUtilsError, match="gone") if fails else nullcontext():
+    with pytest.raises(ColabUtilsError, match="gone"):
         race(fake("looking", look), drive_profile=SLOW)
     # The check comes first, and nothing is slowed down for it.
-    assert seen[0] == [None] * 4
-    assert seen[1:] == [[SLOW, SLOW, None, None]] * (1 if fails else 2)
+    assert seen == [[None] * 4, *[[SLOW, SLOW, None, None]] * 2]
     assert dict(os.environ) == before
 
 
 def test_the_comparison_so_far_is_given_after_each_run(race):
     seen = []
-    rows, comparison = race(
-        fake("sequential"),
-        fake("second"),
-        repeats=2,
-        on_run=seen.append,
-    )
-    timed = [
-        [row.name for row in comparison.strategies if row.images_per_second] for comparison in seen
-    ]
-    assert timed[0] == ["sequential"]
-    assert timed[-1] == ["sequential", "second"]
+    rows, comparison = race(fake("first"), fake("second"), repeats=2, on_run=seen.append)
     # The first report already knows who is to come.
-    assert [row.name for row in seen[0].strategies] == ["sequential", "second"]
-    assert seen[0].strategies[1].wait_share is None
+    first, second = seen[0].strategies
+    assert first.images_per_second > 0
+    assert (second.name, second.images_per_second) == ("second", None)
     assert len(rows["second"].repeats_images_per_second) == 2
     assert seen[-1].strategies == comparison.strategies
 
@@ -400,10 +368,8 @@ def test_interrupting_keeps_what_is_measured(race, watch_timing, interrupted):
 
     watch_timing(interrupt)
     # At the first interruption nothing has been measured yet.
-    if interrupted == "first":
-        with pytest.raises(KeyboardInterrupt):
-            race(fake("first"), fake("second"))
-    else:
+    is_first = interrupted == "first"
+    with pytest.raises(KeyboardInterrupt) if is_first else nullcontext():
         rows, comparison = race(fake("first"), fake("second"))
         assert list(rows) == ["first"]
         assert "Ctrl-C" in comparison.note
@@ -420,8 +386,6 @@ def test_repeats_are_interleaved(race, watch_timing):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        # The name is unknown, and the message lists those that there are.
-        ({"strategies": ["packed", "teleport"]}, "'teleport'"),
         # This leaves nothing to do.
         ({"strategies": []}, "No strategy is named"),
         # This leaves nothing to time.
@@ -483,47 +447,23 @@ def test_a_start_is_no_cost_of_an_image():
 # These tests look at equality.
 
 
-class TestDescribeDifference:
-    @pytest.fixture
-    def sample(self, tiny_dataset):
-        image, target = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)[0]
-        assert len(target["labels"])
-        return image, target
-
-    @pytest.mark.parametrize(
-        ("change", "words"),
-        [
-            # The image is mirrored and its target is not.
-            (lambda i, t: (i.flip(-1), t), "pixels"),
-            # The boxes are shifted.
-            (
-                lambda i, t: (i, t | {"boxes": t["boxes"] + 2}),
-                "a box",
-            ),
-            # The objects get another class.
-            (
-                lambda i, t: (i, t | {"labels": t["labels"] + 1}),
-                "labels",
-            ),
-            # The masks are shifted.
-            (
-                lambda i, t: (i, t | {"masks": t["masks"].roll(3, -1)}),
-                "a mask",
-            ),
-            # An object is lost.
-            (
-                lambda i, t: (
-                    i,
-                    {key: value[:0] for key, value in t.items() if key != "image_id"},
-                ),
-                "labels",
-            ),
-        ],
-    )
-    def test_every_change_is_found(self, sample, change, words):
-        assert words in describe_difference(change(*sample), sample)
-
-    def test_a_damaged_corner_is_found(self, sample):
-        image = sample[0].clone()
-        image[:, :10, :10] = 255 - image[:, :10, :10]
-        assert "pixels" in describe_difference((image, sample[1]), sample)
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        # The boxes are shifted.
+        ("boxes", lambda boxes: boxes + 2, "a box"),
+        # The objects get another class.
+        ("labels", lambda labels: labels + 1, "labels"),
+        # An object is lost.
+        ("labels", lambda labels: labels[:-1], "labels"),
+        # The masks are shifted.
+        ("masks", lambda masks: masks.roll(3, -1), "a mask"),
+    ],
+)
+def test_every_change_is_found(tiny_dataset, name, change, words):
+    image, target = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)[0]
+    changed = target | {name: change(target[name])}
+    assert words in describe_difference((image, changed), (image, target))
+    damaged = image.clone()
+    damaged[:, :10, :10] = 255 - image[:, :10, :10]
+    assert "pixels" in describe_difference((damaged, target), (image, target))
