@@ -79,12 +79,12 @@ def dataset(tiny_shards):
     return ShardDataset(tiny_shards, contiguous_labels=True)
 
 
-@pytest.mark.parametrize(("most", "expected"), [(None, 1), (0, 0)])
+@pytest.mark.parametrize(("count", "expected"), [(None, 1), (0, 0)])
 def test_perfect_model_reaches_one_and_without_detections_it_is_zero(
-    dataset, capsys, most, expected
+    dataset, capsys, count, expected
 ):
     predictions = predict_targets(dataset)
-    kept = [{name: values[:most] for name, values in each.items()} for each in predictions]
+    kept = [{name: values[:count] for name, values in each.items()} for each in predictions]
     model = ScriptedModel(kept).train()
     model.frozen_part.eval()
     ap = evaluate(model, dataset)
