@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from colab_utils import drive, files, slow_drive
 from colab_utils.course.sample_data import BuiltinDataset, make_dataset
@@ -51,6 +53,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 class CocoMini:
     images: Path
     annotations: Path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def workers_end_soon() -> None:
+    """torch looks after its workers every half second, and waits as long for one that hangs before
+    it kills it. Both take five seconds otherwise, in whichever thread and test Python ends a loader.
+    """
+    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5
+    _MultiProcessingDataLoaderIter._try_get_data.__defaults__ = (0.5,)
 
 
 @pytest.fixture(scope="session", autouse=True)
