@@ -58,7 +58,7 @@ class CocoMini:
 @pytest.fixture(scope="session", autouse=True)
 def workers_end_soon() -> None:
     """torch looks after its workers every half second, and waits as long for one that hangs before
-    it kills it. Both take five seconds otherwise, in whichever thread and test Python ends a loader.
+    it kills it. Both take five seconds otherwise, in any thread and test in which a loader ends.
     """
     torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5
     _MultiProcessingDataLoaderIter._try_get_data.__defaults__ = (0.5,)

@@ -32,9 +32,9 @@ POLL_S = 0.02
 _LOOK_S = 0.1
 # Seconds to wait for the end of copies that were stopped. A read of Drive may hang for longer.
 _STOP_S = 5.0
-# If no process has held the lock for so many seconds, no process brings the missing files. A process
-# may need ten seconds to get the lock: in any of its threads, Python may end a loader that was given
-# up, and torch then waits five seconds for each worker.
+# If no process has held the lock for so many seconds, no process brings the missing files.
+# A process may need ten seconds to get the lock: in any of its threads, Python may end a loader
+# that was given up, and torch then waits five seconds for each worker.
 _GRACE_S = 30.0
 # Threads that read the tables of the shards. The tables of a shard lie at the start of the small
 # file beside it.
