@@ -35,7 +35,7 @@ class Faults:
     in their names end in their middle, while their size stays what it is; the next ``call_errors``
     looks at a file or a folder fail with EIO; files that have ``hidden_name`` in their paths do not
     show; if ``served`` is not 0, so many files are served at once and more than twice as many are
-    refused, whatever the profile says; the next ``write_errors`` writes fail with EIO.
+    refused, whatever the profile says.
     """
 
     errors: int = 0
@@ -50,7 +50,6 @@ class Faults:
     call_errors: int = 0
     hidden_name: str = ""
     served: int = 0
-    write_errors: int = 0
 
 
 def can_mount() -> str:
@@ -103,16 +102,7 @@ def mount_drive(
     faults = folder.parent / f"{folder.name}.faults.json"
     mount = DriveMount(folder, faults)
     mount.fail()
-    command = [
-        sys.executable,
-        str(SERVER),
-        str(backing),
-        str(folder),
-        "--profile",
-        name,
-        "--faults",
-        str(faults),
-    ]
+    command = [sys.executable, SERVER, backing, folder, "--profile", name, "--faults", faults]
     command += ["--total-bytes-per-s", str(total_bytes_per_s)]
     command += ["--direct"] if direct else []
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}

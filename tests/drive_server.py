@@ -89,15 +89,10 @@ class Drive:
                 raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
             if writes and self._faults["full"]:
                 raise OSError(errno.ENOSPC, "No space left on device")
-            if writes and self._faults.get("write_errors", 0) > 0:
-                self._faults["write_errors"] -= 1
-                raise OSError(errno.EIO, "Input/output error")
-            if looks and self._faults.get("call_errors", 0) > 0:
-                self._faults["call_errors"] -= 1
-                raise OSError(errno.EIO, "Input/output error")
-            if reads and self._faults["errors"] > 0:
-                self._faults["errors"] -= 1
-                raise OSError(errno.EIO, "Input/output error")
+            for is_meant, name in ((looks, "call_errors"), (reads, "errors")):
+                if is_meant and self._faults[name] > 0:
+                    self._faults[name] -= 1
+                    raise OSError(errno.EIO, "Input/output error")
 
     def find(self, path: str) -> str:
         return str(self.backing / path.lstrip("/"))
@@ -106,10 +101,10 @@ class Drive:
         """Whether another machine wrote this so lately that it does not show yet, or it is to be
         hidden.
         """
-        hidden = self._faults.get("hidden_name")
+        hidden = self._faults["hidden_name"]
         if hidden and hidden in path:
             return True
-        late_s = self._faults.get("late_s", 0.0)
+        late_s = self._faults["late_s"]
         return (
             bool(late_s)
             and path not in self._ours
@@ -123,18 +118,8 @@ class Drive:
         if self.hides(path):
             raise OSError(errno.ENOENT, "No such file or directory")
         status = os.lstat(self.find(path))
-        keys = (
-            "st_mode",
-            "st_nlink",
-            "st_uid",
-            "st_gid",
-            "st_size",
-            "st_atime",
-            "st_mtime",
-            "st_ctime",
-            "st_ino",
-        )
-        return {key: getattr(status, key) for key in keys}
+        names = ["mode", "nlink", "uid", "gid", "size", "atime", "mtime", "ctime", "ino"]
+        return {f"st_{name}": getattr(status, f"st_{name}") for name in names}
 
     def readdir(self, path: str, fh: int) -> list[str]:
         self.check()
@@ -152,18 +137,18 @@ class Drive:
     def statfs(self, path: str) -> dict[str, int]:
         self.check()
         status = os.statvfs(self.backing)
-        keys = (
-            "f_bsize",
-            "f_frsize",
-            "f_blocks",
-            "f_bfree",
-            "f_bavail",
-            "f_files",
-            "f_ffree",
-            "f_favail",
-            "f_namemax",
-        )
-        return {key: getattr(status, key) for key in keys}
+        names = [
+            "bsize",
+            "frsize",
+            "blocks",
+            "bfree",
+            "bavail",
+            "files",
+            "ffree",
+            "favail",
+            "namemax",
+        ]
+        return {f"f_{name}": getattr(status, f"f_{name}") for name in names}
 
     # The calls from here on read.
 

@@ -41,39 +41,15 @@ MESSAGE = (
 # No test installs its package.
 UNKNOWN = "tos://bucket/x"
 NEEDS_PACKAGE = r"tos://bucket/x needs a package that is not installed.*tosfs"
-URLS = [
-    "s3://bucket/x",
-    "gs://bucket/x",
-    "HDFS://host/x",
-    "file:///x",
-    "abfs+x.y-1://b/x",
-    Path("s3://bucket/x"),
-]
 
 
-@pytest.mark.parametrize("url", URLS, ids=repr)
+@pytest.mark.parametrize("url", ["file:///x", "abfs+x.y-1://b/x", Path("s3://bucket/x")])
 def test_urls_are_refused_as_text_and_as_a_path(url):
     with pytest.raises(ColabUtilsError, match=MESSAGE):
         require_local_path(url)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "",
-        "-",
-        "a",
-        "/a/b",
-        "a/s3:/b",
-        "/content/s3://b",
-        "C:/data",
-        "12:30/a",
-        "run:1/a",
-        "a:b",
-        "run:",
-        "é:/a",
-    ],
-)
+@pytest.mark.parametrize("path", ["", "a/s3:/b", "/content/s3://b", "C:/data", "run:1/a"])
 def test_names_with_colons_stay_usable(path):
     assert require_local_path(path) == require_local_path(Path(path)) == Path(path)
 
@@ -259,8 +235,6 @@ def test_a_notebook_refuses_a_dataset_of_a_bucket(tmp_path, images):
     workspace = Workspace.open(tmp_path / "drive", ssd=tmp_path / "ssd")
     with pytest.raises(ColabUtilsError, match=MESSAGE):
         ensure_dataset(workspace, images=images, annotations="a.json")
-    with pytest.raises(ColabUtilsError, match=MESSAGE):
-        ensure_dataset(workspace, images="images", annotations=images)
     assert not (tmp_path / "drive" / "settings.json").exists()
 
 

