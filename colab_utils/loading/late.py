@@ -91,7 +91,7 @@ class BoundedPrefetcher(Prefetcher):
             LateError: A sample was late twice, and no sample may be left out.
         """
         todo = {key: list(request.job.indices) for key, request in self._sent.items()}
-        todo |= {key: indices for key, indices, _ in self._planned}
+        todo |= dict(self._planned)
         stuck = [reading] if reading in todo[number] else todo[number]
         if self._tried.issuperset(stuck):
             self._give_up(number, stuck)

@@ -197,8 +197,8 @@ class Prefetcher:
         self._worker_count = workers
         self._ahead = max(1, workers * prefetch)
         self._told_images = max(1, workers) * AHEAD_IMAGES if fetcher.reads_ahead else 0
-        # Batches that are not requested yet: number, indices, and the worker that reads ahead.
-        self._planned: deque[tuple[int, list[int], int | None]] = deque()
+        # Batches that are not requested yet: number and indices.
+        self._planned: deque[tuple[int, list[int]]] = deque()
         # Batches of the next pass whose files the workers read already.
         self._early: dict[int, list[int]] = {}
         self._seed: tuple[int, ...] = ()
@@ -290,7 +290,7 @@ class Prefetcher:
         Returns:
             True if no batches are left.
         """
-        images = sum(len(indices) for _, indices, _ in self._planned)
+        images = self._count_planned()
         while len(self._planned) + len(self._sent) < self._ahead or images < self._told_images:
             try:
                 item = next(todo)
@@ -304,25 +304,24 @@ class Prefetcher:
 
     def _add(self, number: int, indices: list[int]) -> None:
         """Plan a batch, and tell a worker to read its files ahead."""
-        worker = None
-        if self._told_images:
-            worker = number % max(1, self._worker_count)
-            if self._early.pop(number, None) != indices:
-                self._forget_early()
-                self._tell(worker, indices)
-        self._planned.append((number, indices, worker))
+        if self._told_images and self._early.pop(number, None) != indices:
+            self._forget_early()
+            self._tell(number, indices)
+        self._planned.append((number, indices))
+
+    def _count_planned(self) -> int:
+        return sum(len(indices) for _, indices in self._planned)
 
     def _read_early(self, batches: Iterator[list[int]]) -> None:
         """Tell the workers which files the next pass begins with."""
-        images = sum(len(indices) for _, indices, _ in self._planned)
-        images += sum(map(len, self._early.values()))
+        images = self._count_planned() + sum(map(len, self._early.values()))
         # Without workers, files that nobody takes would leave other loaders no room.
         while self._workers and images < self._told_images:
             indices = next(batches, None)
             if indices is None:
                 return
             number = len(self._early)
-            self._tell(number % self._worker_count, indices)
+            self._tell(number, indices)
             self._early[number] = indices
             images += len(indices)
 
@@ -333,16 +332,17 @@ class Prefetcher:
             for worker in range(self._worker_count):
                 self._tell(worker, None)
 
-    def _tell(self, worker: int, indices: list[int] | None) -> None:
+    def _tell(self, number: int, indices: list[int] | None) -> None:
+        """Tell the worker of a batch which files to read ahead, or None to drop them all."""
         if self._workers:
-            self._workers[worker].send(indices)
+            self._workers[number % self._worker_count].send(indices)
         else:
             self._fetcher.read_ahead(indices)
 
-    def _send(self, number: int, indices: list[int], worker: int | None) -> None:
+    def _send(self, number: int, indices: list[int]) -> None:
         """Request a batch from a worker, or load it in this process if there are no workers.
 
-        If ``worker`` is None, the worker with the fewest requests gets the batch.
+        The worker that reads its files ahead gets the batch, else the one with the fewest requests.
         """
         buffer = self._pool.take()
         seed = (*self._seed, number)
@@ -353,7 +353,8 @@ class Prefetcher:
                 indices, self._pool.buffers[buffer].reserve, seed, skips_bad=self._skips_bad
             )
             return
-        if worker is None:
+        worker = number % self._worker_count
+        if not self._told_images:
             jobs = Counter(job.worker for job in self.list_jobs())
             worker = min(range(self._worker_count), key=jobs.__getitem__)
         self._workers[worker].send(Load(number, indices, buffer, seed, self._skips_bad))

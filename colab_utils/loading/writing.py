@@ -13,7 +13,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import process_time
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -88,7 +88,7 @@ class ShardWriter:
             if not self.is_written:
                 with explain_write(self.ssd):
                     begin_folder(self.ssd, self.images, self.dataset, self.recipe)
-            self._try_on_drive(lambda: stack.enter_context(hold_folder(cast(Place, self.drive))))
+            self._try_on_drive(lambda drive: stack.enter_context(hold_folder(drive)))
             begin(self._failure)
             self._failure = None
             self._write_all()
@@ -100,7 +100,7 @@ class ShardWriter:
         done = write_all(run, partial(self._write_once, run), self.max_bad)
         index = join_index(run, done)
         write_index(self.ssd, index)
-        self._try_on_drive(self._write_index, index)
+        self._try_on_drive(lambda drive: write_index(drive, index))
 
     def _write_once(self, run: ShardRun) -> list[ShardIndex]:
         """Write and send all shards that are not finished; return an index of each shard."""
@@ -113,7 +113,7 @@ class ShardWriter:
             self.done[[_WRITTEN, _CPU_S]] = len(done), process_time()
             check_bad(self.dataset, done, self.max_bad, is_patient=is_patient)
             if index.images:
-                self._try_on_drive(self._send, index.shards[0])
+                self._try_on_drive(partial(self._send, index.shards[0]))
         return done
 
     def _list_jobs(self, run: ShardRun) -> Iterator[ShardJob]:
@@ -134,25 +134,20 @@ class ShardWriter:
             has_finished = job.path.with_suffix(".arrays").name in finished
             yield job._replace(cache=self.cache, drive=drive if has_finished else None)
 
-    def _try_on_drive(self, call: Callable[..., object], *arguments: Any) -> None:
-        """Call a function that writes on Drive. After an error, nothing more is sent, but shards
-        are still written.
+    def _try_on_drive(self, call: Callable[[Place], object]) -> None:
+        """Call a function that writes into the folder on Drive. After an error, nothing more is
+        sent, but shards are still written.
         """
         if self.drive is None:
             return
         try:
-            call(*arguments)
+            with explain_write(self.drive):
+                call(self.drive)
         except ColabUtilsError as error:
             self._failure = error
             self.drive = None
 
-    def _write_index(self, index: ShardIndex) -> None:
-        drive = cast(Place, self.drive)
-        with explain_write(drive):
-            write_index(drive, index)
-
-    def _send(self, shard: ShardInfo) -> None:
-        drive = cast(Place, self.drive)
+    def _send(self, shard: ShardInfo, drive: Place) -> None:
         sending = Copying(self.ssd, drive, stop=self._progress.stop, overwrite=True)
         # The arrays are sent first, because a tar alone does not show its dataset. If the session
         # ended after sending only a tar, the next session would refuse the folder.

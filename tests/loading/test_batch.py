@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
-import pickle
+from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.batch import PackedBatch, collate_packed, open_batch, write_batch
-from colab_utils.loading.contract import PackedSamples
+from colab_utils.loading.batch import collate_packed
 from colab_utils.loading.targets import pack_target
 
 NOT_A_NUMBER = float("nan")
@@ -28,17 +26,16 @@ DEVICES = [
 
 
 def make_sample(seed, *, height=24, width=31, objects=3, fill=0.3):
-    rng = np.random.default_rng(seed)
-    masks = torch.from_numpy((rng.random((objects, height, width)) < fill).astype(np.uint8))
-    corners = torch.from_numpy(rng.random((objects, 4)).astype(np.float32)) * 10
+    rand = partial(torch.rand, generator=torch.Generator().manual_seed(seed))
+    corners = 10 * rand(objects, 4)
     corners[:, 2:] += corners[:, :2] + 1
-    return torch.from_numpy(rng.integers(0, 256, (3, height, width), dtype=np.uint8)), {
+    return (256 * rand(3, height, width)).byte(), {
         "boxes": corners,
-        "labels": torch.from_numpy(rng.integers(1, 91, objects)),
-        "masks": masks,
+        "labels": torch.arange(1, objects + 1),
+        "masks": (rand(objects, height, width) < fill).byte(),
         "image_id": 1000 + seed,
-        "area": torch.from_numpy(rng.random(objects).astype(np.float32)) * 1e5,
-        "iscrowd": torch.from_numpy(rng.integers(0, 2, objects)),
+        "area": 1e5 * rand(objects),
+        "iscrowd": torch.arange(objects) % 2,
     }
 
 
@@ -143,24 +140,6 @@ def test_what_a_user_keeps_does_not_keep_the_batch():
     kept = {part.untyped_storage().data_ptr() for part in parts}
     for part in (batch.pixels, batch.images):
         assert part.untyped_storage().data_ptr() not in kept
-
-
-def test_a_batch_is_one_buffer_and_a_short_message():
-    samples = [make_sample(seed) for seed in range(3)]
-    packed = PackedSamples([pack_target(*sample) for sample in samples])
-    # The memory was used before, as that of a pool is.
-    memory = np.full(1 << 20, 255, np.uint8)
-    layout, _ = write_batch(packed, range(3), lambda size: memory[:size])
-    message = pickle.dumps(layout)
-    assert len(message) < 1000
-    again = open_batch(torch.from_numpy(memory), pickle.loads(message))
-    assert isinstance(again, PackedBatch)
-    parts = [part for part in (*vars(again).values(), *again.masks) if torch.is_tensor(part)]
-    assert all(0 <= part.data_ptr() - memory.ctypes.data < memory.size for part in parts)
-    with pytest.raises(TypeError, match=r"not iterable|cannot unpack"):
-        # Loops unpack like this where a loader delivers dense batches.
-        _, _ = again
-    assert_same_batch(samples, again)
 
 
 @pytest.mark.parametrize(
@@ -333,6 +312,12 @@ def test_boxes_that_stand_at_an_angle_are_refused():
     rotated = tv_tensors.BoundingBoxes(torch.ones(3, 5), format="XYWHR", canvas_size=(24, 31))
     with pytest.raises(ColabUtilsError, match="boxes of float32"):
         pack_target(image, target | {"boxes": rotated})
+
+
+def test_a_packed_batch_is_no_pair():
+    with pytest.raises(TypeError, match=r"not iterable|cannot unpack"):
+        # Loops unpack like this where a loader delivers dense batches.
+        _, _ = pack([make_sample(0), make_sample(1)])
 
 
 def test_a_part_of_a_batch_is_its_images():

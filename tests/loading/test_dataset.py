@@ -465,16 +465,6 @@ def test_a_shard_cut_short_after_it_was_opened_is_named(shards, file):
     assert path.name in str(error.value)
 
 
-def test_a_shard_cut_short_before_it_is_opened_is_refused(shards):
-    path = sorted(shards.glob("*.tar"))[1]
-    os.truncate(path, 1000)
-    with pytest.raises(ColabUtilsError, match=r"has 1,000: it was cut short"):
-        ShardDataset(shards)
-    path.unlink()
-    with pytest.raises(ColabUtilsError, match=r"has none: it was cut short"):
-        ShardDataset(shards)
-
-
 def test_an_index_of_no_shards_is_refused(shards):
     write_index(shards, replace(read_index(shards), shards=()))
     with pytest.raises(ColabUtilsError, match="names no shards"):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -22,7 +20,7 @@ from unicodedata import normalize
 
 import pytest
 
-from colab_utils import copy_images, files, progress
+from colab_utils import copy_images, files
 from colab_utils.data.coco import read_coco
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
@@ -297,14 +295,6 @@ def test_a_second_copy_into_the_same_folder_is_refused(source, ssd):
     with lock_here(ssd), pytest.raises(ColabUtilsError, match="Another copy writes into"):
         copy_images(source, ssd)
     assert copy_images(source, ssd).files == 9
-
-
-def test_the_bar_shows_files_and_megabytes_a_second(source, ssd, monkeypatch):
-    monkeypatch.setattr(progress, "is_watched", lambda: True)
-    shown = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", shown)
-    copy_images(source, ssd)
-    assert re.search(r"copying images: 100%.* 9/9 .*files/s, [\d.]+ [kM]B/s", shown.getvalue())
 
 
 def test_kills_at_random_moments_lead_to_the_same_folder(tmp_path):

@@ -21,7 +21,7 @@ import pytest
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from colab_utils import file_cache, files, make_loader, open_dataset
+from colab_utils import files, make_loader, open_dataset
 from colab_utils.course.sample_data import make_dataset
 from colab_utils.data import orientation
 from colab_utils.data.coco import open_coco, read_coco
@@ -98,22 +98,14 @@ def mount(tmp_path):
 @pytest.fixture
 def open_tiny(tiny_dataset, places):
     """Open the tiny dataset; options and places may be others."""
-
-    def open_it(**options):
-        options = {**places, "shard_mb": SHARD_MB, **options}
-        return open_dataset(tiny_dataset.images, tiny_dataset.annotations, **options)
-
-    return open_it
+    data = tiny_dataset.images, tiny_dataset.annotations
+    return partial(open_dataset, *data, **places, shard_mb=SHARD_MB)
 
 
 @pytest.fixture
 def open_own(own_dataset, places):
     """Open the copy of the tiny dataset."""
-
-    def open_it(**options):
-        return open_dataset(*own_dataset, **{**places, "shard_mb": SHARD_MB, **options})
-
-    return open_it
+    return partial(open_dataset, *own_dataset, **places, shard_mb=SHARD_MB)
 
 
 def list_ids(loader):
@@ -294,18 +286,6 @@ def test_the_next_pass_finds_the_shards(open_tiny, places, workers):
     assert not (places["ssd"] / ".loose-files").exists()
 
 
-def test_on_a_full_disk_files_are_not_kept_and_one_warning_says_so(
-    open_tiny, reference, places, monkeypatch
-):
-    monkeypatch.setattr(file_cache, "_RESERVE_BYTES", 1e30)
-    with pytest.warns(ColabUtilsWarning, match="too full to keep more files") as caught:
-        dataset = open_tiny()
-    assert count_samples(dataset) == 12
-    dataset.wait()
-    assert len(caught) == 1
-    assert read_files(places["drive"]) == read_files(reference)
-
-
 def write_old_shards(dataset, folder, min_size):
     """Write shards by a recipe of before there was a ramp, in the order of the annotations."""
     recipe = make_recipe("shrink", min_size=min_size, max_size=1333, shard_mb=SHARD_MB)
@@ -360,19 +340,6 @@ def test_any_loader_reads_it(open_tiny, reference):
     assert sorted(ids) == sorted(ShardDataset(reference).image_ids.tolist())
     dataset.stop()
     assert pickle.loads(pickle.dumps(dataset)).arrival is None
-
-
-def test_an_epoch_that_was_begun_goes_on_from_finished_shards(open_tiny):
-    dataset = open_tiny()
-    loader = make_loader(dataset, batch_size=2, workers=0)
-    batches = iter(loader)
-    next(batches)
-    state = loader.state_dict()
-    rest = list_ids(batches)
-    dataset.wait()
-    again = make_loader(open_tiny(), batch_size=2, workers=0)
-    again.load_state_dict(state)
-    assert list_ids(again) == rest
 
 
 # The process opens the dataset, whose images are slow, and tells when it did.
@@ -541,16 +508,6 @@ def test_without_any_usable_image_there_is_no_dataset(open_own, own_dataset):
         path.unlink()
     with pytest.raises(ColabUtilsError, match=r"No image that was tried .* the file is missing"):
         open_own()
-
-
-def test_beside_another_writer_loose_files_are_trained_on(open_tiny, places):
-    with hold_folder(places["ssd"]):
-        with pytest.warns(ColabUtilsWarning, match="Another writer is at work .* writes no shards"):
-            dataset = open_tiny()
-        assert type(dataset) is LooseFiles
-        assert count_samples(dataset) == 12
-    open_tiny().wait()
-    assert type(open_tiny()) is ShardDataset
 
 
 @pytest.fixture(params=["another writer", "full", "read-only"])

@@ -47,19 +47,6 @@ def snapshot(folder):
     return {path.name: path.read_bytes() for path in files}
 
 
-def test_shards_at_a_url_are_a_dataset(tiny_shards):
-    FaultyFileSystem.fault = fail_times(4, ConnectionResetError(), name="shard-")
-    assert_same_samples(ShardDataset(URL), ShardDataset(tiny_shards))
-
-
-def test_shards_arrive_from_a_url(tiny_shards, ssd):
-    FaultyFileSystem.fault = fail_times(4, ConnectionResetError(), name="shard-")
-    dataset = ArrivingShards(URL, ssd)
-    dataset.wait()
-    assert_same_samples(dataset, ShardDataset(tiny_shards))
-    assert snapshot(ssd) == snapshot(tiny_shards)
-
-
 def test_a_server_that_goes_while_shards_arrive_is_told(ssd):
     ArrivingShards(URL, ssd).stop()
     shutil.rmtree(ssd)

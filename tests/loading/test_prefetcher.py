@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import gc
+import itertools
 import multiprocessing
 import os
 import random
 import time
+from collections import deque
 from itertools import chain
 from unittest.mock import DEFAULT, Mock
 
@@ -20,7 +21,6 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading import shared_memory
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.fetcher import Fetcher
-from colab_utils.loading.shared_memory import SharedBuffer, SharedBufferPool
 from colab_utils.loading.transforms import apply_transforms
 
 from .test_loader import (
@@ -45,33 +45,15 @@ def test_batches_that_are_kept_stay_as_they_were(dataset, make):
             assert_equal_batches(dataset, ids, batch.to_images("cpu"), batch.to_targets("cpu"))
 
 
-def test_memory_is_used_again():
-    pool = SharedBufferPool(1, 2)
-    numbers = [pool.take() for _ in range(3)]
-    for number in numbers:
-        pool.buffers[number].reserve(100)[:] = number
-    held = [pool.hold(number, 100) for number in numbers]
-    assert [content.unique().tolist() for content in held] == [[number] for number in numbers]
-    # The third was copied out, because two are lent.
-    assert pool.take() == numbers[2]
-    part = held.pop(0)[10:20]
-    gc.collect()
-    with pytest.raises(IndexError):
-        # A piece of the first buffer is still in use.
-        pool.take()
-    del part
-    assert pool.take() == numbers[0]
-    assert held[0].unique().tolist() == [numbers[1]]
-
-
-def test_a_buffer_grows_and_what_was_lent_keeps_its_content():
-    buffer = SharedBuffer()
-    small = buffer.reserve(10)
-    small[:] = 7
-    large = buffer.reserve(5 << 20)
-    assert small.tolist() == [7] * 10
-    assert large[:10].tolist() == [7] * 10
-    assert large.size == 5 << 20
+@pytest.mark.parametrize("kept", [2, 12])
+def test_a_part_of_a_batch_that_is_kept_stays_as_it_was(make, kept):
+    # The batches grow, and their buffers with them.
+    dataset = [(torch.full((3, 8, 10**size), size).byte(), {}) for size in range(1, 6)] * 4
+    parts = deque(maxlen=kept)
+    for batch in make(dataset, batch_size=1, workers=2, shuffle=False):
+        part = batch.pixels[5:20]
+        parts.append((part, part.clone()))
+        assert all(itertools.starmap(torch.equal, parts))
 
 
 def test_a_batch_larger_than_memory_is_refused(make, monkeypatch):

@@ -123,14 +123,6 @@ def test_files_of_later_batches_are_read_while_the_first_is_needed(
     wait_until(lambda: len(list_reads()) == len(dataset))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_pass_that_was_broken_off_leaves_nothing_to_the_next(make, dataset, workers):
-    loaders = [make(dataset, streams=streams, workers=workers, seed=3) for streams in (8, 1)]
-    for loader in loaders:
-        next(iter(loader))
-    assert read_orders(loaders[0]) == read_orders(loaders[1])
-
-
 def test_a_pass_that_was_broken_off_leaves_room_to_other_loaders(make, dataset):
     loader = make(dataset, streams=8)
     batches = iter(loader)
