@@ -95,18 +95,6 @@ def test_rows_that_fail_are_kept_with_their_error_and_the_others_go_on(
     assert "failed: RuntimeError: Failed to find C compiler." in printed.out
 
 
-def test_a_row_is_begun_only_where_the_slowest_one_would_end_in_time(tmp_path, monkeypatch):
-    clock = iter([0.0, 40.0, 40.0, 70.0, 70.0, 70.0])
-    monkeypatch.setattr(gpu, "perf_counter", lambda: next(clock))
-    results = {"rows": [], "left_out": []}
-    runs = [({"number": number}, dict) for number in range(4)]
-    gpu.measure_rows(runs, results, tmp_path / "found.json", until_s=100.0)
-    assert results == {
-        "rows": [{"number": 0}, {"number": 1}],
-        "left_out": [{"number": 2}, {"number": 3}],
-    }
-
-
 @pytest.fixture(scope="module")
 def model():
     """It samples all anchors and all regions, so that nothing is left to chance."""

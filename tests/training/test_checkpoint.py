@@ -20,6 +20,7 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.training.checkpoint import CheckpointFolder
 from tests.bad_reads import BadReads, alter, cut
 from tests.drive_mount import mount_or_skip
+from tests.training.small_shards import list_names
 
 
 @pytest.fixture
@@ -38,11 +39,6 @@ def save_steps(folder: CheckpointFolder, *steps: int) -> Path:
 
 def name_steps(*steps: int) -> list[str]:
     return [f"checkpoint-{step:08d}.pt" for step in steps]
-
-
-def list_names(folder: Path) -> list[str]:
-    """Without the file that shows that a run has begun."""
-    return sorted(path.name for path in folder.iterdir() if path.name != "begun.txt")
 
 
 def test_the_newest_two_stay_and_nothing_else_goes(folder):

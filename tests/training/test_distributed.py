@@ -38,17 +38,10 @@ from colab_utils.training.ranks import join_ranks
 from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import train
 from tests.tiny_model import TINY_MODEL
-from tests.training.small_shards import make_shards
+from tests.training.small_shards import TINY, make_shards
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parents[2]
-TINY = {
-    "model": TINY_MODEL,
-    "weights": None,
-    "min_size": 64,
-    "max_size": 96,
-    "workers": 0,
-}
 SLOW = DriveProfile("test", open_s=0.2, bytes_per_s=1e6, source="made up for the test")
 
 
@@ -120,7 +113,7 @@ def train_and_look(shards, run, options):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer.Trainer, "_train", note)
-        report = train(shards, run, log=lambda line: None, **{**TINY, **options})
+        report = train(shards, run, log=lambda line: None, **(TINY | {"batch_size": "auto"} | options))
     return {
         "seen": seen,
         "losses": [point.loss for point in report.losses],

@@ -23,6 +23,7 @@ from colab_utils.training.model import build_mask_rcnn, load_trained_model
 from colab_utils.training.train import train
 from tests.coco_files import CocoFiles
 from tests.tiny_model import TINY_MODEL
+from tests.training.small_shards import TINY
 
 
 class ScriptedModel(nn.Module):
@@ -177,9 +178,7 @@ def test_a_model_finds_as_many_objects_as_its_images_have(tmp_path):
     shards = tmp_path / "shards"
     write_shards(tmp_path / "images", tmp_path / "coco.json", shards=shards, workers=1)
     with pytest.warns(ColabUtilsWarning, match="1 image has more than 100 objects"):
-        report = train(
-            shards, tmp_path / "run", model=TINY_MODEL, weights=None, min_size=64, steps=1
-        )
+        report = train(shards, tmp_path / "run", steps=1, **TINY)
     assert report.plan.most_objects == 120
     # The model of a run does so, too.
     model = load_trained_model(tmp_path / "run")

@@ -22,7 +22,7 @@ from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import train
 from tests.simulated_gpu import SimulatedGpu
 from tests.tiny_model import TINY_MODEL
-from tests.training.small_shards import make_shards
+from tests.training.small_shards import TINY, make_shards
 
 pytestmark = pytest.mark.usefixtures("one_thread", "few_objects")
 REAL = torch.cuda.is_available()
@@ -30,13 +30,7 @@ simulated = pytest.mark.skipif(
     REAL, reason="there is a real one, which tells no waits and takes no limit"
 )
 real = pytest.mark.skipif(not REAL, reason="no GPU")
-QUICK = {
-    "model": TINY_MODEL,
-    "weights": None,
-    "min_size": 64,
-    "workers": 0,
-    "batch_size": 4,
-}
+QUICK = {**TINY, "batch_size": 4}
 
 
 @pytest.fixture(scope="module")

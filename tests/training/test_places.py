@@ -10,19 +10,10 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.training.model import load_trained_model
 from colab_utils.training.train import train
 from tests.faulty_server import FaultyFileSystem, fail_from
-from tests.tiny_model import TINY_MODEL
+from tests.training.small_shards import TINY
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 URL = "faulty://bucket/run"
-TINY = {
-    "model": TINY_MODEL,
-    "weights": None,
-    "min_size": 64,
-    "max_size": 96,
-    "workers": 0,
-    "batch_size": 2,
-    "checkpoint_steps": 2,
-}
 EXPIRED = PermissionError("The provided token has expired.")
 
 

@@ -22,7 +22,7 @@ from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import train
 from tests.simulated_gpu import SimulatedGpu
 from tests.tiny_model import TINY_MODEL
-from tests.training.small_shards import make_shards
+from tests.training.small_shards import TINY, make_shards
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "few_objects"),
@@ -110,9 +110,9 @@ def test_on_a_gpu_training_begins_with_the_first_shard(tiny_shards, tmp_path, mo
 
     monkeypatch.setattr(Copying, "copy_file", copy_file)
     monkeypatch.setattr("colab_utils.training.prepare._BATCH_SIZES", (2, 1))
-    options = {"model": TINY_MODEL, "weights": None, "min_size": 64, "workers": 0, "epochs": 1}
+    options = {**TINY, "batch_size": "auto", "ssd": tmp_path / "ssd", "log": note}
     with SimulatedGpu(monkeypatch):
-        report = train(tiny_shards, tmp_path / "run", ssd=tmp_path / "ssd", log=note, **options)
+        report = train(tiny_shards, tmp_path / "run", **options)
     assert len(arrived) == 1
     assert report.plan.memory is not None
 
@@ -189,7 +189,7 @@ def test_a_dense_set_trains_in_little_memory(tmp_path, monkeypatch):
     floats.
     """
     make_shards(tmp_path, n=2, width=320, height=240, objects=(200, 200))
-    options = {"model": TINY_MODEL, "weights": None, "min_size": 320, "max_size": 480, "workers": 0}
+    options = {**TINY, "batch_size": "auto", "min_size": 320, "max_size": 480}
     with SimulatedGpu(monkeypatch, limit=150_000_000) as gpu:
         report = train(tmp_path / "shards", tmp_path / "run", epochs=1, **options)
         assert report.steps * report.plan.batch_size >= 2

@@ -44,20 +44,12 @@ from colab_utils.training.report import LogLine, TrainReport
 from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import train
 from tests.tiny_model import TINY_MODEL
-from tests.training.small_shards import make_shards
+from tests.training.small_shards import TINY, list_names, make_shards
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:.*is finished"),
 ]
-TINY = {
-    "model": TINY_MODEL,
-    "weights": None,
-    "min_size": 64,
-    "max_size": 96,
-    "workers": 0,
-    "batch_size": 2,
-}
 
 
 @pytest.fixture(scope="module")
@@ -116,11 +108,6 @@ def train_here(tiny_shards, tmp_path):
 
 def load_weights(report: TrainReport) -> dict[str, torch.Tensor]:
     return torch.load(report.checkpoint, weights_only=True)["model"]
-
-
-def list_names(folder: Path) -> list[str]:
-    """Without the file that shows that a run has begun."""
-    return sorted(path.name for path in folder.iterdir() if path.name != "begun.txt")
 
 
 def interrupt_call(monkeypatch, owner, name, number, action) -> None:

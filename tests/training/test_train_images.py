@@ -15,6 +15,7 @@ from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import write_shards
 from colab_utils.training import train as loop
 from tests.tiny_model import TINY_MODEL
+from tests.training.small_shards import TINY
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -37,15 +38,7 @@ def open_source(source):
 
 
 def train_tiny(source, tmp_path, **options):
-    return train(
-        run=tmp_path / "run",
-        **source,
-        model=TINY_MODEL,
-        weights=None,
-        min_size=64,
-        batch_size=3,
-        **{"workers": 0, **options},
-    )
+    return train(run=tmp_path / "run", **source, **TINY | {"batch_size": 3} | options)
 
 
 def test_a_run_that_stops_on_loose_files_goes_on_with_shards_as_on_shards_alone(source, tmp_path):
