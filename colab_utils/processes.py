@@ -6,7 +6,8 @@ import multiprocessing
 import os
 import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import (
     FIRST_COMPLETED,
     BrokenExecutor,
@@ -118,6 +119,25 @@ class ThreadPool(ThreadPoolExecutor):
         except ColabUtilsError:
             if not self._threads:
                 raise
+
+
+def map_ahead(
+    pool: ThreadPool, call: Callable[[Any], Any], items: Iterable[Any], *, ahead: int
+) -> Iterator[Any]:
+    """Yield ``call(item)`` for each item, in order, while ``pool`` works on the next ones.
+
+    Example:
+        >>> with ThreadPool(2) as pool:
+        ...     list(map_ahead(pool, abs, [-1, -2], ahead=4))
+        [1, 2]
+    """
+    jobs = deque[Future[Any]]()
+    for item in items:
+        jobs.append(pool.submit(call, item))
+        if len(jobs) > ahead:
+            yield jobs.popleft().result()
+    for job in jobs:
+        yield job.result()
 
 
 def start_thread(call: Callable[[], object], name: str) -> Thread:

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -30,6 +30,7 @@ from colab_utils.machine import Machine, describe_machine
 from colab_utils.progress import show_progress
 from colab_utils.require import require_count, require_number
 from colab_utils.slow_drive import DriveProfile, get_profile, read_at_full_speed
+from colab_utils.units import format_count
 
 # A limit that no run should reach: a run ends by its time, ``timeline_s`` or ``run_s``.
 _MOST_BATCHES = 10_000
@@ -321,36 +322,26 @@ class _Row:
         os.sync()
         for file in self.prepare().files:
             drop_cached(file)
-        began_s = perf_counter()
-        with self._open_slowly() as loader:
-            self.opened_s = perf_counter() - began_s
-            self.cold = time_batches(
-                loader, self._train, batches=_MOST_BATCHES, warmup=0, max_s=self.timeline_s
-            )
+        self.cold, self.opened_s = self._time(warmup=0, max_s=self.timeline_s)
 
     def run_warm(self) -> None:
         """Time batches after a warm-up, which is an epoch if the strategy keeps what it reads."""
-        with self._open_slowly() as loader:
-            warmup = self._epoch if self.strategy.keeps else 1
-            self.times.append(
-                time_batches(
-                    loader,
-                    self._train,
-                    batches=_MOST_BATCHES,
-                    warmup=warmup,
-                    max_s=self.run_s,
-                    least=self.batches,
-                )
-            )
+        warmup = self._epoch if self.strategy.keeps else 1
+        times, _ = self._time(warmup=warmup, max_s=self.run_s, least=self.batches)
+        self.times.append(times)
 
-    @contextmanager
-    def _open_slowly(self) -> Iterator[Any]:
-        """Open the loader of the strategy, and slow Drive until the loader is closed."""
+    def _time(self, **limits: Any) -> tuple[BatchTimes, float]:
+        """Open the loader of the strategy while Drive is slow, and time its batches.
+
+        The second value is the seconds that opening took.
+        """
+        began_s = perf_counter()
         with (
             self.setting.prepared.slow_drive(),
             closing(self.strategy.open(self.setting)) as loader,
         ):
-            yield loader
+            opened_s = perf_counter() - began_s
+            return time_batches(loader, self._train, batches=_MOST_BATCHES, **limits), opened_s
 
     @property
     def _epoch(self) -> int:
@@ -363,10 +354,10 @@ class _Row:
         """Return the figures that were measured so far."""
         strategy = self.strategy
         workers = self.setting.workers
-        noun = "worker" if workers == 1 else "workers"
+        count = len(self.setting.prepared)
         timing = StrategyTiming(
             strategy.name,
-            strategy.title.replace("{}", f"{workers} {noun}") or strategy.name,
+            strategy.title.replace("{}", format_count(workers, "worker")) or strategy.name,
             strategy.idea,
             not self.difference,
             self.difference,
@@ -380,10 +371,10 @@ class _Row:
         median_ms, p95_ms = np.median(batch_ms, axis=0).tolist()
         # The first batch of each worker holds the start of the worker, which takes no longer for a
         # larger dataset.
-        first = max(1, self.setting.workers)
-        later_s = cold.batch_s[first:] if len(cold.batch_s) > first else cold.batch_s
+        later_s = cold.batch_s[max(1, workers) :]
+        if not len(later_s):
+            later_s = cold.batch_s
         files = self.prepare()
-        count = len(self.setting.prepared)
         ends_s = (self.opened_s + np.cumsum(cold.batch_s)).round(4)
         begins_s = (ends_s - cold.step_s).round(4)
         return replace(

@@ -1,18 +1,17 @@
 """The datasets and prefetchers of the strategies. `deliver` moves their batches to the device."""
 
 import io
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import Dataset
 
 from colab_utils.comparison.prepared import PreparedData
@@ -21,7 +20,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.sampler import BatchSampler
-from colab_utils.processes import ThreadPool, quiet_fork
+from colab_utils.processes import ThreadPool, map_ahead, quiet_fork
 
 # Number of samples in the shuffle buffer of ``tf.data``.
 _SHUFFLED = 1000
@@ -124,14 +123,9 @@ def deliver(batch: Any, device: str) -> tuple[list[Tensor], list[dict[str, Any]]
     if isinstance(batch, PackedBatch):
         return batch.to_images(device), batch.to_targets(device)
     images, targets = batch
-    moved = [image.to(device) for image in images]
-    moved = [image if image.is_floating_point() else image / 255 for image in moved]
-    return moved, [_move(target, device) for target in targets]
-
-
-def _move(target: dict[str, Any], device: str) -> dict[str, Any]:
-    tensors = {key: part.to(device) for key, part in target.items() if isinstance(part, Tensor)}
-    return {**target, **tensors}
+    images, targets = tree_map_only(Tensor, partial(Tensor.to, device=device), (images, targets))
+    floats = [image if image.is_floating_point() else image / 255 for image in images]
+    return floats, list(targets)
 
 
 class ThreadLoading:
@@ -144,14 +138,7 @@ class ThreadLoading:
         self._ahead = ahead
 
     def __iter__(self) -> Iterator[Any]:
-        todo = iter(self._order)
-        pending = deque[Future[Any]]()
-        while True:
-            for indices in islice(todo, self._ahead - len(pending)):
-                pending.append(self._pool.submit(self._load_batch, indices))
-            if not pending:
-                return
-            yield pending.popleft().result()
+        return map_ahead(self._pool, self._load_batch, self._order, ahead=self._ahead)
 
     def _load_batch(self, indices: list[int]) -> tuple[Any, ...]:
         return collate(map(self._dataset.__getitem__, indices))
@@ -186,11 +173,10 @@ class TensorFlowLoader:
             torch.save(dataset[int(index)], content)
             return content.getvalue()
 
-        def load_by_python(index: Any) -> Any:
-            return tf.numpy_function(load, [index], tf.string)
-
-        indices = tf.data.Dataset.range(len(dataset))
-        samples = indices.map(load_by_python, num_parallel_calls=tf.data.AUTOTUNE)
+        samples = tf.data.Dataset.range(len(dataset)).map(
+            lambda index: tf.numpy_function(load, [index], tf.string),
+            num_parallel_calls=tf.data.AUTOTUNE,
+        )
         batches = samples.cache().shuffle(_SHUFFLED).batch(batch_size)
         self._batches = batches.prefetch(tf.data.AUTOTUNE)
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from colab_utils.comparison.loaders import (
@@ -78,12 +77,6 @@ def _load_tensors(file: Path) -> Sample:
     return load_sample(read_file(file))
 
 
-def _count_bytes(sample: Sample) -> int:
-    return sample[0].nbytes + sum(
-        part.nbytes for part in sample[1].values() if isinstance(part, Tensor)
-    )
-
-
 def _open_dataset(setting: Setting, kind: str) -> Any:
     made = setting.prepared.get(kind)
     name, _, disk = kind.partition("_on_")
@@ -121,15 +114,8 @@ def _by_streams(setting: Setting, kind: str) -> Loader:
     """Open `make_loader` over loose files. Its workers read the files of later batches ahead, many
     at the same time.
     """
-    folder = setting.prepared.get(kind).folder
-    return make_loader(
-        CocoFolder(folder, setting.prepared.annotations),
-        batch_size=setting.batch_size,
-        workers=setting.workers,
-        streams=max(1, _STREAMS // max(1, setting.workers)),
-        deliver="packed",
-        seed=SEED,
-    )
+    dataset = CocoFolder(setting.prepared.get(kind).folder, setting.prepared.annotations)
+    return _load_packed(setting, dataset, streams=max(1, _STREAMS // max(1, setting.workers)))
 
 
 def _in_memory(setting: Setting, kind: str) -> EpochLoader:
@@ -142,7 +128,7 @@ def _in_memory(setting: Setting, kind: str) -> EpochLoader:
     dataset = _open_dataset(setting, kind)
     total = setting.prepared.total
     few = [dataset[index] for index in range(min(4, len(dataset)))]
-    needed = sum(map(_count_bytes, few)) / len(few) * total
+    needed = sum(image.nbytes + target["masks"].nbytes for image, target in few) / len(few) * total
     free = find_free_memory()
     if needed > _MEMORY_SHARE * free:
         raise ColabUtilsError(
@@ -154,15 +140,18 @@ def _in_memory(setting: Setting, kind: str) -> EpochLoader:
     return EpochLoader(setting, samples, DataLoader, collate_fn=collate)
 
 
-def _packed(setting: Setting, kind: str, dataset: ShardDataset | None = None) -> Loader:
-    if dataset is None:
-        dataset = _open_dataset(setting, kind)
+def _packed(setting: Setting, kind: str) -> Loader:
+    return _load_packed(setting, _open_dataset(setting, kind))
+
+
+def _load_packed(setting: Setting, dataset: Any, **options: Any) -> Loader:
     return make_loader(
         dataset,
         batch_size=setting.batch_size,
         workers=setting.workers,
         deliver="packed",
         seed=SEED,
+        **options,
     )
 
 
@@ -175,7 +164,7 @@ class ArrivingLoader:
             folder = opened.enter_context(tempfile.TemporaryDirectory(dir=setting.prepared.ssd))
             dataset = ArrivingShards(shards, Path(folder, "shards"))
             opened.callback(dataset.stop)
-            self._loader = opened.enter_context(closing(_packed(setting, kind, dataset)))
+            self._loader = opened.enter_context(closing(_load_packed(setting, dataset)))
             self.close = opened.pop_all().close
 
     def __iter__(self) -> Iterator[Any]:

@@ -8,11 +8,11 @@ import io
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import count
+from itertools import count, filterfalse
 from math import inf
 from pathlib import Path
 from time import perf_counter
@@ -124,8 +124,8 @@ class CheckpointFolder:
                 self._store.write(_BEGUN, b"This run has begun.\n")
             stores = (self._store, open_store(self.waiting)) if anew else ()
             for store in stores:
-                names = (f"previous-{number}" for number in count(1))
-                target = store.locate(next(name for name in names if not store.find_kind(name)))
+                names = map("previous-{}".format, count(1))
+                target = store.locate(next(filterfalse(store.find_kind, names)))
                 for path in [*_list_files(store, "newest"), *_list_files(store, "best")]:
                     open_store(target).make()
                     store.move(path, target / path.name)
@@ -209,32 +209,36 @@ class CheckpointFolder:
         Raises:
             ColabUtilsError: The disk does not answer, or all checkpoints of the run are torn.
         """
-        torn: list[Place] = []
+        torn: list[str] = []
+        warned: list[str] = []
+        state = None
         for path in reversed(self._list(which)):
             try:
                 content = _read_sealed(path)
             except TornError:
-                torn.append(path)
+                torn.append(path.name)
+                warned.append(
+                    f"{path} {_TORN}: it is skipped, and an older one is used if there is one"
+                )
                 continue
             state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-            _warn_of_torn(torn)
+            state["path"] = str(path)
             if path.parent == self.waiting:
                 # A user who deleted the run does not expect that a checkpoint still waits here.
-                text = (
+                warned.append(
                     f"{path.name} waits in {self.waiting} of this machine. If you deleted its run, "
                     "pass resume='never' to begin anew"
                 )
-                warnings.warn(text, ColabUtilsWarning, stacklevel=3)
-            return {**state, "path": str(path)}
-        if torn and which == "newest":
-            names = ", ".join(path.name for path in torn)
+            break
+        if torn and state is None and which == "newest":
             raise ColabUtilsError(
-                f"In the run {self.run} every checkpoint {_TORN}: {names}. Train with "
+                f"In the run {self.run} every checkpoint {_TORN}: {', '.join(torn)}. Train with "
                 "resume='never' to move them to a folder of their own and to begin anew, choose "
                 "another run folder, or update colab_utils."
             )
-        _warn_of_torn(torn)
-        return None
+        for text in warned:
+            warnings.warn(text, ColabUtilsWarning, stacklevel=3)
+        return state
 
     def _list(self, which: Which = "newest", patience_s: float = inf) -> list[Place]:
         """Return the checkpoints in the run's folder and on this machine, sorted by step."""
@@ -249,18 +253,14 @@ class CheckpointFolder:
         store = open_store(path.parent, patience_s=patience_s)
         store.make()
         store.write(path, *parts)
-        # If an old file cannot be removed, it does no harm.
+        # The new checkpoint replaces others. If one of these cannot be removed, it does no harm.
         with suppress(OSError, ColabUtilsError):
-            self._remove_others(store, path, which)
-
-    def _remove_others(self, store: Store, path: Place, which: Which) -> None:
-        """Remove the checkpoints that the new one at ``path`` replaces."""
-        others = [other for other in _list_files(store, which) if other != path]
-        old = others[: len(others) - _OTHERS_KEPT[which]]
-        if path.parent != self.waiting:
-            old += _list_files(open_store(self.waiting), which)
-        for file in old:
-            open_store(file.parent, patience_s=0).remove(file, is_large=True)
+            others = [other for other in _list_files(store, which) if other != path]
+            old = others[: len(others) - _OTHERS_KEPT[which]]
+            if path.parent != self.waiting:
+                old += _list_files(open_store(self.waiting), which)
+            for file in old:
+                open_store(file.parent, patience_s=0).remove(file, is_large=True)
 
 
 class CheckpointWriter:
@@ -399,12 +399,6 @@ def _name_trouble(error: Any) -> str:
     """Return why a checkpoint was not taken."""
     reason = getattr(error, "strerror", None) or getattr(error, "reason", None)
     return str(reason or "Drive does not answer")
-
-
-def _warn_of_torn(paths: Sequence[Place]) -> None:
-    for path in paths:
-        text = f"{path} {_TORN}: it is skipped, and an older one is used if there is one"
-        warnings.warn(text, ColabUtilsWarning, stacklevel=3)
 
 
 def _list_files(store: Store, which: Which) -> list[Place]:

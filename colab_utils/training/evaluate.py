@@ -2,9 +2,7 @@
 
 import io
 import warnings
-from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
@@ -22,9 +20,9 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.devices import send
-from colab_utils.processes import ThreadPool
+from colab_utils.processes import ThreadPool, map_ahead
 from colab_utils.progress import show_progress
-from colab_utils.training.layers import choose_precision, keep_boxes_exact
+from colab_utils.training.layers import choose_precision, compute_features, keep_boxes_exact
 from colab_utils.training.model import allow_detections
 
 # Images that threads read and decode while the model finds objects.
@@ -110,8 +108,9 @@ def evaluate(
     results: list[dict[str, Any]] = []
     if isinstance(model, MaskRCNN):
         allow_detections(model, detections)
-    with _set_up(model.to(device)):
-        images = show_progress("evaluating", _load_ahead(dataset), total=len(dataset), unit="image")
+    with _set_up(model.to(device)), ThreadPool(_AHEAD) as pool:
+        loaded = map_ahead(pool, dataset.load_image, range(len(dataset)), ahead=_AHEAD)
+        images = show_progress("evaluating", loaded, total=len(dataset), unit="image")
         for image, number in zip(images, dataset.image_ids.tolist(), strict=True):
             results += detect(model, image, image_id=number, category_ids=ids, device=device)
     return _score(truth, results, detections)
@@ -130,18 +129,6 @@ def _set_up(model: nn.Module) -> Iterator[None]:
             hook.remove()
         for module, mode in modes:
             module.training = mode
-
-
-def _load_ahead(dataset: ShardDataset | CocoFolder) -> Iterator[Tensor]:
-    """Yield all images. Threads load the next ones meanwhile."""
-    with ThreadPool(_AHEAD) as pool:
-        jobs = deque[Future[Tensor]]()
-        for i in range(len(dataset)):
-            jobs.append(pool.submit(dataset.load_image, i))
-            if len(jobs) > _AHEAD:
-                yield jobs.popleft().result()
-        for job in jobs:
-            yield job.result()
 
 
 def _score(truth: Any, results: list[dict[str, Any]], detections: int) -> AveragePrecision:
@@ -228,9 +215,7 @@ def _find_objects(model: MaskRCNN, images: list[Tensor]) -> list[dict[str, Tenso
     Source: ``GeneralizedRCNN.forward`` in torchvision's ``models/detection``.
     """
     resized, _ = model.transform(images)
-    features = model.backbone(resized.tensors)
-    if isinstance(features, Tensor):
-        features = {"0": features}
+    features = compute_features(model, resized)
     proposals, _ = model.rpn(resized, features)
     results, _ = model.roi_heads(features, proposals, resized.image_sizes)
     for result, size, image in zip(results, resized.image_sizes, images, strict=True):

@@ -23,7 +23,7 @@ from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.devices import send
 from colab_utils.loading.masks import CHUNK_BYTES, MaskBits, expand_masks
 from colab_utils.loading.transforms import check_objects
-from colab_utils.training.layers import use_cpu
+from colab_utils.training.layers import compute_features, use_cpu
 
 _COMPARED_OBJECTS = 16
 
@@ -94,9 +94,7 @@ def compute_losses(
         batch.image_ids.repeat_interleave(batch.counts),
         classes=_count_classes(heads),
     )
-    features = model.backbone(images.tensors)
-    if isinstance(features, Tensor):
-        features = {"0": features}
+    features = compute_features(model, images)
     model.rpn.box_similarity = _compare_boxes
     proposals, proposal_losses = model.rpn(images, features, targets)
     # torchvision's sampling of proposals requires masks, and does not read them.

@@ -5,7 +5,7 @@
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from colab_utils.training.model import (
 from colab_utils.training.ranks import share_errors
 from colab_utils.training.settings import (
     OWN_TRANSFORMS,
+    MemoryPlan,
     TrainSettings,
     choose_rate,
     make_optimizer,
@@ -45,38 +46,6 @@ _MARGIN = 0.9
 _BATCH_SIZES = (16, 8, 4, 2, 1)
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
-    """How the batches of a run fit into a GPU's memory."""
-
-    batch_size: int
-    """Images of this process in a batch."""
-    parts: int
-    """Parts that each batch is cut into."""
-    peak_bytes: int
-    """Bytes that the heaviest batch took."""
-    limit_bytes: int
-    """Bytes that a batch of this process may take."""
-
-    def __str__(self) -> str:
-        parts = f", trained in {self.parts} parts" if self.parts > 1 else ""
-        taken = f"takes {format_bytes(self.peak_bytes)} of {format_bytes(self.limit_bytes)}"
-        return f"the heaviest batch ({self.batch_size} images{parts}) {taken}"
-
-
-@dataclass(frozen=True)
-class PreparedStep:
-    """A step that is ready to train, with the settings of its run."""
-
-    step: TrainingStep
-    settings: TrainSettings
-    """All settings of the run, batch size and learning rate included."""
-    memory: MemoryPlan | None
-    """How the heaviest batch fits into the GPU's memory; None on a CPU, or with transforms of the
-    user.
-    """
-
-
 def prepare_step(
     settings: TrainSettings,
     data: OpenData,
@@ -85,7 +54,7 @@ def prepare_step(
     ranks: Ranks,
     weights: PlaceLike | None,
     state: State | None,
-) -> PreparedStep:
+) -> tuple[TrainingStep, TrainSettings]:
     """Build the model on its device, the same in every process, and choose the batch size.
 
     Args:
@@ -95,6 +64,9 @@ def prepare_step(
         ranks: The processes that train together.
         weights: The weights of a new run, see ``build_mask_rcnn``.
         state: The checkpoint that the run continues from; None for a new run.
+
+    Returns:
+        The step, and all settings of the run.
 
     Raises:
         ColabUtilsError: The weights cannot be used, or the heaviest batch does not fit into the
@@ -115,9 +87,12 @@ def prepare_step(
     if state:
         step.load_state(state)
     batch_size, memory = _fit_memory(settings, data, step)
-    learning_rate = settings.learning_rate or choose_rate(settings.model, batch_size)
-    settings = replace(settings, batch_size=batch_size, learning_rate=learning_rate)
-    return PreparedStep(step, settings, memory)
+    return step, replace(
+        settings,
+        batch_size=batch_size,
+        learning_rate=settings.learning_rate or choose_rate(settings.model, batch_size),
+        memory=memory,
+    )
 
 
 def _build_network(

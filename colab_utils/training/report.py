@@ -4,14 +4,14 @@ summary at the end.
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from colab_utils.loading.loader import Loader
 from colab_utils.training.data import OpenData
 from colab_utils.training.evaluate import AveragePrecision
-from colab_utils.training.prepare import MemoryPlan, PreparedStep
 from colab_utils.training.settings import TrainSettings
+from colab_utils.training.step import TrainingStep
 from colab_utils.units import format_bytes, format_count
 
 
@@ -43,8 +43,6 @@ class TrainingPlan(TrainSettings):
     """Processes that train together."""
     most_objects: int = 0
     """Objects of the image that has the most."""
-    memory: MemoryPlan | None = None
-    """How the heaviest batch fits into the GPU's memory; None on a CPU."""
 
     def __str__(self) -> str:
         together = f" by {self.ranks} processes" if self.ranks > 1 else ""
@@ -69,39 +67,37 @@ class TrainingPlan(TrainSettings):
 
 
 def make_plan(
-    prepared: PreparedStep, data: OpenData, loader: Loader, *, first_step: int
+    step: TrainingStep,
+    settings: TrainSettings,
+    data: OpenData,
+    loader: Loader,
+    *,
+    first_step: int,
 ) -> TrainingPlan:
     """Write down everything that was decided for a run.
 
     Args:
-        prepared: The step, and the settings of the run.
+        step: The step of the run, with its model.
+        settings: All settings of the run.
         data: The images that it trains on.
         loader: It stands at the place in the epoch where the run continues.
         first_step: Steps that earlier sessions did.
     """
-    step = prepared.step
-    settings = prepared.settings
-    steps = settings.steps or _count_steps(
-        loader, data, first_step=first_step, epochs=settings.epochs or 1
-    )
+    steps = settings.steps
+    later_epochs = (settings.epochs or 1) - loader.epoch - 1
+    if not steps:
+        steps = first_step
+        if later_epochs >= 0:
+            steps += loader.left + later_epochs * -(-len(data.rows) // loader.batch_size)
     return TrainingPlan(
-        **asdict(replace(settings, steps=steps)),
+        **vars(replace(settings, steps=steps)),
         **data.count(),
         starts_from=str(step.model.starts_from),
         device=str(step.device),
         precision=str(step.precision).removeprefix("torch."),
         first_step=first_step,
         ranks=step.ranks.count,
-        memory=prepared.memory,
     )
-
-
-def _count_steps(loader: Loader, data: OpenData, *, first_step: int, epochs: int) -> int:
-    """Return how many steps a run of ``epochs`` epochs has, those of earlier sessions included."""
-    if loader.epoch >= epochs:
-        return first_step
-    steps_an_epoch = -(-len(data.rows) // loader.batch_size)
-    return first_step + loader.left + (epochs - loader.epoch - 1) * steps_an_epoch
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch import nn
 
 from colab_utils.require import require_choice, require_count, require_number
 from colab_utils.training.model import BUILDERS, GPU_MODEL, LARGEST_SIDE, LIGHT_MODEL, TINY_MODEL
+from colab_utils.units import format_bytes
 
 Augment = Literal["none", "flip"]
 """Augmentation by name: nothing, or random flips left to right."""
@@ -25,6 +26,25 @@ _require_size = partial(require_count, maximum=LARGEST_SIDE)
 _WARMUP_STEPS = 500
 KEPT = ("model", "min_size", "max_size", "augment", "batch_size", "learning_rate")
 """A resumed run keeps these settings, unless you name others."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How the batches of a run fit into a GPU's memory."""
+
+    batch_size: int
+    """Images of this process in a batch."""
+    parts: int
+    """Parts that each batch is cut into."""
+    peak_bytes: int
+    """Bytes that the heaviest batch took."""
+    limit_bytes: int
+    """Bytes that a batch of this process may take."""
+
+    def __str__(self) -> str:
+        parts = f", trained in {self.parts} parts" if self.parts > 1 else ""
+        taken = f"takes {format_bytes(self.peak_bytes)} of {format_bytes(self.limit_bytes)}"
+        return f"the heaviest batch ({self.batch_size} images{parts}) {taken}"
 
 
 @dataclass(frozen=True)
@@ -51,6 +71,10 @@ class TrainSettings:
     """Passes over the dataset, in place of ``steps``."""
     checkpoint_steps: int = 0
     """Steps between checkpoints."""
+    memory: MemoryPlan | None = None
+    """How the heaviest batch fits into the GPU's memory; None on a CPU, or with transforms of the
+    user.
+    """
 
 
 # Each function is called with the name and the value of a setting, and refuses bad values.

@@ -1,7 +1,6 @@
 """Train a Mask R-CNN: ``train`` opens data, chooses settings, prepares a step and makes a plan."""
 
 import os
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
@@ -15,7 +14,7 @@ from torch.utils.data import Subset
 
 from colab_utils import __version__
 from colab_utils.data.defects import warn_of_faults
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.contract import Transforms
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.devices import find_device
@@ -28,7 +27,7 @@ from colab_utils.training.data import OpenData, find_images, open_images
 from colab_utils.training.layers import use_cpu
 from colab_utils.training.prepare import prepare_step
 from colab_utils.training.ranks import join_ranks, require_same, share_errors
-from colab_utils.training.report import Log, TrainingPlan, TrainReport, make_plan
+from colab_utils.training.report import Log, TrainReport, make_plan
 from colab_utils.training.settings import (
     KEPT,
     OWN_TRANSFORMS,
@@ -202,7 +201,7 @@ def train(
         )
         state = ranks.send(state)
 
-        prepared = prepare_step(
+        step, settings = prepare_step(
             _choose_settings(asked, state, data, transforms=transforms, device=device),
             data,
             device=device,
@@ -215,7 +214,7 @@ def train(
         loader = make_loader(
             # An array takes a quarter of the memory of a list.
             Subset(dataset, cast(Sequence[int], data.rows)),
-            batch_size=prepared.settings.batch_size,
+            batch_size=settings.batch_size,
             device=device,
             seed=seed,
             workers=workers,
@@ -225,15 +224,12 @@ def train(
         )
         stack.enter_context(closing(loader))
         with share_errors(ranks):
-            first_step = 0
             if state:
                 loader.load_state_dict(data.match_state(state["loader"], state["order"]))
-                first_step = state["step"]
-            plan = make_plan(prepared, data, loader, first_step=first_step)
-            loader.expects_pass = plan.steps - first_step > loader.left
-            trainer = Trainer(plan, prepared.step, loader, folder, data, ends_s=ends_s)
+            plan = make_plan(step, settings, data, loader, first_step=state["step"] if state else 0)
+            loader.expects_pass = plan.steps - plan.first_step > loader.left
+            trainer = Trainer(plan, step, loader, folder, data, ends_s=ends_s)
             if state:
-                _warn_if_finished(plan, state["path"])
                 trainer.load_state(state)
             if ranks.is_first:
                 folder.prepare(anew=resume == "never")
@@ -309,13 +305,3 @@ def _choose_settings(
                     "then moved to a folder of their own."
                 )
     return settings
-
-
-def _warn_if_finished(plan: TrainingPlan, path: str) -> None:
-    if plan.first_step >= plan.steps:
-        text = (
-            f"the run of {path} is finished: all of its {plan.steps} steps are done, "
-            "so nothing is trained. Pass more steps or epochs (STEPS), "
-            "another run folder (RUN_NAME), or resume='never' to start anew."
-        )
-        warnings.warn(text, ColabUtilsWarning, stacklevel=3)

@@ -98,8 +98,8 @@ class Trainer:
         self._position = loader.state_dict()
         self._image_ids = data.dataset.image_ids[data.rows]
         self._order = data.order
-        # The images that a warning has named already.
-        self._late: set[int] = set()
+        # The number of late images that warnings have named.
+        self._late = 0
         # The number of the signal that asked this run to stop; 0 without one.
         self._signal = 0
         self._is_evaluating = False
@@ -154,14 +154,11 @@ class Trainer:
             self.writer.finish()
         if self.ranks.is_first:
             self.folder.send_waiting()
-        # The report measures from the start of the session, and not from the last line of the log.
-        self._measured = (0, 0.0, 0.0)
-        images_per_second, wait_share = self._measure()
         return TrainReport(
             steps=self.done,
             losses=tuple(LossPoint(number, loss) for number, loss in enumerate(self.losses, 1)),
-            images_per_second=images_per_second,
-            wait_share=wait_share,
+            images_per_second=self.clock.images / self.clock.seconds,
+            wait_share=self.clock.read() / self.clock.seconds,
             checkpoint=str(self.folder.newest),
             ap=self.ap,
             plan=self.plan,
@@ -181,16 +178,15 @@ class Trainer:
             yield batch
 
     def _warn_of_late(self) -> None:
-        """Warn of each image that did not come in time, once."""
-        for image, waited_s in self.loader.late:
-            if image not in self._late:
-                self._late.add(image)
-                warnings.warn(
-                    f"Image {self._image_ids[image]} did not come within {waited_s:.0f} seconds. "
-                    "See whether its file can be read.",
-                    ColabUtilsWarning,
-                    stacklevel=2,
-                )
+        """Warn of each image that did not come in time."""
+        for image, waited_s in self.loader.late[self._late :]:
+            warnings.warn(
+                f"Image {self._image_ids[image]} did not come within {waited_s:.0f} seconds. "
+                "See whether its file can be read.",
+                ColabUtilsWarning,
+                stacklevel=2,
+            )
+        self._late = len(self.loader.late)
 
     def _train(self, batch: Any) -> None:
         """Train one step.
@@ -231,9 +227,8 @@ class Trainer:
         """
         if self.plan.augment != "flip":
             return None
-        is_flipped = np.random.default_rng([self.plan.seed, self.done]).random(total) < 0.5
-        own: list[bool] = is_flipped[self.ranks.rank :: self.ranks.count].tolist()
-        return own
+        draws = np.random.default_rng([self.plan.seed, self.done]).random(total)
+        return [draw < 0.5 for draw in draws.tolist()[self.ranks.rank :: self.ranks.count]]
 
     def _seed(self, use: int) -> None:
         """Seed torch's random numbers from the seed, the step, the process and the ``use``.
@@ -244,33 +239,23 @@ class Trainer:
         entropy = [self.plan.seed, self.done, self.ranks.rank, use]
         torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]))
 
-    def _measure(self) -> tuple[float, float]:
-        """Return the images per second since the last call, and the share of that time that was
-        spent waiting for batches.
-        """
-        now = (self.clock.images, self.clock.read(), self.clock.seconds)
-        images, wait_s, wall_s = np.subtract(now, self._measured).tolist()
-        self._measured = now
-        return images / wall_s, wait_s / wall_s
-
     def _log(self, log: Log | None) -> None:
         self._fetch_losses()
         gpu_bytes = None
         if self.step.device.type == "cuda":
             gpu_bytes = torch.cuda.max_memory_allocated(self.step.device)
-        ap = None
-        if self.ap and self.ap.step >= self._logged_step:
-            ap = self.ap
-        images_per_second, wait_share = self._measure()
+        now = (self.clock.images, self.clock.read(), self.clock.seconds)
+        images, wait_s, wall_s = np.subtract(now, self._measured).tolist()
+        self._measured = now
         line = LogLine(
             step=self.done,
             steps=self.plan.steps,
             loss=average_losses(self.losses[self._logged_step :]),
             learning_rate=self.step.optimizer.param_groups[0]["lr"],
-            images_per_second=images_per_second,
-            wait_share=wait_share,
+            images_per_second=images / wall_s,
+            wait_share=wait_s / wall_s,
             gpu_bytes=gpu_bytes,
-            ap=ap,
+            ap=self.ap if self.ap and self.ap.step >= self._logged_step else None,
         )
         self._logged_step = self.done
         if log is not None:
@@ -359,6 +344,13 @@ class Trainer:
         The step and the loader have loaded their own parts of the checkpoint before.
         """
         self.done = state["step"]
+        if self.done >= self.plan.steps:
+            text = (
+                f"the run of {state['path']} is finished: all of its {self.plan.steps} steps are "
+                "done, so nothing is trained. Pass more steps or epochs (STEPS), another run "
+                "folder (RUN_NAME), or resume='never' to start anew."
+            )
+            warnings.warn(text, ColabUtilsWarning, stacklevel=3)
         self.losses = state["losses"].tolist()
         self._saved_step = self.done
         self._logged_step = self.done

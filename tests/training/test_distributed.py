@@ -113,7 +113,9 @@ def train_and_look(shards, run, options):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer.Trainer, "_train", note)
-        report = train(shards, run, log=lambda line: None, **(TINY | {"batch_size": "auto"} | options))
+        report = train(
+            shards, run, log=lambda line: None, **(TINY | {"batch_size": "auto"} | options)
+        )
     return {
         "seen": seen,
         "losses": [point.loss for point in report.losses],
