@@ -22,6 +22,7 @@ from colab_utils.data.coco import open_coco
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 
 JSON = "annotations/instances_train.json"
+NAME = b'"file_name": "'
 
 
 def read_images(folder):
@@ -40,9 +41,9 @@ def pack(path, files, kind=zipfile.ZIP_STORED):
     return str(path)
 
 
-def write_zip(path, dataset, *, folder="train", more=(), kind=zipfile.ZIP_STORED):
+def write_zip(path, dataset, *, more=(), kind=zipfile.ZIP_STORED):
     """An export as COCO's own tools make them; ``more`` are (name or ZipInfo, bytes) beside it."""
-    files = {f"{folder}/": b"", **put(folder, read_images(dataset.images))}
+    files = {"train/": b"", **put("train", read_images(dataset.images))}
     return pack(path, {**files, JSON: dataset.annotations.read_bytes(), **dict(more)}, kind)
 
 
@@ -68,43 +69,57 @@ def assert_same(unpacked, dataset):
     assert check_dataset(images, annotations).ok
 
 
-@pytest.mark.parametrize(
-    ("folder", "kind"),
-    [
-        # COCO packs its images like this.
-        ("train", zipfile.ZIP_STORED),
-        # Here the images lie in a folder within folders.
-        ("deep/er/images", zipfile.ZIP_DEFLATED),
-        # Images and JSON share a folder.
-        ("annotations", zipfile.ZIP_STORED),
-    ],
-)
-def test_images_and_annotations_are_unpacked_once(
-    tmp_path, tiny_dataset, ssd, folder, kind, monkeypatch
-):
-    more = [("README.txt", b"no")]
-    source = write_zip(tmp_path / "a.zip", tiny_dataset, folder=folder, kind=kind, more=more)
+# Zips that are understood, made of images and their JSON; and the image folder that is meant.
+LAYOUTS = {
+    # COCO packs its images like this.
+    "coco": (lambda images, text: {**put("train", images), JSON: text}, "train"),
+    "folders": (lambda images, text: {**put("deep/er/images", images), JSON: text}, "images"),
+    "shared": (lambda images, text: {**put("annotations", images), JSON: text}, "annotations"),
+    "backslashes": (
+        lambda images, text: {
+            "export\\images\\": b"",
+            **{f"export\\images\\{name}": content for name, content in images.items()},
+            "export\\instances.json": text,
+        },
+        "images",
+    ),
+    # The JSON names the images with their folder.
+    "named": (
+        lambda images, text: {
+            **put("project/images", images),
+            "project/result.json": text.replace(NAME, NAME + b"images/"),
+        },
+        "project",
+    ),
+    # Files that systems and tools leave, and some that no annotation names.
+    "leftovers": (
+        lambda images, text: {
+            **put("train", images),
+            JSON: text,
+            "__MACOSX/train/._instances_train.json": b"left",
+            "annotations/.ipynb_checkpoints/instances_train-checkpoint.json": b"left",
+            "@eaDir/thumbs.json": b"left",
+            "README.txt": b"left",
+        },
+        "train",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_images_and_annotations_are_unpacked_once(tmp_path, tiny_dataset, ssd, name, monkeypatch):
+    make, folder = LAYOUTS[name]
+    content = read_images(tiny_dataset.images)
+    source = pack(tmp_path / "a.zip", make(content, tiny_dataset.annotations.read_bytes()))
     images, annotations = unpack_dataset(source, ssd)
-    assert annotations.name == "instances_train.json"
-    assert {path.name for path in images.glob("*.jpg")} == {*read_images(tiny_dataset.images)}
+    assert images.name == folder
     assert check_dataset(images, annotations).ok
-    # What no annotation names is left in the zip.
-    assert not list(ssd.rglob("README.txt"))
+    unpacked = {path.name: path.read_bytes() for path in ssd.rglob("*.jpg")}
+    assert unpacked == content
+    assert len([*ssd.rglob("*.json")]) == 2
     # The second call opens nothing again.
     monkeypatch.setattr(zipfile.ZipFile, "__init__", None)
     assert unpack_dataset(source, ssd) == (images, annotations)
-
-
-def test_names_with_folders_are_found_below_the_right_one(tmp_path, tiny_dataset, ssd):
-    files = {
-        **put("project/images", read_images(tiny_dataset.images)),
-        "project/result.json": rename_images(tiny_dataset, "images/"),
-        # macOS adds such files.
-        "__MACOSX/project/._result.json": b"\0\5\26\7",
-    }
-    images, annotations = unpack_dataset(pack(tmp_path / "export.zip", files), ssd)
-    assert images.name == "project"
-    assert check_dataset(images, annotations).ok
 
 
 def test_of_several_jsons_one_is_to_be_named(tmp_path, tiny_dataset, ssd):
@@ -357,18 +372,6 @@ def test_names_that_macos_wrote_are_utf8_and_those_of_another_page_are_told(
         unpack_dataset(source, ssd)
 
 
-def test_backslashes_part_folders(tmp_path, tiny_dataset, ssd):
-    files = {
-        "export\\images\\": b"",
-        **put("export\\images", read_images(tiny_dataset.images)),
-        "export\\annotations.json": tiny_dataset.annotations.read_bytes(),
-    }
-    files = {name.replace("/", "\\"): content for name, content in files.items()}
-    images, annotations = unpack_dataset(pack(tmp_path / "export.zip", files), ssd)
-    assert (images.name, annotations.parent.name) == ("images", "export")
-    assert_same((images, annotations), tiny_dataset)
-
-
 @pytest.mark.parametrize("split", ["train", "valid"])
 def test_of_splits_with_equal_names_the_one_beside_the_json_is_taken(
     tmp_path, tiny_dataset, ssd, split
@@ -381,19 +384,6 @@ def test_of_splits_with_equal_names_the_one_beside_the_json_is_taken(
     source = pack(tmp_path / "splits.zip", files)
     images, _ = unpack_dataset(source, ssd, f"{split}/_annotations.coco.json")
     assert {path.read_text() for path in images.glob("*.jpg")} == {split}
-
-
-@pytest.mark.parametrize(
-    "left",
-    [
-        "train/__MACOSX/._instances.json",
-        "annotations/.ipynb_checkpoints/instances_train-checkpoint.json",
-        "@eaDir/thumbs.json",
-    ],
-)
-def test_what_systems_and_tools_leave_in_a_zip_is_passed_over(tmp_path, tiny_dataset, ssd, left):
-    source = write_zip(tmp_path / "left.zip", tiny_dataset, more=[(left, b"left")])
-    assert_same(unpack_dataset(source, ssd), tiny_dataset)
 
 
 def test_a_compression_that_python_does_not_know_is_told(export, ssd):

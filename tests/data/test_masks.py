@@ -11,10 +11,13 @@ from pycocotools.coco import COCO
 
 from colab_utils.data.coco import read_coco
 from colab_utils.data.masks import encode_segmentation, pack_masks, resize_rles, unpack_masks
+from colab_utils.data.segmentations import count_numbers, is_nothing
 from colab_utils.errors import ColabUtilsError
 
 QUICK = settings(max_examples=60, deadline=None)
 SQUARE = [1, 1, 5, 1, 5, 4, 1, 4]
+PAIRS = [[1, 1], [5, 1], [5, 4], [1, 4]]
+DAMAGED = "damaged: its counts do not add up to 6 x 8"
 
 
 def dense_masks(objects: int = 4):
@@ -96,15 +99,6 @@ def test_masks_of_giant_images_are_refused_before_they_take_memory(side):
                 encode_segmentation(segmentation, *size)
 
 
-def test_contours_of_many_points_pass():
-    """20,000 points of a ragged outline, on a photo of 12 megapixels."""
-    angles = np.linspace(0, 2 * np.pi, 20_000)
-    ragged = 1200 + np.random.default_rng(0).uniform(0, 3, (angles.size, 1))
-    points = np.stack([np.cos(angles), np.sin(angles)], 1) * ragged + (2000, 1500)
-    rle = encode_segmentation([points.ravel().tolist()], 3000, 4000)
-    assert coco_mask.area(rle) == pytest.approx(np.pi * 1201.5**2, rel=0.01)
-
-
 coordinate = st.one_of(st.integers(-20, 60), st.floats(0, 40).map(lambda x: round(x, 2)))
 polygon = st.lists(coordinate, min_size=6, max_size=18).map(lambda xs: xs[: len(xs) // 2 * 2])
 
@@ -183,42 +177,67 @@ def test_resize_is_torch_nearest(masks, height, width):
 
 
 @pytest.mark.parametrize(
-    ("segmentation", "message"),
+    ("segmentation", "words"),
     [
         ([[]], "one of 0 numbers"),
         ([SQUARE, [1, 1, 2]], "one of 3 numbers"),
         # The polygon has an odd number of coordinates.
         ([[1, 1, 5, 1, 5, 4, 1]], "one of 7 numbers"),
+        ([[1, 1, 4, 3]], "one of 4 numbers: a box or a line, not an outline"),
+        # Points, as LabelMe and cv2.findContours have them.
+        (PAIRS, "one of 2 numbers: a point. If the polygons are points, flatten them"),
+        ([PAIRS], "a polygon is a list of lists: flatten it to x, y, x, y"),
+        ([{"x": 1, "y": 1}], "COCO has polygons as x, y, x, y, ..., or one RLE"),
+        # Start and length of each run, as on Kaggle.
+        ("523 24 587 24", "polygons or RLE. For Kaggle's run lengths, docs/FORMATS.md"),
         ([[None] * 6], "reaches to pixel nan"),
-        ([[float("nan"), *SQUARE[1:]]], "reaches to pixel nan"),
         # For this polygon, pycocotools would take gigabytes.
         ([[1e9, *SQUARE[1:]]], "reaches to pixel 1e+09"),
+        ([[True, *SQUARE[1:]]], "something that is no number"),
+        ([["ten", *SQUARE[1:]]], "something that is no number"),
         ({"size": [6, 8]}, "has no counts"),
         ({"counts": [48]}, "the image's size [6, 8], found None"),
         # The size has the width first.
         ({"size": [8, 6], "counts": [48]}, "found [8, 6]"),
-        ({"size": [6, 8], "counts": [40]}, "add up to 6 x 8"),
-        ({"size": [6, 8], "counts": [50, -2]}, "add up to 6 x 8"),
-        ({"size": [6, 8], "counts": [47, True]}, "add up to 6 x 8"),
-        ([[True, *SQUARE[1:]]], "something that is no number"),
-        ([["ten", *SQUARE[1:]]], "something that is no number"),
-        ({"size": [6, 8], "counts": [47.5, 0.5]}, "add up to 6 x 8"),
-        ({"size": [6, 8], "counts": [float("nan")]}, "add up to 6 x 8"),
-        ({"size": [6, 8], "counts": [[0, 24], [2, 22]]}, "add up to 6 x 8"),
+        ({"size": [6, 8], "counts": "b'`1'"}, "write counts.decode()"),
+        ({"size": [6, 8], "counts": [40]}, DAMAGED),
+        ({"size": [6, 8], "counts": [50, -2]}, DAMAGED),
+        ({"size": [6, 8], "counts": [47, True]}, DAMAGED),
+        ({"size": [6, 8], "counts": [47.5, 0.5]}, DAMAGED),
+        ({"size": [6, 8], "counts": [[0, 24], [2, 22]]}, DAMAGED),
         # The counts end in the middle of a run.
-        ({"size": [6, 8], "counts": "`1"[:1]}, "add up to 6 x 8"),
-        ({"size": [6, 8], "counts": [48] + [0] * 99 + [1]}, "add up to 6 x 8"),
+        ({"size": [6, 8], "counts": "`"}, DAMAGED),
+        ({"size": [6, 8], "counts": "zz"}, DAMAGED),
         # The count is 48, in more bits than C shifts.
-        ({"size": [6, 8], "counts": "`Q" + "P" * 9 + "0"}, "add up to 6 x 8"),
+        ({"size": [6, 8], "counts": "`QPPPPPPPPP0"}, DAMAGED),
     ],
 )
-def test_what_is_no_mask_is_refused(segmentation, message):
+def test_what_is_no_mask_is_refused_and_named(segmentation, words):
     # Numpy compares its numbers element by element.
     for size in ((6, 8), np.array([6, 8], np.int32)):
         with pytest.raises(ColabUtilsError) as error:
             encode_segmentation(segmentation, *size)
-        assert message in str(error.value)
+        assert words in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("segmentation", "count"),
+    [
+        ({"size": [6, 8], "counts": ""}, 0),
+        ([{"x": 5, "y": 5.5}], 2),
+        ([[1e-05, 0.0, 2e17]], 3),
+        ([SQUARE], 8),
+        ({"size": [6, 8], "counts": "zz"}, 6),
+    ],
+)
+def test_an_annotation_with_few_numbers_and_no_size_is_nothing(segmentation, count):
+    assert count_numbers(segmentation) == count
+    for box in ([0, 0, 0, 0], [5, 5, 0, 7]):
+        annotation = {"segmentation": segmentation, "bbox": box, "area": 0}
+        assert is_nothing(annotation) == (count < 6)
+        assert not is_nothing(annotation | {"area": 40})
+        assert not is_nothing(annotation | {"bbox": [5, 5, 9, 9]})
 
 
 def test_parts_without_an_area_are_left_out_beside_one_with_an_area():

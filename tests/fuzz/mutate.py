@@ -72,49 +72,50 @@ TEXTS = [
     "index.json",
     "shard-000000.tar",
 ]
-OUTLINE = [1, 2, 9, 2, 9, 9, 4, 9]
 # These are values that tools write into the fields of COCO entries, well or badly.
-FIELDS: dict[str, list[Any]] = {
-    "iscrowd": [True, False, None, "0", "1", "false", 4, [0], 0.5, "true"],
-    "bbox": [
-        None,
-        [],
-        [3, 4, 2],
-        ["3", "4", "8.5", "6"],
-        [3, 4, -2, 5],
-        [0, 0, 1e300, 4],
-        "3,4,8,6",
-        [1e9, 2, 3, 4],
-    ],
-    "segmentation": [
-        OUTLINE,
-        [],
-        None,
-        [[1, 2, 3, 4]],
-        [OUTLINE, [1, 2, 3, 4]],
-        [OUTLINE[:7]],
-        [OUTLINE[:6], OUTLINE[1:7]],
-        [[str(number) for number in OUTLINE]],
-        [[1e9, 0, 0, 5, 5, 5]],
-        [[3.0, 1e6, 7, -1e6, 9, 9] * 3],
-        {"size": [24, 32], "counts": [24 * 32]},
-        {"size": [24, 32], "counts": [5, 0, 0, 3, 24 * 32 - 8]},
-        {"size": [32, 24], "counts": [5, 24 * 32 - 5]},
-        {"size": ["24", "32"], "counts": [0, 24 * 32]},
-        {"size": [24, 32], "counts": "_" * 50},
-        {"size": [24, 32], "counts": "oooo0" * 9},
-        {"size": [24, 32], "counts": ""},
-        {"size": [60_000, 60_000], "counts": [0, 0, 10, 3_599_999_990]},
-    ],
-    "area": [None, -5, "7.5", float("nan"), 0],
-    "id": [None, "7", 7.0, "7a"],
-    "image_id": ["8", 8.0, 99],
-    "file_name": TEXTS,
-    "category_id": ["3", 0, 99],
-    "name": [None, 5, "dog"],
-    "width": [0, None, "32", 33, 24],
-    "height": [0, None, "24", 60_000, 32],
+FIELDS: dict[str, list[Any]] = json.loads("""
+{
+  "iscrowd": [true, false, null, "0", "1", "false", 4, [0], 0.5, "true"],
+  "bbox": [
+    null,
+    [],
+    [3, 4, 2],
+    ["3", "4", "8.5", "6"],
+    [3, 4, -2, 5],
+    [0, 0, 1e300, 4],
+    "3,4,8,6",
+    [1e9, 2, 3, 4]
+  ],
+  "segmentation": [
+    [1, 2, 9, 2, 9, 9, 4, 9],
+    [],
+    null,
+    [[1, 2, 3, 4]],
+    [[1, 2, 9, 2, 9, 9, 4, 9], [1, 2, 3, 4]],
+    [[1, 2, 9, 2, 9, 9, 4]],
+    [[1, 2, 9, 2, 9, 9], [2, 9, 2, 9, 9, 4]],
+    [["1", "2", "9", "2", "9", "9", "4", "9"]],
+    [[1e9, 0, 0, 5, 5, 5]],
+    [[3.0, 1e6, 7, -1e6, 9, 9, 3.0, 1e6, 7, -1e6, 9, 9, 3.0, 1e6, 7, -1e6, 9, 9]],
+    {"size": [24, 32], "counts": [768]},
+    {"size": [24, 32], "counts": [5, 0, 0, 3, 760]},
+    {"size": [32, 24], "counts": [5, 763]},
+    {"size": ["24", "32"], "counts": [0, 768]},
+    {"size": [24, 32], "counts": "__________________________________________________"},
+    {"size": [24, 32], "counts": "oooo0oooo0oooo0oooo0oooo0oooo0oooo0oooo0oooo0"},
+    {"size": [24, 32], "counts": ""},
+    {"size": [60000, 60000], "counts": [0, 0, 10, 3599999990]}
+  ],
+  "area": [null, -5, "7.5", NaN, 0],
+  "id": [null, "7", 7.0, "7a"],
+  "image_id": ["8", 8.0, 99],
+  "category_id": ["3", 0, 99],
+  "name": [null, 5, "dog"],
+  "width": [0, null, "32", 33, 24],
+  "height": [0, null, "24", 60000, 32]
 }
+""")
+FIELDS["file_name"] = TEXTS
 
 
 def change_bytes(rng: Random, data: bytes, changes: int = 3) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import pickle
-import random
 import tarfile
 import warnings
 import zipfile
@@ -18,10 +17,10 @@ from typing import Any
 import numpy as np
 import xxhash
 from PIL import Image
-from pycocotools import mask as coco_mask
 
 from colab_utils.shards.write import write_shards
 from tests.fuzz.truth import Expected, Truth, compare_record
+from tests.pictures import save
 
 Tree = dict[str, bytes]
 """Files of a folder: relative name to content."""
@@ -148,71 +147,21 @@ def _read_known(root: Path, shards: Tree) -> Known:
 
 
 def _make_dataset(number: int) -> Tree:
-    """Make four images; ``number`` 1 has the same ones with other annotations, 2 has others."""
+    """Make four images; ``number`` 1 has the same ones with other annotations, 2 has others.
+
+    An object has a box, an area and a mask: one polygon or two, compressed RLE, or uncompressed for
+    a crowd.
+    """
     tree: Tree = {}
     rng = np.random.default_rng(number // 2)
-    pick = random.Random(number)
-    formats = [
-        ("0.jpg", "JPEG", "RGB"),
-        ("sub/1.png", "PNG", "RGB"),
-        ("2.tif", "TIFF", "RGB"),
-        ("3.png", "PNG", "P"),
-    ]
+    formats = {"0.jpg": "JPEG", "sub/1.png": "PNG", "2.tif": "TIFF", "3.png": "PNG"}
     images = []
-    annotations = []
-    for row, (name, kind, mode) in enumerate(formats):
-        file = io.BytesIO()
+    for row, (name, kind) in enumerate(formats.items(), 7):
         smooth = Image.fromarray(rng.integers(0, 255, (3, 4, 3), np.uint8)).resize((WIDTH, HEIGHT))
-        smooth.convert(mode).save(file, kind)
-        tree[f"images/{name}"] = file.getvalue()
-        images.append({"id": 7 + row, "file_name": name, "width": WIDTH, "height": HEIGHT})
-        for crowd in (0, 0, row % 2):
-            annotation = {
-                "id": 100 + len(annotations),
-                "image_id": 7 + row,
-                "category_id": pick.choice([3, 18]),
-                "iscrowd": crowd,
-            }
-            annotations.append(annotation | _draw_object(pick, crowd))
+        tree[f"images/{name}"] = save(smooth.convert("P" if row == 10 else "RGB"), kind)
+        images.append({"id": row, "file_name": name, "width": WIDTH, "height": HEIGHT})
     categories = [{"id": 3, "name": "car"}, {"id": 18, "name": "dog"}]
-    tree["coco.json"] = json.dumps(
-        {"images": images, "categories": categories, "annotations": annotations}
-    ).encode()
+    annotations = json.loads(Path(__file__).with_name("annotations.json").read_text())[number]
+    coco = {"images": images, "categories": categories, "annotations": annotations}
+    tree["coco.json"] = json.dumps(coco).encode()
     return tree
-
-
-def _draw_object(pick: random.Random, crowd: int) -> dict[str, Any]:
-    """Draw a box, an area and a mask: one polygon or two, compressed RLE, or uncompressed for a
-    crowd.
-    """
-    x = pick.randint(0, 20)
-    y = pick.randint(0, 14)
-    width = pick.randint(4, 12)
-    height = pick.randint(4, 10)
-    mask = np.zeros((HEIGHT, WIDTH), np.uint8, order="F")
-    mask[y : y + height, x : x + width] = 1
-    if crowd:
-        columns = ([height, HEIGHT - height] * width)[:-1]
-        before = x * HEIGHT + y
-        counts = [before, *columns, HEIGHT * WIDTH - before - sum(columns)]
-        segmentation: Any = {"size": [HEIGHT, WIDTH], "counts": counts}
-    else:
-        corners = [
-            x,
-            y,
-            x + width,
-            y,
-            x + width,
-            y + height - 0.5,
-            x,
-            y + height,
-        ]
-        triangle = [x, y, x + 3, y, x, y + 3.5]
-        text = coco_mask.encode(mask)["counts"].decode()
-        compressed = {"size": [HEIGHT, WIDTH], "counts": text}
-        segmentation = pick.choice([[corners], [corners, triangle], compressed])
-    return {
-        "bbox": [x, y, width, height],
-        "area": width * height * 0.75,
-        "segmentation": segmentation,
-    }
