@@ -18,7 +18,6 @@ from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.files import open_store
 from tests.drive_mount import mount_or_skip
 
-
 COCO = """
 {
   "images": [
