@@ -106,16 +106,6 @@ def two_cores(monkeypatch):
             {"restarts": 0.3},
             r"after the first waits 1 s .*3\)\. Workers start again.*persistent_workers=True",
         ),
-        # The loop left one pass after one batch, as it may where it ends.
-        (
-            {
-                **PASSES,
-                "restarts": True,
-                "left_at_once": 1,
-            },
-            {"restarts": 0.3},
-            "persistent_workers=True",
-        ),
         # Workers stay, so that cure is in place.
         (
             PASSES,
@@ -219,14 +209,6 @@ def two_cores(monkeypatch):
             {"sleep": 0.5},
             "68 ms asleep",
         ),
-        (
-            {
-                "times": HALF,
-                "looks": {"lock": 30, "": 20},
-            },
-            {"lock": 0.5},
-            "42 ms for a lock that other processes hold, 25 ms of work.*would not help",
-        ),
         # One process reads while it holds the lock.
         (
             {
@@ -252,14 +234,6 @@ def two_cores(monkeypatch):
             },
             {"other_process": 0.5},
             "42 ms for another process or the network",
-        ),
-        (
-            {
-                "times": HALF,
-                "looks": {"thread": 30, "": 20},
-            },
-            {"wait": 0.5},
-            "42 ms for another thread of the process, or a lock of its threads",
         ),
         (
             {
@@ -302,29 +276,6 @@ def two_cores(monkeypatch):
             {"work": 0.5},
             "In 30 looks at samples: 100% of work",
         ),
-        # With workers by spawn the samples are not seen, but what they wait for is.
-        (
-            {
-                "looks": {"read": 30, "": 10},
-            },
-            {"read": 0.5},
-            "In 40 looks at samples: 75% in reads of files, 25% of work",
-        ),
-        (
-            {"looks": {"": 2}},
-            {"wait": 0.5},
-            "What samples wait for was not seen",
-        ),
-        # Other children of this process, such as the evaluation, are busy, too.
-        (
-            {
-                "times": SMALL._replace(worker_cpu_s=0.5),
-                "looks": {"read": 30},
-                "cpu_s": 30.0,
-            },
-            {"read": 0.5},
-            "68 ms in reads",
-        ),
         (
             {
                 "waits": RARE,
@@ -356,34 +307,6 @@ def two_cores(monkeypatch):
             },
             {"sleep": 0.4},
             "asleep",
-        ),
-        # Whichever sample came first opened the file, so it was slow once.
-        (
-            {
-                "waits": RARE,
-                "times": SLEPT,
-                "seen": {24: (37,), 49: (8,), 74: (5,), 99: (2,)},
-                "looks": SLEEPING,
-            },
-            {"sleep": 0.4},
-            "asleep",
-        ),
-        # The sample was seen twice, in a loop that waits for something else.
-        (
-            {
-                "times": SampleTimes(201, 0.7, 0.2, 0, 6.0),
-                "seen": {24: (37,), 49: (37,)},
-            },
-            {"collate": 0.5},
-            r"of work after it \(collate_fn",
-        ),
-        (
-            {
-                "workers": 0,
-                "places": {"wait": AT_SAMPLER},
-            },
-            {"main_process": 0.5},
-            "at mine/sampler.py:7",
         ),
         (
             {"workers": 0},
@@ -435,11 +358,6 @@ def two_cores(monkeypatch):
             {"contention": 0.25},
             r"torch\.set_num_threads\(1\)",
         ),
-        (
-            {"queued_s": 1.5},
-            {},
-            "",
-        ),
         # Cheaper loading comes before the cores that it takes.
         (
             {
@@ -460,11 +378,6 @@ def two_cores(monkeypatch):
             },
             {"other_loader": 0.25},
             r"Beside its own batches, the loop waits for another loader \(in 5 of 20 looks\)",
-        ),
-        (
-            {"places": {"step": {OTHER_LOADER: 1, "train.py:7": 19}}},
-            {},
-            "",
         ),
         (
             {
@@ -501,15 +414,6 @@ def two_cores(monkeypatch):
         (
             {
                 "times": BUSY,
-                "looks": {"process": 20, "": 20},
-                "workers": 4,
-            },
-            {"other_process": 0.5},
-            "",
-        ),
-        (
-            {
-                "times": BUSY,
                 "looks": RUNNING,
                 "workers": 4,
                 "queued_s": 6.0,
@@ -534,12 +438,6 @@ def two_cores(monkeypatch):
         (
             {"queued_s": 7.0, "others_s": 14.0},
             {"other_programs": 0.7},
-            "",
-        ),
-        # They take too little to be the cause.
-        (
-            {"queued_s": 7.0, "others_s": 6.0},
-            {"contention": 0.7},
             "",
         ),
         # Starts of workers come before other programs that slow them down.

@@ -93,7 +93,7 @@ def assert_saw(watched, batches, passes=1):
 # These tests run the frameworks.
 
 
-def make_lightning(epochs=2, **settings):
+def make_lightning(accumulated):
     """A Lightning module and a trainer that write nothing."""
     lightning = pytest.importorskip("lightning")
 
@@ -103,19 +103,20 @@ def make_lightning(epochs=2, **settings):
             self.model = _Model()
 
         def training_step(self, batch, _):
-            return self.model(batch["x"] if isinstance(batch, dict) else batch)["loss"]
+            return self.model(batch["x"])["loss"]
 
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.01)
 
-    silent = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=1,
-        max_epochs=epochs,
+        max_epochs=2,
         enable_model_summary=False,
-        **silent,
-        **settings,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        accumulate_grad_batches=accumulated,
     )
     return Module(), trainer
 
@@ -131,7 +132,7 @@ ignore_lightning = pytest.mark.filterwarnings(
 def test_lightning_fits_a_watched_loader(accumulated, capsys):
     def fit(around):
         loader = around(make_training()[2])
-        module, trainer = make_lightning(accumulate_grad_batches=accumulated)
+        module, trainer = make_lightning(accumulated)
         trainer.fit(module, loader)
         return loader, module.model
 
@@ -145,35 +146,12 @@ def test_lightning_fits_a_watched_loader(accumulated, capsys):
 
 @ignore_lightning
 def test_lightning_gives_its_own_loader_to_watch():
-    module, trainer = make_lightning()
+    module, trainer = make_lightning(1)
     # At this point Lightning has put a sampler for each process into the loader.
     trainer.strategy.process_dataloader = watch
     trainer.fit(module, make_training()[2])
     assert len(module.model.seen) == ITEMS
     assert_saw(trainer.train_dataloader, ITEMS, passes=2)
-
-
-@ignore_lightning
-def test_lightning_ends_an_endless_stream():
-    module, trainer = make_lightning(epochs=-1, max_steps=MOST)
-    watched = watch(DataLoader(_Stream(), batch_size=2))
-    trainer.fit(module, watched)
-    assert [batch[0][0] for batch in module.model.seen] == list(range(0, 2 * MOST, 2))
-    # Lightning takes one batch ahead of a stream without a length.
-    assert_saw(watched, MOST + 1)
-
-
-@ignore_lightning
-def test_fabric_sets_up_a_loader_before_it_is_watched():
-    lightning = pytest.importorskip("lightning")
-    fabric = lightning.Fabric(accelerator="cpu", devices=1)
-    model, optimizer, loader = make_training()
-    model, optimizer = fabric.setup(model, optimizer)
-    watched = watch(fabric.setup_dataloaders(loader))
-    for batch in watched:
-        fabric.backward(model(batch["x"])["loss"])
-        optimizer.step()
-    assert_saw(watched, ITEMS // 2)
 
 
 @pytest.fixture
@@ -296,8 +274,6 @@ def test_torchrun_has_a_summary_for_each_rank(tmp_path):
         # The orders differ, so set_epoch() reached the sampler.
         assert seen[0] != seen[1]
         assert facts == [8, 2, []]
-    for epoch in range(2):
-        assert sorted(first[1][epoch] + second[1][epoch]) == list(range(16))
     # Each says its rank.
     ranks = re.findall(r"^\[default(\d)\]:Rank (\d): ", ended.stderr, re.MULTILINE)
     assert {*ranks} == {("0", "0"), ("1", "1")}
@@ -337,7 +313,6 @@ SAMPLES = [{"x": torch.full((3, 2), float(number))} for number in range(4)]
 @pytest.mark.parametrize(
     ("source", "size", "batches", "images"),
     [
-        ([torch.full((2,), 1.0)] * 4, 0, 4, 8),
         (_WithoutLength(), 0, 4, 8),
         # A stream has an end, or none.
         (_Stream(6), None, 6, 12),
@@ -360,80 +335,19 @@ def test_a_loader_of_any_kind_is_watched(source, size, batches, images, workers)
 @pytest.mark.filterwarnings(
     "ignore:unclosed file:ResourceWarning", "ignore:.*with_length:UserWarning"
 )
-@pytest.mark.parametrize("endless", [False, True])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_loader_of_webdataset_is_watched(endless, workers, tmp_path):
+def test_a_loader_of_webdataset_is_watched(workers, tmp_path):
     webdataset = pytest.importorskip("webdataset")
     with webdataset.TarWriter(str(tmp_path / "a.tar")) as shard:
         for number in range(ITEMS):
             shard.write({"__key__": str(number), "x.pyd": float(number)})
 
     def make():
-        data = (
-            webdataset.WebDataset(str(tmp_path / "a.tar"), shardshuffle=False)
-            .decode()
-            .to_tuple("x.pyd")
-        )
-        data = data.map_tuple(torch.tensor).batched(2)
-        return webdataset.WebLoader(
-            data.repeat() if endless else data, batch_size=None, num_workers=workers
-        )
+        data = webdataset.WebDataset(str(tmp_path / "a.tar"), shardshuffle=False)
+        data = data.decode().to_tuple("x.pyd").map_tuple(torch.tensor).batched(2)
+        loader = webdataset.WebLoader(data.repeat(), batch_size=None, num_workers=workers)
+        return loader.with_epoch(4).with_length(4)
 
-    check(make, MOST if endless else ITEMS // 2, pick=lambda batch: batch[0])
-    check(
-        lambda: make().with_epoch(4).with_length(4),
-        4,
-        pick=lambda batch: batch[0],
-    )
+    check(make, 4, pick=lambda batch: batch[0])
     # Nothing may be left to collect once the warning of a shard that stays open counts again.
     gc.collect()
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_stream_of_hugging_face_is_watched(workers):
-    datasets = pytest.importorskip("datasets")
-    table = datasets.Dataset.from_dict({"x": [float(number) for number in range(ITEMS)]})
-
-    def make():
-        stream = (
-            table.to_iterable_dataset(num_shards=2)
-            .shuffle(seed=3, buffer_size=4)
-            .with_format("torch")
-        )
-        return DataLoader(stream, batch_size=2, num_workers=workers)
-
-    watched = check(make, ITEMS // 2, pick=lambda batch: batch["x"])
-    watched.dataset.set_epoch(2)
-    assert watched.dataset.epoch == 2
-    whole = DataLoader(table.with_format("torch"), batch_size=2, num_workers=workers)
-    check(lambda: whole, ITEMS // 2, pick=lambda batch: batch["x"])
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_loader_of_mosaic_streaming_is_watched(workers, tmp_path):
-    streaming = pytest.importorskip("streaming")
-    with streaming.MDSWriter(out=str(tmp_path / "data"), columns={"x": "float64"}) as writer:
-        for number in range(ITEMS):
-            writer.write({"x": float(number)})
-    data = streaming.StreamingDataset(local=str(tmp_path / "data"), batch_size=2, shuffle=False)
-    loader = streaming.StreamingDataLoader(data, batch_size=2, num_workers=workers)
-    watched = check(lambda: loader, ITEMS // 2, pick=lambda batch: batch["x"])
-    assert watched.state_dict() == loader.state_dict()
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_stateful_loader_goes_on_where_it_stood(workers):
-    stateful = pytest.importorskip("torchdata.stateful_dataloader")
-
-    def make():
-        return stateful.StatefulDataLoader(list(range(ITEMS)), batch_size=2, num_workers=workers)
-
-    watched = check(make, ITEMS // 2)
-    after = watch(make())
-    batches = iter(watched)
-    before = [next(batches).tolist() for _ in range(4)]
-    after.load_state_dict(watched.state_dict())
-    assert before + [batch.tolist() for batch in after] == [
-        [number, number + 1] for number in range(0, ITEMS, 2)
-    ]

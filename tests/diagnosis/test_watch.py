@@ -165,28 +165,10 @@ def test_a_read_that_hangs_is_named_with_its_sample(tmp_path, kind):
     # In torch's own loader only the sample that is being loaded is seen, not its batch.
     assert stall.job.indices == ((BAD,) if "torch" in kind else (2, 3))
     is_alone = kind.endswith("alone")
-    assert is_alone == any(
-        line.endswith(" __getitem__") and "test_watch.py:" in line for line in stall.seen.stack
-    )
+    assert is_alone == any(line.endswith(" __getitem__") for line in stall.seen.stack)
     assert (stall.job.worker is None) == (stall.job.pid == os.getpid()) == is_alone
     # A busy machine may add seconds to the 1 s that it should take.
     assert TIMEOUT_S <= stall.waited_s < TIMEOUT_S + 5
-    assert "\n" not in str(stall)
-
-
-@pytest.mark.parametrize("kind", ["torch", "torch alone", "processes"])
-def test_raise_ends_the_waiting(tmp_path, kind):
-    dataset = _Photos(tmp_path)
-    _make_fifo(dataset.paths[BAD])
-    watched = watch(_KINDS[kind](dataset, batch_size=2), timeout_s=TIMEOUT_S, on_stall="raise")
-    with pytest.raises(
-        ColabUtilsError,
-        match=rf"stuck in a read \(openat of {dataset.paths[BAD]}\), at sample {BAD}",
-    ):
-        _list_ids(watched)
-    assert [stall.verdict for stall in watched.stalls] == ["read"]
-    assert signal.getsignal(passes.INTERRUPT) == signal.SIG_DFL
-    _end_workers()
 
 
 def _run_in_thread(act):
@@ -213,7 +195,6 @@ def test_raise_in_another_thread_waits_for_the_loader():
     with pytest.warns(ColabUtilsWarning, match="waits in clock_nanosleep"):
         _run_in_thread(run)
     assert errors == [str(stall) for stall in watched.stalls]
-    assert len(errors) == 1
 
 
 def test_a_pass_that_another_thread_began_is_watched_where_it_waits():
@@ -303,6 +284,7 @@ def test_raise_ends_any_wait(make, words):
             list(watched)
     finally:
         signal.signal(signal.SIGINT, before)
+    assert signal.getsignal(passes.INTERRUPT) == signal.SIG_DFL
     assert "at sample" not in str(caught.value)
     assert len(watched.stalls) == 1
     # It is no Ctrl-C, and shows nothing of how the wait was ended.
@@ -326,8 +308,7 @@ def test_a_killed_worker_is_an_error_with_the_verdict(tmp_path, kind):
     message = str(caught.value)
     # The message names the sample of the dataset and not 4, its index in the Subset.
     assert f"at sample {BAD} ({tmp_path / str(BAD)}.txt)" in message
-    assert "What killed it is not known. Now " in message
-    assert "The usual reason is too little memory: use fewer workers" in message
+    assert "too little memory: use fewer workers" in message
     assert "\n" not in message
     _end_workers()
 
@@ -343,7 +324,6 @@ def test_a_worker_that_dies_during_a_step(tmp_path):
         next(batches)
     (stall,) = watched.stalls
     assert (stall.verdict, stall.seen.sample, stall.job.indices) == ("dead", BAD, (BAD,))
-    assert stall.file == str(dataset.paths[BAD])
     _end_workers()
 
 
@@ -382,11 +362,10 @@ def test_only_slow_is_told_from_stuck_and_a_new_verdict_is_said(tmp_path, kind):
     assert _list_ids(watched) == list(range(8))
     for thread in threads:
         thread.join()
-    assert [stall.verdict for stall in watched.stalls] == ["slow", "read"]
-    assert all(stall.seen.sample == BAD for stall in watched.stalls)
-    assert (kind == "alone") == any(
-        line.endswith(" _burn_until") for line in watched.stalls[0].seen.stack
-    )
+    assert [(stall.verdict, stall.seen.sample) for stall in watched.stalls] == [
+        ("slow", BAD),
+        ("read", BAD),
+    ]
 
 
 def _limit_files(_worker):
@@ -412,14 +391,10 @@ def test_a_batch_that_finds_no_shared_memory():
 
 @pytest.mark.parametrize("kind", _KINDS)
 def test_a_healthy_loader_is_left_alone(tmp_path, kind):
-    loader = _KINDS[kind](_Photos(tmp_path), batch_size=2)
-    watched = watch(loader, timeout_s=20)
+    watched = watch(_KINDS[kind](_Photos(tmp_path), batch_size=2), timeout_s=20)
     assert _list_ids(watched) == _list_ids(watched) == list(range(8))
     assert watched.stalls == []
-    assert len(watched) == len(loader) == 4
-    assert watched.batch_size == 2
-    assert watched.dataset is loader.dataset
-    assert "__getitem__" in vars(_Photos)
+    assert len(watched) == 4
     # Only workers wrap the method.
     assert not hasattr(_Photos.__getitem__, "__wrapped__")
 
@@ -428,8 +403,7 @@ def test_what_samples_took_and_read_is_counted_in_the_workers(tmp_path):
     dataset = _Photos(tmp_path)
     for path in dataset.paths:
         path.write_text("7" + " " * 99_999)
-    watched = watch(_KINDS["torch"](dataset, batch_size=2), timeout_s=20)
-    list(watched)
+    watched = watch_pass(dataset, batch_size=2, num_workers=2, collate_fn=collate)
     times = watched._record.monitor.read_times()
     assert times.samples == 8
     assert times.bytes_read == pytest.approx(800_000, rel=0.05)
@@ -458,8 +432,7 @@ class _Mapped(Dataset):
 
 
 def test_pages_of_a_mapped_file_count_as_read(tmp_path):
-    watched = watch(DataLoader(_Mapped(tmp_path / "map"), num_workers=1), timeout_s=20)
-    list(watched)
+    watched = watch_pass(_Mapped(tmp_path / "map"), num_workers=1)
     assert watched._record.monitor.read_times().bytes_read >= 8 * _Mapped.part
 
 
@@ -567,15 +540,15 @@ def test_the_sample_of_a_worker_that_torch_gives_up_is_named(tmp_path):
     _end_workers()
 
 
-def test_a_worker_that_exits_stays_at_its_sample():
+@pytest.mark.parametrize(
+    ("error", "sample"), [(SystemExit(3), BAD), (ValueError("bad"), processes.NO_SAMPLE)]
+)
+def test_a_worker_that_exits_stays_at_its_sample(error, sample):
     monitor = processes.WorkerMonitor(None)
     notes = processes._SampleNotes(monitor._rows[0])
-    for error, sample in ((SystemExit(3), BAD), (ValueError("bad"), processes.NO_SAMPLE)):
-        with pytest.raises(type(error)), notes.mark_sample(BAD, 1):
-            raise error
-        assert monitor.list_samples()[os.getpid()] == sample
-        monitor._rows["sample"] = processes.NO_SAMPLE
-    assert error.__notes__ == [f"Sample {BAD} of the dataset raised this error."]
+    with pytest.raises(type(error)), notes.mark_sample(BAD, 1):
+        raise error
+    assert monitor.list_samples() == {os.getpid(): sample}
 
 
 def test_a_worker_that_ended_between_two_passes_is_named(tmp_path):
@@ -605,8 +578,6 @@ def test_the_files_of_our_datasets_are_known(tiny_dataset: BuiltinDataset, tiny_
     ("loader", "arguments", "message"),
     [
         ([1], {"timeout_s": 0}, "expected timeout_s over 0 and finite, found "),
-        ([1], {"timeout_s": float("nan")}, "expected timeout_s over 0 and finite, found "),
-        ([1], {"timeout_s": "60"}, "expected timeout_s over 0 and finite, found "),
         ([1], {"on_stall": "skip"}, "on_stall must be one of report, raise; it is 'skip'"),
         (5, {}, "The int cannot be iterated over"),
         ("images/train", {}, "The str cannot be iterated over"),
