@@ -51,12 +51,12 @@ def find_causes(
     """
     between_share = float(between.sum()) / loop_s
     step_share = 1 - float(waits.sum()) / loop_s - between_share
-    causes = _explain_other_loader("between", between_share, facts)
+    causes = _explain_seen("between", between_share, facts)
     rest = between_share - sum(cause.share for cause in causes)
     if rest >= between_share / 2:
         causes.append(_explain_between(between, rest, facts))
-    causes += _explain_other_loader("step", step_share, facts)
-    causes += _explain_preparation(step_share, facts)
+    causes += _explain_seen("step", step_share, facts)
+    causes += _explain_seen("prepare", step_share, facts)
     is_start = is_first if facts.workers else np.arange(len(waits)) == 0
     late = np.where(is_start, 0.0, waits)
     lack = _explain_cores(waits, late, loop_s, facts)
@@ -101,23 +101,23 @@ def _explain_between(between: Array, share: float, facts: LoopFacts) -> Cause:
     return make_cause(id, share, why + facts.looks.describe_line("between"))
 
 
-def _explain_other_loader(phase: str, share: float, facts: LoopFacts) -> list[Cause]:
-    """Explain that the loop waits for a second loader during a phase."""
-    part, looks = facts.looks.measure_place(phase, OTHER_LOADER)
+def _explain_seen(phase: str, share: float, facts: LoopFacts) -> list[Cause]:
+    """Explain that the loop waits for a second loader during a phase. The phase "prepare" is the
+    part of the step in which this process works on batches before it calls the model.
+    """
+    if phase == "prepare":
+        part, looks = facts.looks.measure_preparation()
+        id = "prepare"
+        why = f"This process works on each batch before it calls the model ({looks} at the step)."
+        line = facts.looks.describe_line("step")
+    else:
+        part, looks = facts.looks.measure_place(phase, OTHER_LOADER)
+        id = "other_loader"
+        why = f"Beside its own batches, the loop waits for another loader ({looks})."
+        line = facts.looks.describe_line("other")
     if part * share < _LEAST_OTHER:
         return []
-    why = f"Beside its own batches, the loop waits for another loader ({looks})."
-    why += facts.looks.describe_line("other")
-    return [make_cause("other_loader", part * share, why)]
-
-
-def _explain_preparation(share: float, facts: LoopFacts) -> list[Cause]:
-    """Explain that this process works on batches before it calls the model."""
-    part, looks = facts.looks.measure_preparation()
-    if part * share < _LEAST_OTHER:
-        return []
-    why = f"This process works on each batch before it calls the model ({looks} at the step)."
-    return [make_cause("prepare", part * share, why + facts.looks.describe_line("step"))]
+    return [make_cause(id, part * share, why + line)]
 
 
 def _explain_cores(waits: Array, late: Array, loop_s: float, facts: LoopFacts) -> Cause | None:

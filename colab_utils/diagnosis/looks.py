@@ -6,6 +6,7 @@ import sys
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from itertools import takewhile
 from linecache import getline
 from traceback import walk_stack
 
@@ -17,6 +18,7 @@ from colab_utils.diagnosis.system_calls import find_wait, read_call
 _LEAST_LOOKS = 5
 _LEAST_AT_START = 3
 _LOADERS = re.compile(r"/torch/utils/data/dataloader\.py:|/colab_utils/loading/loader\.py:")
+_IN_LOADERS = re.compile(f"/torch/utils/data/|{_LOADERS.pattern}")
 # Files whose code runs while a process waits for its workers, and while it receives a batch.
 _QUEUES = re.compile(r"/multiprocessing/|/queue\.py:|/colab_utils/loading/prefetcher\.py:")
 _TAKES_IN = re.compile("/multiprocessing/reduction|/torch/multiprocessing/")
@@ -258,11 +260,8 @@ def _measure(count: int, total: int) -> tuple[float, str]:
 
 def _leave_loader(stack: Sequence[str]) -> Sequence[str]:
     """Return the part of a stack that asks a loader for a batch."""
-    outside = 0
-    for place, line in enumerate(stack):
-        if "/torch/utils/data/" in line or _LOADERS.search(line):
-            outside = place + 1
-    return stack[outside:]
+    outer = [*takewhile(lambda line: not _IN_LOADERS.search(line), reversed(stack))]
+    return outer[::-1]
 
 
 def name_place(phase: str, seen: Activity) -> str:

@@ -27,7 +27,6 @@ _SURE = 3
 # Growth counts if it is more than this share of the memory of all processes. Allocators cause
 # smaller changes.
 _LEAST_GROWTH = 0.05
-_OWN_NAME = "this process"
 
 
 class Reading(NamedTuple):
@@ -119,20 +118,18 @@ def find_growth(readings: Sequence[Reading]) -> Growth | None:
     if not running:
         return None
     newest = running[-1].own_bytes
-    own = []
-    workers = []
-    for batches, own_bytes in running:
-        own_part = own_bytes[os.getpid()]
-        own.append((batches, own_part))
-        # For the workers, a reading counts only if it has the same workers as the newest reading.
-        # Memory that comes or goes with a worker is no growth.
-        if own_bytes.keys() == newest.keys():
-            workers.append((batches, sum(own_bytes.values()) - own_part))
-    by_process = {}
-    for name, points in ((_OWN_NAME, own), ("workers", workers)):
-        slope = _find_slope(points, _LEAST_GROWTH * sum(newest.values()))
-        if slope > 0:
-            by_process[name] = slope / 1e6
+    own = {batches: own_bytes[os.getpid()] for batches, own_bytes in running}
+    # For the workers, a reading counts only if it has the same workers as the newest reading.
+    # Memory that comes or goes with a worker is no growth.
+    workers = {
+        batches: sum(own_bytes.values()) - own[batches]
+        for batches, own_bytes in running
+        if own_bytes.keys() == newest.keys()
+    }
+    least_bytes = _LEAST_GROWTH * sum(newest.values())
+    slopes = {"this process": _find_slope(own, least_bytes)}
+    slopes["workers"] = _find_slope(workers, least_bytes)
+    by_process = {name: slope / 1e6 for name, slope in slopes.items() if slope > 0}
     mb_per_batch = sum(by_process.values())
     if not by_process:
         return None
@@ -140,17 +137,19 @@ def find_growth(readings: Sequence[Reading]) -> Growth | None:
     return Growth(mb_per_batch, readings[-1].batches + left, by_process)
 
 
-def _find_slope(points: Sequence[tuple[int, int]], least_bytes: float) -> float:
-    """Return the bytes by which memory grows with each batch. Return 0 if it grows by less than
+def _find_slope(own_bytes: Mapping[int, int], least_bytes: float) -> float:
+    """Return the bytes by which memory grows with each batch. The keys of ``own_bytes`` are the
+    numbers of batches. Return 0 if it grows by less than
     ``least_bytes`` in all, if noise could be the reason, or if the growth slows down.
 
     Only the second half of the readings is used: by then, caches and pools are full.
     """
-    batches, own_bytes = np.array(points[len(points) // 2 :], np.float64).T
+    points = np.array([*own_bytes.items()], np.float64)
+    batches, used = points[len(points) // 2 :].T
     middle = len(batches) // 2
-    if len(batches) < _LEAST_READINGS or np.ptp(batches[middle:]) == 0:
+    if len(batches) < _LEAST_READINGS:
         return 0.0
-    (slope, _), covariance = np.polyfit(batches, own_bytes, 1, cov=True)
+    (slope, _), covariance = np.polyfit(batches, used, 1, cov=True)
     least = max(_SURE * covariance[0, 0] ** 0.5, least_bytes / np.ptp(batches))
-    later_slope = np.polyfit(batches[middle:], own_bytes[middle:], 1)[0]
+    later_slope = np.polyfit(batches[middle:], used[middle:], 1)[0]
     return float(slope) if slope > least and later_slope > slope / 2 else 0.0

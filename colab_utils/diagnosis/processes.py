@@ -209,15 +209,16 @@ class WorkerMonitor:
         pause = threading.Event()
         while not pause.wait(_PAUSE_S):
             stack = self.read_stack(thread).stack
-            if row["sample"] != NO_SAMPLE and SERVES.search("".join(stack[:1])):
+            is_outside = row["sample"] == NO_SAMPLE
+            waits = SERVES.search("".join(stack[:1]))
+            if waits and not is_outside:
                 # The worker waits for a thread of its own.
                 stacks = [seen.stack for _, seen in self.list_helpers(thread)]
                 stack = next((busy for busy in stacks if not SERVES.search(busy[0])), stack)
-            is_after = row["sample"] == NO_SAMPLE and row["sums"][0]
-            lines = ("collate" if is_after else "sample", *stack)
+            part = "collate" if is_outside and row["sums"][0] else "sample"
             # A worker that is at no sample may be waiting for work.
-            is_idle = row["sample"] == NO_SAMPLE and SERVES.search("".join(stack[:1]))
-            row["stack"] = b"" if is_idle else "\n".join(lines).encode()
+            is_idle = waits and is_outside
+            row["stack"] = b"" if is_idle else "\n".join((part, *stack)).encode()
 
     def take_stacks(self) -> list[list[str]]:
         """Return where busy workers were since the last call: "sample" or "collate", and the lines

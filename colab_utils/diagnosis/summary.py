@@ -170,7 +170,8 @@ class LoopRecord(LoopFacts):
         self._is_left = False
         # Whether an optimizer has stepped in this pass.
         self._steps = False
-        self._printed: Summary | None = None
+        # The batches and the ids of the causes of the last summary that was printed.
+        self._printed: tuple[int, list[str] | None] = (0, None)
         self._worker_pids = set[int]()
         workers = self._settings[0]
         restarts = workers > 0 and not getattr(loader, "persistent_workers", True)
@@ -348,15 +349,12 @@ class LoopRecord(LoopFacts):
         print a later summary only if its causes differ from those of the last one.
         """
         summary = self.summarise()
-        last = self._printed
-        if summary is None or (last and summary.batches == last.batches):
+        batches, known = self._printed
+        if summary is None or summary.batches == batches:
             return
-        if (
-            not only_news
-            or not last
-            or [cause.id for cause in summary.causes] != [cause.id for cause in last.causes]
-        ):
-            self._printed = summary
+        ids = [cause.id for cause in summary.causes]
+        if not only_news or ids != known:
+            self._printed = summary.batches, ids
             # Other processes may print, too: a single write keeps these lines together.
             (sys.stdout if is_notebook() else sys.stderr).write(f"{summary}\n")
 
@@ -407,21 +405,16 @@ def split_micro_batches(parts_s: _Array) -> _Array:
 
 
 def _make_part(name: str, seconds: _Array, whole_s: float) -> Part:
-    if not len(seconds):
-        return Part(name, 0.0, 0.0, 0.0)
-    percentiles_ms = (1000 * np.percentile(seconds, (50, 95))).tolist()
-    return Part(name, float(seconds.sum()) / whole_s, *percentiles_ms)
+    middle_and_late_ms = 1000 * np.percentile(seconds if len(seconds) else [0.0], (50, 95))
+    return Part(name, float(seconds.sum()) / whole_s, *middle_and_late_ms.tolist())
 
 
 def _split_step(parts: Sequence[Part], share: float) -> tuple[Part, ...]:
     """Split the part of a step that comes before the call of the model from the rest."""
     wait, step, between = parts
-    names = {"before the model": share, "step": 1 - share}
-    halves = [
-        Part(name, step.share * part, step.median_ms * part, step.p95_ms * part)
-        for name, part in names.items()
-    ]
-    return wait, *halves, between
+    times = np.array([step.share, step.median_ms, step.p95_ms])
+    before = Part("before the model", *(share * times).tolist())
+    return wait, before, Part("step", *((1 - share) * times).tolist()), between
 
 
 def _describe(causes: Sequence[Cause], parts: Sequence[Part], start: float, looks: Looks) -> str:

@@ -1,6 +1,6 @@
 """Why a loop waits for batches, as told by the times of samples and by looks at the processes."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -237,12 +237,9 @@ def weigh_evidence(facts: LoopFacts) -> dict[str, float]:
     left_s = max(0.0, wall_s - cpu_s)
     if not is_seen:
         return {**evidence, "unseen": left_s}
-    for name, number in looks.waits.items():
-        if not name:
-            continue
-        if facts.is_slowed and name == "sleep":
-            name = "read"
-        seconds = min(left_s, wall_s * number / count)
+    for seen in filter(None, [*looks.waits]):
+        name = "read" if facts.is_slowed and seen == "sleep" else seen
+        seconds = min(left_s, wall_s * looks.waits[seen] / count)
         evidence[name] = evidence.get(name, 0.0) + seconds
         left_s -= seconds
     # The rest of the time is neither CPU time nor a wait that was seen. A thread of the worker was
@@ -265,10 +262,11 @@ def _describe_evidence(evidence: Mapping[str, float], times: SampleTimes, looks:
         unit = " ms"
         scale = 1000 / times.samples
         start = f"A sample takes {_round(scale * whole)} ms"
-    parts = []
-    for name in sorted(evidence, key=evidence.__getitem__, reverse=True):
-        if evidence[name] >= _WORTH_A_WORD * whole:
-            parts.append(f"{_round(scale * evidence[name])}{unit} {_EVIDENCE[name][1]}")
+    parts = [
+        f"{_round(scale * evidence[name])}{unit} {_EVIDENCE[name][1]}"
+        for name in sorted(evidence, key=evidence.__getitem__, reverse=True)
+        if evidence[name] >= _WORTH_A_WORD * whole
+    ]
     return f"{start}: {', '.join(parts)}."
 
 
@@ -280,20 +278,18 @@ def _explain_slow_sample(waits: Array, share: float, facts: LoopFacts) -> Cause 
     """Explain that one sample is slow, if most of the waiting time belongs to a few batches, and
     the loop waited for each of them while this sample was loaded.
     """
-    late = Counter[int]()
-    waits_s = defaultdict[int, float](float)
+    late = defaultdict[int, list[int]](list)
     for number in find_rare(waits).tolist():
         for sample in facts.seen.get(number, ()):
-            late[sample] += 1
-            waits_s[sample] += waits[number]
-    least_s = _HOLDS * waits.sum()
-    slow = [sample for sample in late if late[sample] > 1 and waits_s[sample] > least_s]
+            late[sample].append(number)
+    parts = {sample: waits[late[sample]].sum() / waits.sum() for sample in late}
+    slow = [sample for sample in late if len(late[sample]) > 1 and parts[sample] > _HOLDS]
     # If several samples always come together, it is not known which of them is slow.
     if len(slow) != 1:
         return None
     (sample,) = slow
     why = (
-        f"{late[sample]} batches waited {waits_s[sample] / late[sample]:.2g} s each while sample "
-        f"{sample} was loaded: {waits_s[sample] / waits.sum():.0%} of all waits."
+        f"{len(late[sample])} batches waited {waits[late[sample]].mean():.2g} s each while sample "
+        f"{sample} was loaded: {parts[sample]:.0%} of all waits."
     )
     return make_cause("slow_sample", share, why, sample=sample)
