@@ -70,8 +70,7 @@ def measure_memory() -> int:
         >>> measure_memory() > 1_000_000
         True
     """
-    parts = re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+) kB", _read("/proc/self/status"), re.M)
-    return 1024 * sum(map(int, parts))
+    return _sum_sizes("/proc/self/status", "RssAnon|RssShmem")
 
 
 def measure_memory_part(pid: int) -> int:
@@ -81,8 +80,13 @@ def measure_memory_part(pid: int) -> int:
     writes to the page gets a copy, and counts the whole copy. Even to look at a Python object is to
     write, because its reference count changes.
     """
-    line = re.search(r"^Pss_Anon: +(\d+) kB", _read(f"/proc/{pid}/smaps_rollup"), re.M)
-    return 1024 * int(line[1]) if line else 0
+    return _sum_sizes(f"/proc/{pid}/smaps_rollup", "Pss_Anon")
+
+
+def _sum_sizes(path: str, names: str) -> int:
+    """Return the bytes that a file of Linux says in lines of these names, in total."""
+    sizes = re.findall(rf"^(?:{names}):\s+(\d+) kB", _read(path), re.M)
+    return 1024 * sum(map(int, sizes))
 
 
 def count_open_files(pid: int) -> int:
@@ -139,10 +143,8 @@ def find_wait(pid: int, task: int) -> str:
         return kind
     others = {*map(int, os.listdir(f"/proc/{pid}/task"))} - {task, get_native_id()}
     kinds = {classify_call(*read_call(pid, other)) for other in others}
-    for helping in ("", "read", "lock", "sleep", "process"):
-        if helping in kinds:
-            return helping
-    return kind
+    ranked = ("", "read", "lock", "sleep", "process")
+    return next((helping for helping in ranked if helping in kinds), kind)
 
 
 def classify_call(call: str, path: str) -> str:

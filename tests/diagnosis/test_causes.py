@@ -122,16 +122,6 @@ def two_cores(monkeypatch):
             {"starts": 0.3},
             r"A worker takes 0.9 s to load any batch\. No batch is ready",
         ),
-        # Workers start anew, and then open a file, which takes longer than to load a batch.
-        (
-            {
-                **PASSES,
-                "restarts": True,
-                "times": SampleTimes(400, 20.0, 10.0),
-            },
-            {"restarts": 0.3},
-            r"later passes: 3\)\. Workers start again",
-        ),
         # Workers start anew, but that is not what takes the time.
         (
             {

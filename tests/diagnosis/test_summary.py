@@ -113,17 +113,6 @@ def test_a_stream_and_a_loader_that_cannot_start_again():
     assert once.summary().batches == 2
 
 
-def test_two_watches_on_one_loader_tell_the_same():
-    step = make_step()
-    loader = DataLoader(Samples(8), batch_size=2)
-    inner = watch(loader)
-    outer = watch(inner)
-    for values, _ in outer:
-        step(values)
-    assert inner.summary().batches == outer.summary().batches == 4
-    assert not inner.summary().unseen
-
-
 def test_workers_have_started_when_each_has_given_a_batch():
     record = module.LoopRecord(DataLoader(Samples(8), num_workers=2))
     starts = []
