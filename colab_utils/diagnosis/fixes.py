@@ -11,7 +11,7 @@ from math import ceil, inf
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter, process_time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -213,22 +213,32 @@ def open_like(
             to the workers itself.
     """
     loader = now.loader
-    data = loader.dataset
+    workers = count_workers(loader)
     batch_size = now.loop.batch_size
+    changes = {
+        "dataset": loader.dataset,
+        "num_workers": workers,
+        "prefetch_factor": count_prefetch(loader),
+        "persistent_workers": not workers or getattr(loader, "persistent_workers", False),
+        **changes,
+    }
     if dataset is not None:
         # Each image comes once before any comes again, always in the same random order.
         images = int(min(now.epoch_batches, _MANY)) * batch_size
         order = np.random.default_rng(0).permutation(len(dataset))
         data = Subset(dataset, np.resize(order, images).tolist())
-    elif isinstance(data, IterableDataset):
+        sampler = SequentialSampler(data)
+        changes.update(dataset=data, sampler=sampler)
+        if getattr(loader, "batch_sampler", None) is not None:
+            batches = BatchSampler(sampler, batch_size, False)
+            changes.update(batch_size=batch_size, batch_sampler=batches)
+    elif isinstance(loader.dataset, IterableDataset):
         raise ColabUtilsError("an iterable dataset divides its samples among the workers itself")
-    workers = count_workers(loader)
-    changes = {"num_workers": workers, "prefetch_factor": count_prefetch(loader), **changes}
     if packs or isinstance(loader, Loader):
         # The GPU expands packed masks, but only if the program uses it already.
         device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
         rebuilt = make_loader(
-            data,
+            changes["dataset"],
             batch_size=batch_size,
             workers=changes["num_workers"],
             prefetch=changes["prefetch_factor"],
@@ -242,27 +252,20 @@ def open_like(
     # A copy keeps all attributes of your loader. A new DataLoader would have only those that are
     # passed to it.
     like = copy(loader)
-    keeps = loader.persistent_workers or not workers
-    vars(like).update({"persistent_workers": keeps, "_iterator": None, "dataset": data, **changes})
-    if dataset is not None:
-        sampler = SequentialSampler(data)
-        vars(like).update(sampler=sampler)
-        if loader.batch_sampler is not None:
-            batches = BatchSampler(sampler, batch_size, False)
-            vars(like).update(batch_size=batch_size, batch_sampler=batches)
+    vars(like).update(_iterator=None, **changes)
     yield like
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """A fix that applies: what is added to its sentence, its loop by the model, and the options of
-    `open_like` for its trial, or why there can be no trial.
-    """
+class _Plan(NamedTuple):
+    """A fix that applies."""
 
     id: str
-    more: str
     loop: Loop
+    """The loop with this fix, by the model."""
     options: dict[str, Any] | str
+    """Options of `open_like` for a trial, or why there can be none."""
+    more: str = ""
+    """What is added to the sentence of the fix."""
 
 
 def find_fixes(now: Situation) -> list[Fix]:
@@ -278,20 +281,24 @@ def find_fixes(now: Situation) -> list[Fix]:
     """
     with tempfile.TemporaryDirectory(prefix="colab_utils-") as folder:
         model = _Model(now, Path(folder))
-        plans = {plan.id: plan for plan in _plan_fixes(model)}
         own_rate = max(model.forecast(model.loop)[0], now.loop.images_per_second)
-        ranked = rank_fixes([_describe_fix(model, plan, own_rate) for plan in plans.values()])
+        options = {}
+        fixes = []
+        for plan in _plan_fixes(model):
+            options[plan.id] = plan.options
+            fixes.append(_forecast_fix(model, plan, own_rate))
+        ranked = rank_fixes(fixes)
         count = len(ranked) if now.verify else int(ranked[0].is_gain)
         tried: list[Fix] = []
-        for fix in ranked:
-            if len(tried) < count:
-                tried.append(_try_out(now, fix, plans[fix.id].options, own_rate))
-                if not tried[-1].is_confirmed:
-                    count = max(count, 1 + _MORE_TRIALS)
+        while len(tried) < min(count, len(ranked)):
+            fix = ranked[len(tried)]
+            tried.append(_try_out(now, fix, options[fix.id], own_rate))
+            if not tried[-1].is_confirmed:
+                count = max(count, 1 + _MORE_TRIALS)
     return [*rank_fixes(tried), *rank_fixes(ranked[len(tried) :])]
 
 
-def _describe_fix(model: "_Model", plan: _Plan, own_rate: float) -> Fix:
+def _forecast_fix(model: "_Model", plan: _Plan, own_rate: float) -> Fix:
     """Forecast a fix, and say what it wins."""
     name, sentence = FIXES[plan.id]
     rate, error = model.forecast(plan.loop)
@@ -329,64 +336,49 @@ def rank_fixes(fixes: Sequence[Fix]) -> list[Fix]:
     """Sort fixes, the best first. Of those that are within 5 % of the best, the one with the least
     effort for you comes first.
     """
-    best = max((fix.images_per_second for fix in fixes), default=0.0)
-    costs = [*FIXES]
-
-    def order(fix: Fix) -> tuple[float, int]:
-        rate = fix.images_per_second
-        return -(best if rate > (1 - LEAST_NOISE) * best else rate), costs.index(fix.id)
-
-    return sorted(fixes, key=order)
+    enough = (1 - LEAST_NOISE) * max((fix.images_per_second for fix in fixes), default=0.0)
+    by_cost = sorted(fixes, key=lambda fix: [*FIXES].index(fix.id))
+    # What is more than enough does not count.
+    return sorted(by_cost, key=lambda fix: -min(enough, fix.images_per_second))
 
 
 def _plan_fixes(model: "_Model") -> Iterator[_Plan]:
     """Yield each fix that applies, the least effort for you first."""
-    now = model.now
-    loader = now.loader
-    dataset = loader.dataset
-    workers = count_workers(loader)
-    if now.restart_s:
+    loader = model.now.loader
+    workers = model.loop.workers
+    is_loose = model.own_form == "loose"
+    if model.now.restart_s:
         loop = replace(model.loop, start_s=0.0)
-        yield _Plan("persistent_workers", "", loop, {"persistent_workers": True})
+        yield _Plan("persistent_workers", loop, {"persistent_workers": True})
     if workers > 1 and getattr(loader, "in_order", False):
-        loop = replace(model.loop, in_order=False)
-        yield _Plan("any_order", "", loop, {"in_order": False})
-    if model.is_remote and model.own_form == "loose" and not model.reads_ahead:
-        wide = copy(dataset)
+        yield _Plan("any_order", replace(model.loop, in_order=False), {"in_order": False})
+    if model.is_remote and is_loose and not model.reads_ahead:
+        wide = copy(loader.dataset)
         wide.streams = "auto"
         loop = model.make_loop(workers, packs=True)
-        yield _Plan("streams", "", loop, {"dataset": wide, "packs": True})
+        yield _Plan("streams", loop, {"dataset": wide, "packs": True})
     count = model.choose_workers()
     more = f"={count}, not {workers}"
     if workers == 0 and isinstance(loader, DataLoader):
         more += ", and persistent_workers=True"
-    yield _Plan("workers", more, model.make_loop(count), {"num_workers": count})
+    yield _Plan("workers", model.make_loop(count), {"num_workers": count}, more)
     if workers:
-        prefetch = 2 * count_prefetch(loader)
+        prefetch = 2 * model.loop.prefetch
         loop = replace(model.loop, prefetch=prefetch)
-        more = f": {prefetch}, not {prefetch // 2}"
-        yield _Plan("prefetch", more, loop, {"prefetch_factor": prefetch})
-    if model.own_form:
-        yield from _plan_forms(model, workers)
-
-
-def _plan_forms(model: "_Model", workers: int) -> Iterator[_Plan]:
-    """Yield the fixes that bring the images to the local disk, in the form that they have or in
-    another one.
-    """
-    is_loose = model.own_form == "loose"
-    is_packed = isinstance(model.now.loader, Loader)
+        more = f": {prefetch}, not {model.loop.prefetch}"
+        yield _Plan("prefetch", loop, {"prefetch_factor": prefetch}, more)
+    # The other fixes bring the images to the local disk, in their form or in another one.
     for id, form, packs, applies in (
         ("local_files", "loose", False, is_loose and model.is_remote),
         ("shards", "shards", False, is_loose or model.is_remote),
-        ("packed_masks", "shards", True, not is_packed),
+        ("packed_masks", "shards", True, model.own_form and not isinstance(loader, Loader)),
         ("resize", "resized", False, model.pixels <= _SMALLER),
     ):
         if applies:
             options: Any = model.problem
             if form in model.forms:
                 options = {"dataset": model.forms[form], "packs": packs}
-            yield _Plan(id, "", model.make_loop(workers, form, packs=packs), options)
+            yield _Plan(id, model.make_loop(workers, form, packs=packs), options)
 
 
 class _Model:
@@ -488,26 +480,22 @@ class _Model:
         timed = self.now.timed
         packs = packs or isinstance(self.now.loader, Loader)
         cost = self._find_cost(form or self.own_form, packs)
-        loop = replace(
-            self._base,
-            workers=workers,
-            work_s=cost.work_s,
-            take_s=cost.take_s if workers else 0.0,
-        )
+        loop = replace(self._base, workers=workers, work_s=cost.work_s)
+        if workers:
+            loop = replace(loop, take_s=cost.take_s)
         if not form:
             loop = replace(loop, read_s=timed.read_s, files_per_s=timed.files_per_s)
-        if not form and self.is_remote:
-            # Reading from a network is some work, too.
-            loop = replace(loop, work_s=cost.work_s + timed.stages["read"].cpu_ms / 1000)
-            if packs:
-                held = int(AHEAD_BYTES / max(timed.file_bytes, 1))
-                loop = replace(loop, streams=_STREAMS, read_ahead=min(AHEAD_IMAGES, held))
-            elif self.now.loader.dataset.streams != 1:
-                loop = replace(loop, streams=loop.batch_size, read_ahead=0)
+            if self.is_remote:
+                # Reading from a network is some work, too.
+                loop = replace(loop, work_s=loop.work_s + timed.stages["read"].cpu_ms / 1000)
+                if packs:
+                    held = int(AHEAD_BYTES / max(timed.file_bytes, 1))
+                    loop = replace(loop, streams=_STREAMS, read_ahead=min(AHEAD_IMAGES, held))
+                elif self.now.loader.dataset.streams != 1:
+                    loop = replace(loop, streams=loop.batch_size)
         if packs and not workers:
             # Its streams read beside the step, and it works between two steps.
-            take_s = loop.work_s * loop.batch_size
-            loop = replace(loop, work_s=0.0, take_s=take_s)
+            loop = replace(loop, work_s=0.0, take_s=loop.work_s * loop.batch_size)
         return loop
 
     def _find_cost(self, form: str, packs: bool) -> "_Cost":

@@ -231,7 +231,7 @@ def simulate(
     return Simulation(
         workers=workers,
         seconds=float(seconds),
-        batches=sum(step.end_s <= seconds + _ROUNDING_S for step in run.steps),
+        batches=sum(end_s <= seconds + _ROUNDING_S for *_, end_s in run.steps),
         utilisation=float((steps.end_s - steps.start_s).sum() / seconds),
         loads=tuple(_make_trace(lane, seconds) for lane in run.loads),
         steps=steps,
@@ -248,29 +248,21 @@ def forecast_rate(loop: Loop, *, batches: int = 120, seed: int = 0) -> float:
     """
     run = _Run(loop, seed)
     run.play(math.inf, batches)
-    ends_s = [step.end_s for step in run.steps[:batches]]
+    ends_s = [end_s for *_, end_s in run.steps[:batches]]
     first = batches // 5
     return loop.batch_size * (batches - 1 - first) / max(ends_s[-1] - ends_s[first], 1e-9)
 
 
-@dataclass(slots=True)
-class _Span:
-    """When one batch was loaded, or trained on."""
-
-    batch: int
-    start_s: float
-    end_s: float = math.inf
+# A batch, and when its load or its step began and ended, in seconds.
+_Span = list[float]
 
 
 def _make_trace(spans: list[_Span], seconds: float) -> Trace:
     """Return the spans that began within the simulated time. None ends later than that time."""
-    rows = [
-        (span.batch, span.start_s, span.end_s)
-        for span in spans
-        if span.start_s < seconds - _ROUNDING_S
-    ]
-    batch, start_s, end_s = np.array(rows, np.float64).reshape(-1, 3).T
-    return Trace(batch.astype(np.int64), start_s, np.minimum(end_s, seconds))
+    batch, start_s, end_s = np.array(spans, np.float64).reshape(-1, 3).T
+    count = np.searchsorted(start_s, seconds - _ROUNDING_S)
+    ends_s = np.minimum(end_s, seconds)
+    return Trace(batch[:count].astype(np.int64), start_s[:count], ends_s[:count])
 
 
 # A process yields what it waits for: an activity, or a queue. It is sent what the queue gives.
@@ -386,7 +378,7 @@ class _Draws(dict[int, float]):
         return self[number]
 
 
-class _Run:
+class _Run(_Clock):
     """The processes of one simulated loop, and what they did.
 
     Attributes:
@@ -397,7 +389,7 @@ class _Run:
     def __init__(self, loop: Loop, seed: int) -> None:
         self._loop = loop
         # Of the threads beside a step, only one holds Python's lock.
-        self._clock = _Clock(loop.cores if loop.workers else min(loop.cores, 1 / _LOCK))
+        super().__init__(loop.cores if loop.workers else min(loop.cores, 1 / _LOCK))
         lanes = range(max(1, loop.workers))
         self.loads: list[list[_Span]] = [[] for _ in lanes]
         self.steps: list[_Span] = []
@@ -424,14 +416,14 @@ class _Run:
     def play(self, seconds: float, batches: float = math.inf) -> None:
         """Run the loop for so many seconds, or until so many steps have ended."""
         loop = self._loop
-        self._clock.start(self._train())
+        self.start(self._train())
         for lane in range(loop.workers):
-            self._clock.start(self._work(lane))
+            self.start(self._work(lane))
         for lane in range(max(1, loop.workers) if loop.streams > 1 else 0):
             self._plan(lane, loop.read_ahead)
             for _ in range(loop.streams):
-                self._clock.start(self._stream(lane))
-        while self._clock.advance(seconds) and len(self.steps) <= batches:
+                self.start(self._stream(lane))
+        while self.advance(seconds) and len(self.steps) <= batches:
             pass
 
     def _train(self) -> _Process:
@@ -448,10 +440,10 @@ class _Run:
                 yield from self._load(0, batch)
             if loop.take_s:
                 yield _Activity(loop.take_s, 1.0)
-            span = _Span(batch, self._clock.now_s)
+            span = [batch, self.now_s, math.inf]
             self.steps.append(span)
             yield _Activity(next(self._step_s), loop.busy)
-            span.end_s = self._clock.now_s
+            span[2] = self.now_s
             if number + 1 == epoch_end:
                 yield _Activity(loop.start_s)
                 epoch_end += loop.epoch_batches
@@ -461,7 +453,7 @@ class _Run:
         """Ask the workers for the next batches of the epoch, in turns."""
         for _ in range(number):
             if self._number < epoch_end:
-                self._clock.put(self._asked[self._number % self._loop.workers], self._number)
+                self.put(self._asked[self._number % self._loop.workers], self._number)
                 self._number += 1
 
     def _work(self, lane: int) -> _Process:
@@ -474,7 +466,7 @@ class _Run:
             self._early.add(batch)
             while self._due in self._early:
                 self._early.remove(self._due)
-                self._clock.put(self._line, self._due)
+                self.put(self._line, self._due)
                 self._due += 1
 
     def _load(self, lane: int, batch: int) -> _Process:
@@ -482,7 +474,7 @@ class _Run:
         loop = self._loop
         spans = self.loads[lane]
         first = (len(spans) * len(self.loads) + lane) * loop.batch_size
-        span = _Span(batch, self._clock.now_s)
+        span = [batch, self.now_s, math.inf]
         spans.append(span)
         if loop.load_s:
             yield _Activity(self._load_s[batch])
@@ -497,7 +489,7 @@ class _Run:
                 yield _Activity(loop.work_s, 1.0)
         if loop.workers and loop.handoff_s:
             yield _Activity(loop.handoff_s, 1.0)
-        span.end_s = self._clock.now_s
+        span[2] = self.now_s
 
     def _plan(self, lane: int, number: int) -> None:
         """Let the streams of a worker read its next images."""
@@ -505,7 +497,7 @@ class _Run:
         for place in range(self._planned[lane], self._planned[lane] + number):
             image = (place // size * len(self.loads) + lane) * size + place % size
             self._coming[image] = self._anything or _Queue()
-            self._clock.put(self._unread[lane], (image, self._coming[image]))
+            self.put(self._unread[lane], (image, self._coming[image]))
         self._planned[lane] += number
 
     def _stream(self, lane: int) -> _Process:
@@ -515,11 +507,11 @@ class _Run:
             yield from self._read(image)
             if self._loop.work_s and not self._loop.workers:
                 yield _Activity(self._loop.work_s, 1.0)
-            self._clock.put(coming, image)
+            self.put(coming, image)
 
     def _read(self, image: int) -> _Process:
         """Read a file. It comes when it is served, and when the link has brought it."""
-        now_s = self._clock.now_s
+        now_s = self.now_s
         self._link_s = max(self._link_s, now_s) + 1 / self._loop.files_per_s
         seconds = max(self._read_s[image], self._link_s - now_s)
         if seconds:

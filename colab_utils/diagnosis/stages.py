@@ -112,21 +112,11 @@ class LoadingStages(NamedTuple):
     """Mean size of a file."""
 
 
-class Reads(NamedTuple):
-    """Result of `time_reads`."""
-
-    seconds: tuple[float, ...]
-    """Seconds of single reads, which did not meet the limit of the folder."""
-    files_per_s: float
-    """Files that the folder gives in a second at most; infinite if the limit was not met."""
-    cpu_s: float
-    """Mean CPU seconds of a read."""
-    contents: dict[int, bytes]
-    """The bytes of the files, by their index."""
-
-
-def time_reads(read: Callable[[int], bytes], indices: Sequence[int], *, seconds: float) -> Reads:
+def time_reads(
+    read: Callable[[int], bytes], indices: Sequence[int], *, seconds: float
+) -> tuple[LoadingStages, dict[int, bytes]]:
     """Read files for so many seconds, and wait for the last ones: first eight at once, then 64.
+    Return the stage ``read``, and the bytes of the files by their index.
 
     The times of reads are those of as many at once as still leave single reads as they are.
     """
@@ -159,7 +149,12 @@ def time_reads(read: Callable[[int], bytes], indices: Sequence[int], *, seconds:
     if many_s and median(many_s) > _LONGER * median(few_s):
         files_per_s = len(many_s) / (perf_counter() - began_s)
         many_s = []
-    return Reads((*few_s, *many_s), files_per_s, fmean(cpu_s), contents)
+    read_s = (*few_s, *many_s)
+    stage = Stage.from_calls("read", np.multiply(read_s, 1000), 1000 * fmean(cpu_s))
+    file_bytes = fmean(map(len, contents.values()))
+    return LoadingStages(
+        {"read": stage}, [*contents], "", read_s, files_per_s, file_bytes
+    ), contents
 
 
 def time_stages(loader: Any, *, images: int, seconds: float) -> LoadingStages:
@@ -242,26 +237,14 @@ def time_dataset_stages(
             unpack_masks(masks, *dataset.sizes[index].tolist())
 
     # There is no warm-up, because it would put the first file into the page cache.
-    reads = time_reads(dataset.read, indices, seconds=0.6 * seconds)
-    contents = reads.contents
+    timed, contents = time_reads(dataset.read, indices, seconds=0.6 * seconds)
     dataset.read = contents.__getitem__
     dataset.streams = 1
-    few = choose_images(dataset.sizes, [*contents])
-    dataset.load_image(few[0])
-    load_masks(few[0])
-    stages = [
-        Stage.from_calls("read", np.multiply(reads.seconds, 1000), 1000 * reads.cpu_s),
-        time_calls("decode", dataset.load_image, few, max_s=seconds / 8),
-        time_calls("masks", load_masks, few, max_s=seconds / 8),
-    ]
-    return LoadingStages(
-        {stage.name: stage for stage in stages},
-        few,
-        "",
-        reads.seconds,
-        reads.files_per_s,
-        fmean(map(len, contents.values())),
-    )
+    few = choose_images(dataset.sizes, timed.indices)
+    for name, call in (("decode", dataset.load_image), ("masks", load_masks)):
+        call(few[0])
+        timed.stages[name] = time_calls(name, call, few, max_s=seconds / 8)
+    return timed._replace(indices=few)
 
 
 def choose_images(sizes: NDArray[np.int64], indices: Sequence[int]) -> list[int]:
