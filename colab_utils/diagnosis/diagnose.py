@@ -70,10 +70,8 @@ class Diagnosis:
     """
 
     def __str__(self) -> str:
-        parts: list[Any] = [*self.stages, *self.fixes]
-        lines = [self.verdict, *map(str, self.causes)]
-        lines += [f"  {part}" for part in parts]
-        return "\n".join(lines)
+        parts = [f"  {part}" for part in (*self.stages, *self.fixes)]
+        return "\n".join([self.verdict, *map(str, self.causes), *parts])
 
 
 def diagnose(
@@ -376,21 +374,19 @@ def describe_verdict(
 
 def _describe_confidence(now: BatchTimes, fixes: Sequence[Fix]) -> str:
     """Say how sure the rate is. A trial that does not confirm its forecast lowers it."""
-    levels = ["low", "low", "medium", "high"]
     count = len(now.batch_s)
     error = now.error
     level = 1
-    if count >= 20 and error < 0.05:
-        level = 3
-    elif count >= 8 and error < 0.15:
-        level = 2
+    # So many batches, and an error of so much, are one level more.
+    for batches, share in ((8, 0.15), (20, 0.05)):
+        level += count >= batches and error < share
     text = f"{count} batches, the mean batch time has an error of {error:.0%}"
-    tried = [fix for fix in fixes if fix.measured_images_per_second is not None]
-    off = [fix for fix in tried if not fix.is_confirmed]
-    if off:
-        level -= 1
-        text += (
-            f"; {off[0].name}: {off[0].measured_images_per_second:.1f} images/s in a trial, "
-            f"{off[0].forecast_images_per_second:.1f} by the model"
-        )
-    return f"{levels[level]}: {text}"
+    for fix in fixes:
+        if fix.measured_images_per_second is not None and not fix.is_confirmed:
+            level -= 1
+            text += (
+                f"; {fix.name}: {fix.measured_images_per_second:.1f} images/s in a trial, "
+                f"{fix.forecast_images_per_second:.1f} by the model"
+            )
+            break
+    return f"{('low', 'low', 'medium', 'high')[level]}: {text}"

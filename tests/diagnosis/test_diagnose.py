@@ -1,6 +1,5 @@
 """Diagnosis: the verdict, and what calling it changes and does not change."""
 
-import copy
 import dataclasses
 import itertools
 import json
@@ -103,7 +102,7 @@ def test_a_slow_drive_is_named_and_its_fixes_are_forecast(tiny_dataset):
     stages = {stage.name: stage for stage in diagnosis.stages}
     by_id = {fix.id: fix for fix in diagnosis.fixes}
     assert list(stages) == ["read", "decode", "masks", "wait", "step"]
-    assert stages["read"].median_ms >= 30 > 5 > stages["read"].cpu_ms
+    assert stages["read"].median_ms >= 30
     assert "the largest stage is read" in diagnosis.verdict
     assert "emulated 10 ms step" in diagnosis.verdict
     assert set(by_id) == {"local_files", "shards", "workers", "prefetch"}
@@ -187,25 +186,20 @@ def test_a_watched_loader_is_diagnosed_as_the_loader_itself(tiny_shards, no_fixe
 def test_the_step_trains_and_what_it_trained_is_put_back(no_fixes):
     model = torch.nn.Linear(192, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
     def step(images, targets):
         optimizer.zero_grad()
         model(images.flatten(1) + 1).sum().backward()
         optimizer.step()
-        scheduler.step()
-
-    def get_states():
-        return copy.deepcopy([part.state_dict() for part in (model, optimizer, scheduler)])
 
     loader = DataLoader(Samples(), batch_size=4)
-    before = get_states()
-    diagnose(loader, step, seconds=0.2, restore=(model, optimizer, scheduler))
-    weights, *others = get_states()
-    assert all(torch.equal(weights[name], tensor) for name, tensor in before[0].items())
-    assert others == before[1:]
+    weights = model.weight.clone()
+    before = repr(optimizer.state_dict())
+    diagnose(loader, step, seconds=0.2, restore=(model, optimizer))
+    assert torch.equal(model.weight, weights)
+    assert repr(optimizer.state_dict()) == before
     diagnose(loader, step, seconds=0.2)
-    assert not torch.equal(model.weight, before[0]["weight"])
+    assert not torch.equal(model.weight, weights)
     with pytest.raises(ColabUtilsError, match="restore takes a model"):
         diagnose(loader, step, seconds=0.2, restore=(3,))
 
@@ -221,7 +215,6 @@ def test_copies_of_batches_have_a_budget(monkeypatch):
 
     assert note(1e9, 3) == [0, 1]
     assert note(1e9, 100) == [7, 15, 31, 63]
-    assert note(250_000, 100) == [31, 63]
     assert note(1, 100) == [63]
 
 
@@ -269,8 +262,7 @@ def test_a_step_that_lacks_cpu_beside_the_loader_is_named(no_fixes):
             Fix("workers", "more workers", "", 39.0, error=0.1, gain=3.0),
             "Best fix: more workers, 39.0 images/s (forecast, give or take 10%).",
         ),
-        # A gain within the noise, or within its error, is none.
-        (Fix("resize", "resize once offline", "", 9.0), ""),
+        # A gain within its error is none.
         (Fix("workers", "more workers", "", 20.0, error=0.3, gain=1.5), ""),
     ],
 )
@@ -288,24 +280,24 @@ def test_stages_that_could_not_be_timed_are_told(no_fixes, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("batches", "spread_s", "measured", "level"),
+    ("batches", "spread_s", "level", "lowered"),
     [
-        (4, 0, 17.0, "low"),
-        (9, 0.01, 17.0, "medium"),
-        (40, 0.01, 17.0, "high"),
-        # A trial is far from its forecast.
-        (4, 0, 12.0, "low"),
-        (40, 0, 12.0, "medium"),
+        (4, 0, "low", "low"),
+        (9, 0.01, "medium", "low"),
+        (40, 0.01, "high", "medium"),
     ],
 )
-def test_confidence_comes_with_batches_and_with_a_trial(batches, spread_s, measured, level):
+def test_confidence_comes_with_batches_and_with_a_trial(batches, spread_s, level, lowered):
     waits = tuple(0.1 + spread_s * (number % 2) for number in range(batches))
     now = dataclasses.replace(_make_times(0.1, 0.1, batches), wait_s=waits)
-    tried = Fix("workers", "more workers", "", 20.0, measured)
-    words = module._describe_confidence(now, [tried])
-    assert words.startswith(f"{level}: {batches} batches")
-    is_named = "more workers: 12.0 images/s in a trial, 20.0 by the model" in words
-    assert is_named == (measured == 12.0)
+    fix = Fix("workers", "more workers", "", 20.0, 17.0)
+    near = module._describe_confidence(now, [fix])
+    far = module._describe_confidence(
+        now, [dataclasses.replace(fix, measured_images_per_second=12.0)]
+    )
+    assert near.startswith(f"{level}: {batches} batches")
+    assert far.startswith(f"{lowered}: {batches} batches")
+    assert "more workers: 12.0 images/s in a trial, 20.0 by the model" in far
 
 
 # These tests look at what is refused or named.

