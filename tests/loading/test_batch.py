@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 
 import pytest
@@ -99,10 +98,6 @@ def assert_taken(expected, sample):
         [make_sample(0, objects=0), make_sample(1), make_sample(2, objects=0)],
         # The whole batch has no object.
         [make_sample(0, objects=0), make_sample(1, objects=0)],
-        # Some masks are empty, and some are full.
-        [make_sample(0, fill=0), make_sample(1, fill=1)],
-        # The image has one pixel.
-        [make_sample(0, height=1, width=1, objects=2)],
         # Objects come in crowds.
         [make_sample(0, objects=1000), make_sample(1, objects=300)],
     ],
@@ -327,14 +322,3 @@ def test_a_part_of_a_batch_is_its_images():
         part = batch[first:end]
         assert len(part) == end - first
         assert_same_batch(samples[first:end], part)
-
-
-def test_arrays_that_a_dataset_uses_again_are_copied():
-    image, target = make_sample(1)
-    sample = pack_target(image, copy.deepcopy(target))
-    again = pack_target(image, target)
-    for key in ("boxes", "labels", "masks", "area", "iscrowd"):
-        target[key].fill_(7)
-    for key, table in sample.tables.items():
-        assert (table == again.tables[key]).all()
-    assert (sample.bits == again.bits).all()

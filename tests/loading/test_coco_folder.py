@@ -1,7 +1,6 @@
 """CocoFolder with the sizes that training needs."""
 
 import json
-import re
 
 import pytest
 import torch
@@ -116,18 +115,8 @@ def test_a_turned_photo_and_one_without_a_size_are_shrunk(photos, content, tmp_p
         assert_same_objects(target, objects)
 
 
-def test_a_file_of_another_size_is_refused(photos, content, tmp_path):
-    content["images"][0]["width"] += 1
-    (tmp_path / "coco.json").write_text(json.dumps(content))
-    folder = CocoFolder(photos.images, tmp_path / "coco.json", min_size=300)
-    with pytest.raises(ColabUtilsError, match="the annotations say 1604 x 1201 pixels, the file"):
-        folder[0]
-
-
 @pytest.mark.parametrize("size", [0, -1, 2**17, float("nan"), float("inf"), "800", True])
 @pytest.mark.parametrize("name", ["min_size", "max_size"])
-def test_sizes_out_of_range_are_refused_as_in_write_shards(photos, tmp_path, name, size):
-    with pytest.raises(ColabUtilsError, match=f"^expected {name} .*") as error:
+def test_sizes_out_of_range_are_refused(photos, name, size):
+    with pytest.raises(ColabUtilsError, match=f"^expected {name} .*"):
         open_photos(photos, **{name: size})
-    with pytest.raises(ColabUtilsError, match=f"^{re.escape(str(error.value))}$"):
-        write_shards(photos.images, photos.annotations, shards=tmp_path, **{name: size})

@@ -19,7 +19,6 @@ import numpy as np
 import psutil
 import pytest
 from PIL import Image
-from torch.utils.data import DataLoader
 
 from colab_utils import files, make_loader, open_dataset
 from colab_utils.course.sample_data import make_dataset
@@ -323,23 +322,9 @@ def test_samples_are_those_of_the_shards(open_tiny, reference):
         assert_equal_samples(dataset[index], whole[index])
     for name in ("sizes", "counts", "shard_of", "image_ids"):
         assert np.array_equal(getattr(dataset, name), getattr(whole, name))
-    assert dataset.class_names == whole.class_names
-
-
-def test_any_loader_reads_it(open_tiny, reference):
-    dataset = open_tiny()
-    loader = DataLoader(
-        dataset,
-        batch_size=3,
-        shuffle=True,
-        num_workers=2,
-        collate_fn=list,
-        multiprocessing_context="fork",
-    )
-    ids = [int(target["image_id"]) for batch in loader for _, target in batch]
-    assert sorted(ids) == sorted(ShardDataset(reference).image_ids.tolist())
-    dataset.stop()
+    # The writing belongs to the process that began it.
     assert pickle.loads(pickle.dumps(dataset)).arrival is None
+    assert dataset.class_names == whole.class_names
 
 
 # The process opens the dataset, whose images are slow, and tells when it did.

@@ -35,16 +35,6 @@ from .test_loader import (
 WORKERS = [0, 2]
 
 
-def test_batches_that_are_kept_stay_as_they_were(dataset, make):
-    ids = dataset.image_ids.tolist()
-    loader = make(dataset, batch_size=1, workers=2)
-    for _ in range(2):
-        # These are more batches than there are buffers.
-        kept = list(loader)
-        for batch in kept:
-            assert_equal_batches(dataset, ids, batch.to_images("cpu"), batch.to_targets("cpu"))
-
-
 @pytest.mark.parametrize("kept", [2, 12])
 def test_a_part_of_a_batch_that_is_kept_stays_as_it_was(make, kept):
     # The batches grow, and their buffers with them.
@@ -213,25 +203,8 @@ def test_processes_that_train_together_draw_their_own_random_numbers(tiny_shards
     assert len(drawn) == len({number for numbers in drawn for number in numbers}) / 3 == 12
 
 
-def test_objects_that_a_transform_drops_are_gone_everywhere(tiny_shards, make):
-    def drop(image, target):
-        kept = {key: target[key][:1] for key in ("boxes", "labels", "masks")}
-        return image, {**target, **kept}
-
-    for on_worker, on_device in ((drop, None), (None, drop)):
-        dataset = ShardDataset(tiny_shards, transforms=on_worker)
-        for _, targets in make(dataset, deliver="dense", transforms=on_device):
-            for target in targets:
-                assert len({len(target[key]) for key in TENSORS}) == 1
-
-
 def test_transforms_that_do_not_fit_are_refused(dataset, make):
     with pytest.raises(ColabUtilsError, match="transforms need dense masks"):
         make(dataset, transforms=v2.Identity())
     with pytest.raises(ColabUtilsError, match=r"from your transforms, found Image"):
         list(make(dataset, deliver="dense", transforms=lambda image, target: image))
-
-
-def test_a_loader_says_what_it_does(dataset, make):
-    assert str(make(dataset, workers=2)) == "6 batches of 2, packed (workers=2, prefetch=2)"
-    assert "(workers=0)" in repr(make(dataset))

@@ -75,20 +75,6 @@ def test_areas_and_crowds_that_cannot_be_right_are_refused(key, values, message)
 
 
 @pytest.mark.parametrize(
-    ("key", "values"),
-    [
-        ("area", [0, 1e20]),
-        ("iscrowd", [True, False]),
-    ],
-)
-def test_areas_and_crowds_that_may_be_right_are_taken(key, values):
-    image, target = make_sample()
-    tables = pack_target(image, target | {key: values}).tables
-    packed = tables["areas" if key == "area" else key]
-    assert packed.tolist() == pytest.approx([float(value) for value in values])
-
-
-@pytest.mark.parametrize(
     ("key", "change"),
     [
         # Boxes are given in shares of the image.
