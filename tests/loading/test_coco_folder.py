@@ -1,6 +1,7 @@
 """CocoFolder with the sizes that training needs."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -34,6 +35,10 @@ def open_photos(photos, **options):
     return CocoFolder(photos.images, photos.annotations, **options)
 
 
+def write_photos(shards, photos, **options):
+    write_shards(photos.images, photos.annotations, shards=shards, workers=1, **options)
+
+
 def assert_same_objects(target, expected):
     assert len(target["masks"])
     for name in ("masks", "labels", "image_id"):
@@ -65,7 +70,7 @@ def test_a_smaller_photo_has_the_objects_and_the_pixels_of_all_that_were_decoded
 def test_a_smaller_photo_is_that_of_the_shards(photos, tmp_path):
     # A size may be a fraction.
     sizes = {"min_size": 300.5, "max_size": 600}
-    write_shards(photos.images, photos.annotations, shards=tmp_path, workers=1, **sizes)
+    write_photos(tmp_path, photos, **sizes)
     shards = ShardDataset(tmp_path)
     loose = open_photos(photos, **sizes)
     order = loose.image_ids.tolist()
@@ -117,6 +122,7 @@ def test_a_turned_photo_and_one_without_a_size_are_shrunk(photos, content, tmp_p
 
 @pytest.mark.parametrize("size", [0, -1, 2**17, float("nan"), float("inf"), "800", True])
 @pytest.mark.parametrize("name", ["min_size", "max_size"])
-def test_sizes_out_of_range_are_refused(photos, name, size):
-    with pytest.raises(ColabUtilsError, match=f"^expected {name} .*"):
-        open_photos(photos, **{name: size})
+def test_sizes_out_of_range_are_refused_as_in_write_shards(photos, tmp_path, name, size):
+    for call in (open_photos, partial(write_photos, tmp_path)):
+        with pytest.raises(ColabUtilsError, match=f"^expected {name} "):
+            call(photos, **{name: size})
