@@ -230,7 +230,25 @@ def compare(
         prepared = PreparedData(images, annotations, folder, profile=profile, count=max_images)
         setting = Setting(prepared, batch_size, workers, device)
         rows = [_Row(strategy, setting, step, batches, run_s, timeline_s) for strategy in chosen]
-        empty = _describe_comparison(setting, step, batches, repeats)
+        note = ""
+        if prepared.bad:
+            note = f"{len(prepared.bad)} bad images are left out, such as: {prepared.bad[0]}"
+        empty = Comparison(
+            machine=describe_machine(),
+            dataset={
+                "name": prepared.images.name,
+                "fingerprint": prepared.fingerprint,
+                "images": len(prepared),
+            },
+            strategies=(),
+            step=str(step) if getattr(step, "emulated", False) else "real",
+            drive=f"{profile}. {profile.source}" if profile else "as it is, not slowed",
+            batch_size=batch_size,
+            batches=batches,
+            repeats=repeats,
+            workers=workers,
+            note=note,
+        )
         try:
             for _ in _run_in_turns(rows, repeats):
                 if on_run is not None and any(row.times for row in rows):
@@ -239,7 +257,7 @@ def compare(
             rows = [row for row in rows if row.times]
             if not rows:
                 raise
-            note = f"Stopped by Ctrl-C: strategies or repeats are missing. {empty.note}".strip()
+            note = f"Stopped by Ctrl-C: strategies or repeats are missing. {note}".strip()
             empty = replace(empty, note=note)
         if not any(row.times for row in rows):
             raise ColabUtilsError(f"No strategy could be timed. Mend this first: {rows[0].note}")
@@ -253,33 +271,6 @@ def compare(
                 min(row.step_ms_median for row in timings if row.step_ms_median),
             )
         return replace(empty, strategies=timings, busy=busy)
-
-
-def _describe_comparison(
-    setting: Setting, step: Callable[..., Any], batches: int, repeats: int
-) -> Comparison:
-    """Return a comparison before any strategy is timed."""
-    prepared = setting.prepared
-    profile = prepared.profile
-    note = ""
-    if prepared.bad:
-        note = f"{len(prepared.bad)} bad images are left out, such as: {prepared.bad[0]}"
-    return Comparison(
-        machine=describe_machine(),
-        dataset={
-            "name": prepared.images.name,
-            "fingerprint": prepared.fingerprint,
-            "images": len(prepared),
-        },
-        strategies=(),
-        step=str(step) if getattr(step, "emulated", False) else "real",
-        drive=f"{profile}. {profile.source}" if profile else "as it is, not slowed",
-        batch_size=setting.batch_size,
-        batches=batches,
-        repeats=repeats,
-        workers=setting.workers,
-        note=note,
-    )
 
 
 @dataclass

@@ -73,7 +73,20 @@ def prepare_step(
             GPU's memory.
     """
     torch.manual_seed(settings.seed)
-    network = _build_network(settings, data, ranks, weights, state)
+    network: Any
+    with share_errors(ranks):
+        if state:
+            network = read_model(state)
+        else:
+            # The first process downloads the weights, and sends the model to the others.
+            network = build_mask_rcnn(
+                settings.model,
+                num_classes=data.dataset.num_classes,
+                weights=weights if ranks.is_first else None,
+                min_size=settings.min_size,
+                max_size=settings.max_size,
+            )
+    network = ranks.send(network)
     counts = data.dataset.counts
     full = describe_full_images(counts)
     if full and ranks.is_first:
@@ -93,30 +106,6 @@ def prepare_step(
         learning_rate=settings.learning_rate or choose_rate(settings.model, batch_size),
         memory=memory,
     )
-
-
-def _build_network(
-    settings: TrainSettings,
-    data: OpenData,
-    ranks: Ranks,
-    weights: PlaceLike | None,
-    state: State | None,
-) -> Any:
-    """Return the model of a checkpoint, or the one that a new run starts from."""
-    if state:
-        return read_model(state)
-    # The first process downloads the weights, and sends the model to the others.
-    if not ranks.is_first:
-        weights = None
-    with share_errors(ranks):
-        network = build_mask_rcnn(
-            settings.model,
-            num_classes=data.dataset.num_classes,
-            weights=weights,
-            min_size=settings.min_size,
-            max_size=settings.max_size,
-        )
-    return ranks.send(network)
 
 
 def _fit_memory(

@@ -2,19 +2,14 @@
 
 import doctest
 import json
-import re
-from functools import partial
 from importlib import import_module
 
 import pytest
 
-from benchmarks import loaders, report
-from benchmarks.command import write_between
-from benchmarks.report import MARKS
+from benchmarks import loaders
 from benchmarks.scenarios import SCENARIOS
 from benchmarks.systems import SYSTEMS, get_system
 from benchmarks.worker import run_job
-from colab_utils.errors import ColabUtilsError
 
 
 def test_scenarios_name_systems_that_there_are():
@@ -68,19 +63,6 @@ def test_a_run_measures_what_is_installed_and_names_what_is_not(results):
     assert peer["figures"] is None
     assert "make peers" in peer["reason"]
     assert [target["value"] for target in scenario["targets"]] == [None] * 3
-
-
-def test_the_readme_gets_the_tables_between_its_marks(results, tmp_path, monkeypatch):
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{MARKS[0]}\nold\n{MARKS[1]}\nafter\n")
-    monkeypatch.setattr(report, "write_between", partial(write_between, path=readme))
-    report.write_readme(results)
-    text = readme.read_text()
-    assert re.search(rf"^before\n{MARKS[0]}\n.*\npacked .*\n{MARKS[1]}\nafter\n$", text, re.DOTALL)
-    assert "old" not in text
-    readme.write_text("no marks")
-    with pytest.raises(ColabUtilsError, match="expected the marks"):
-        report.write_readme(results)
 
 
 @pytest.mark.parametrize("module", ["environments", "scenarios"])

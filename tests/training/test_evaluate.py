@@ -153,22 +153,6 @@ def test_every_object_counts_however_many_an_image_has(tmp_path, count):
     assert ("detections" in str(ap)) == (count > 100)
 
 
-def test_a_detection_after_the_hundredth_counts_only_in_fuller_images(tmp_path):
-    folder = draw_squares(tmp_path, 100)
-    predictions = predict_targets(folder)
-    for prediction in predictions:
-        # A hundred false ones of the first class come before all others.
-        first = torch.ones(100, dtype=torch.int64)
-        corner = torch.tensor([[290.0, 190, 300, 200]])
-        no_masks = torch.zeros(100, 1, 200, 300)
-        prediction["boxes"] = torch.cat([corner.expand(100, 4), prediction["boxes"]])
-        prediction["labels"] = torch.cat([first, prediction["labels"]])
-        prediction["masks"] = torch.cat([no_masks, prediction["masks"]])
-        prediction["scores"] = torch.linspace(1, 0.5, len(prediction["labels"]))
-    # Nothing of the first class is counted, and all of the second one.
-    assert evaluate(ScriptedModel(predictions), folder).bbox == pytest.approx(0.5, abs=1e-6)
-
-
 @pytest.mark.filterwarnings("ignore:1 image has more than 100 objects")
 def test_a_model_finds_as_many_objects_as_its_images_have(tmp_path):
     folder = draw_squares(tmp_path, 120)

@@ -15,8 +15,6 @@ from colab_utils.loading.batch import collate_packed
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.training.evaluate import detect, evaluate
-from colab_utils.training.layers import fold_norms
-from colab_utils.training.losses import compute_losses
 from colab_utils.training.model import assemble_mask_rcnn
 from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import train
@@ -66,21 +64,6 @@ def make_model(shards):
     return assemble_mask_rcnn(
         TINY_MODEL, num_classes=classes, starts_from="imagenet", min_size=96, max_size=160
     )
-
-
-@simulated
-def test_losses_are_those_of_the_cpu(shards, gpu):
-    batch = read_batch(shards)
-    model = make_model(shards)
-    flips = [True, False, True, False]
-    torch.manual_seed(1)
-    expected = compute_losses(model, batch, flips=flips)
-    fold_norms(model)
-    model.backbone.to(memory_format=torch.channels_last)
-    torch.manual_seed(1)
-    losses = compute_losses(model.to("cuda"), batch.to("cuda"), flips=flips)
-    for name, loss in expected.items():
-        assert losses[name].item() == pytest.approx(loss.item(), rel=1e-4), name
 
 
 def test_a_gpu_that_is_not_there_is_told(train_here, shards, gpu, monkeypatch):

@@ -46,11 +46,9 @@ def test_the_size_of_the_images_follows_the_model(model, on_gpu, size):
 
 BAD_VALUES = [
     ("model", "yolo", "model must be one of maskrcnn_resnet50_fpn_v2, "),
-    ("min_size", 0, "expected min_size of 1 or more .*found 0"),
     ("max_size", 10_001, "expected max_size of .* and of 10,000 or less, found 10001"),
     ("augment", "mosaic", "augment must be one of none, flip, own transforms; it is 'mosaic'"),
     ("seed", -1, "expected seed of 0 or more .*found -1"),
-    ("batch_size", 0, "expected batch_size of 1 or more .*found 0"),
     ("steps", 0, "expected steps of 1 or more .*2,147,483,647 or less, found 0"),
     ("batch_size", 2.5, "expected batch_size as a whole number, found 2.5"),
     ("learning_rate", float("inf"), "expected learning_rate over 0 and finite, found inf"),

@@ -31,13 +31,11 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.shards.lock import hold_folder
 from colab_utils.shards.write import write_shards
-from colab_utils.slow_drive import DriveProfile, slow_down
 from colab_utils.training import checkpoint, trainer
 from colab_utils.training import evaluate as evaluate_module
 from colab_utils.training import step as step_module
 from colab_utils.training import train as loop
 from colab_utils.training.checkpoint import CheckpointFolder, CheckpointWriter
-from colab_utils.training.data import open_images
 from colab_utils.training.evaluate import AveragePrecision, evaluate
 from colab_utils.training.model import LIGHT_MODEL, build_mask_rcnn, load_trained_model
 from colab_utils.training.report import LogLine, TrainReport
@@ -399,18 +397,6 @@ def test_another_batch_size_goes_on_with_the_images_that_are_left(
     assert len({*seen[2:]}) == len(seen[2:]) == 4
 
 
-def test_losses_do_not_depend_on_the_speed_of_drive(dataset, tmp_path):
-    drive = tmp_path / "drive"
-    write_shards(dataset.images, dataset.annotations, shards=drive, shard_mb=0.002, workers=1)
-    assert len(ShardDataset(drive).index.shards) > 3
-    slow_down(drive, DriveProfile("test", open_s=0.1, bytes_per_s=1e6, source="made up"))
-    options = {**TINY, "ssd": tmp_path / "ssd", "steps": 5}
-    slow = train(drive, tmp_path / "run-slow", **options)
-    open_images(drive, images=None, annotations=None, drive=None, ssd=options["ssd"], seed=0).wait()
-    # All shards are on the SSD from the first step on.
-    assert train(drive, tmp_path / "run-fast", **options).losses == slow.losses
-
-
 def test_epochs_are_counted_in_images_whatever_the_batches(train_here, tiny_shards, tmp_path):
     train_here(steps=2)
     report = train_here(epochs=2, batch_size=1)
@@ -741,8 +727,6 @@ def test_bad_objects_of_the_shards_are_said(train_here, dataset, write_variant, 
     spoilt["bbox"] = [90, 70, 6, 6]
     shards = write_variant("shards", annotations=annotations)
     text = r"shards has bad objects: 1 x mask and box disagree: object is trained"
-    with pytest.warns(ColabUtilsWarning, match=text):
-        train(shards, tmp_path / "run", steps=1, **TINY)
     with pytest.warns(ColabUtilsWarning, match=text):
         train_here(run=tmp_path / "other", val_shards=shards, steps=1)
 
