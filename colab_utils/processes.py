@@ -78,7 +78,7 @@ def end_process(process: Any, wait_s: float = 5.0) -> None:
 
 
 # Error numbers that mean: the system starts no more processes or threads, or opens no more files.
-_LIMITS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+_LIMITS = (errno.EAGAIN, *SHORTAGES)
 
 
 @contextmanager

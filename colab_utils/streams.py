@@ -83,11 +83,8 @@ class StreamTuner:
         self._patience = 0
         self._ignored = 0
         self._is_trial = False
-        # The counts of the current window, and the time when its last file came.
-        self._files = 0
-        self._counted = 0
-        self._busy_s = 0.0
         self._last_s: float | None = None
+        self._restart()
 
     @property
     def best(self) -> StreamTrial | None:
@@ -135,6 +132,7 @@ class StreamTuner:
         self._restart()
 
     def _restart(self) -> None:
+        """Begin a window: its counts, and the time when its last file came."""
         self._files = 0
         self._counted = 0
         self._busy_s = 0.0
@@ -148,15 +146,12 @@ class StreamTuner:
             self._is_trial = False
             self._settle()
         else:
-            self._accept(rate)
+            self._accepted = self.streams
+            self._accepted_rate = rate
             self._patience -= 1
             if self._patience < 0:
                 self._try_wider()
         self._restart()
-
-    def _accept(self, rate: float) -> None:
-        self._accepted = self.streams
-        self._accepted_rate = rate
 
     def _try_wider(self) -> None:
         wider = 2 * self.streams

@@ -20,8 +20,10 @@ from typing import Any
 from fsspec import get_filesystem_class
 from fsspec.core import url_to_fs
 
-from colab_utils.drive import RefusedError, ServerLostError, try_again
+from colab_utils.drive import RefusedError, Retries, ServerLostError, try_again
 from colab_utils.errors import ColabUtilsError, UnavailableError, escape
+from colab_utils.files import PieceFile, Store
+from colab_utils.places import Place
 
 # Protocols of object stores. In such a store, a file appears only when it is complete.
 _STORES = (
@@ -41,25 +43,21 @@ _STORES = (
 # HTTP statuses below 500 after which the same request may succeed later.
 _PASSING_STATUS = (408, 409, 425, 429)
 _MISSING_STATUS = (404, 410)
-# What an error means whose type, or one that it comes from, has this name. The types of most
-# packages are named, because none of these packages may be there. Every other error is a failure
-# that may pass.
-_MEANINGS = {
-    "FileNotFoundError": "missing",
-    "NotADirectoryError": "missing",
-    "IsADirectoryError": "folder",
-    "PermissionError": "refused",
-    "NotImplementedError": "refused",
-    "ImportError": "refused",
-    "TypeError": "refused",
-    "ValueError": "refused",
-    "NoCredentialsError": "refused",
-    "PartialCredentialsError": "refused",
-    "ProfileNotFound": "refused",
-    "DefaultCredentialsError": "refused",
-    "RefreshError": "refused",
-    "NonRetryableError": "refused",
-}
+# An error whose type, or one that it comes from, has one of these names is a refusal. The types are
+# named, because none of their packages may be there.
+_REFUSALS = (
+    "PermissionError",
+    "NotImplementedError",
+    "ImportError",
+    "TypeError",
+    "ValueError",
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "ProfileNotFound",
+    "DefaultCredentialsError",
+    "RefreshError",
+    "NonRetryableError",
+)
 # Seconds without any data after which a web server counts as silent.
 _SILENT_S = 60.0
 
@@ -83,12 +81,57 @@ def guard_server(path: Any) -> Iterator[None]:
         raise _explain_failure(path, _find_cause(error)) from None
 
 
-class UrlMethods:
-    """What a `Store` does with files at URLs in its own way."""
+class UrlFile(PieceFile):
+    """A file at a URL that is read in pieces. Its server must send parts of files.
+
+    Args:
+        path: the file.
+        retries: how a read is tried again.
+        block_bytes: the smallest request, in bytes. If you read less, the rest is kept for the next
+            read.
+    """
+
+    def __init__(self, path: Any, retries: Retries, block_bytes: int) -> None:
+        super().__init__(path, retries)
+        self._block_bytes = block_bytes
+        # Start and content of the last request. One tuple holds both, so that another thread never
+        # sees the start of one request with the content of another.
+        self._block = (0, b"")
+        self._size: int | None = None
+
+    def _read_some(self, view: memoryview, offset: int) -> int:
+        start, block = self._block
+        if not start <= offset < start + len(block):
+            start = offset
+            # Some servers refuse a request that goes beyond the end of the file.
+            wanted = min(max(len(view), self._block_bytes), self._find_size() - start)
+            block = self._request(start, wanted) if wanted > 0 else b""
+            self._block = (start, block)
+        piece = memoryview(block)[offset - start :][: len(view)]
+        view[: len(piece)] = piece
+        return len(piece)
+
+    def _request(self, start: int, count: int) -> bytes:
+        with guard_server(self.path):
+            system, key = locate(self.path)
+            content = bytes(system.cat_file(key, start=start, end=start + count))
+        if len(content) > count:
+            raise _refuse_parts(self.path)
+        return content
+
+    def _find_size(self) -> int:
+        if self._size is None:
+            with guard_server(self.path):
+                self._size = _find_info(self.path).get("size")
+            if self._size is None:
+                raise _refuse_parts(self.path)
+        return self._size
+
+
+class UrlStore(Store):
+    """The files of a folder at a URL."""
 
     guard = staticmethod(guard_server)
-    place: Any
-    locate: Any
 
     @try_again
     def read(self, name: Any, *, most_bytes: float = 0, at_full_speed: bool = True) -> bytes:
@@ -96,31 +139,21 @@ class UrlMethods:
         system, key = locate(name)
         return bytes(system.cat_file(key))
 
-    @try_again
-    def read_range(self, name: Any, start: int, count: int) -> bytes:
-        """Return ``count`` bytes of a file, beginning with byte ``start``."""
-        system, key = locate(name)
-        content = bytes(system.cat_file(key, start=start, end=start + count))
-        if len(content) > count:
-            raise _refuse_parts(name)
-        return content
+    def open(self, name: str | Place, *, block_bytes: int = 0) -> PieceFile:
+        """Open a file to read it in pieces, by requests of at least ``block_bytes``."""
+        return UrlFile(self.locate(name), self.retries, block_bytes)
 
-    @try_again
-    def find_size(self, name: Any) -> int:
-        """Return the size in bytes of a file of which parts are to be read."""
-        size = _find_info(name).get("size")
-        if size is None:
-            raise _refuse_parts(name)
-        return int(size)
-
-    @try_again
     def _find_status(self, name: Any) -> tuple[int, float]:
-        info = _find_info(name)
+        info = self._find_info(name)
         changed_s = time()
         for key in ("created", "modified", "mtime", "LastModified"):
             if isinstance(info.get(key), datetime):
                 changed_s = info[key].timestamp()
         return info.get("size") or 0, changed_s
+
+    @try_again
+    def _find_info(self, name: Any) -> dict[str, Any]:
+        return _find_info(name)
 
     def has_files(self, files: Iterable[tuple[str, int, str]]) -> bool:
         """List the folder once; return whether all these files are there."""
@@ -163,12 +196,8 @@ class UrlMethods:
         if path == self.place and path.is_web:
             return "folder"
         with suppress(FileNotFoundError, NotADirectoryError):
-            return "file" if self._find_type(path) == "file" else "folder"
+            return "file" if self._find_info(path)["type"] == "file" else "folder"
         return ""
-
-    @try_again
-    def _find_type(self, name: Any) -> Any:
-        return _find_info(name)["type"]
 
     @try_again
     def write(self, name: Any, *parts: bytes | memoryview) -> None:
@@ -299,16 +328,17 @@ def require_protocol(url: str, protocol: str) -> None:
 
 def _explain_failure(path: Any, cause: Exception) -> Exception:
     """Return the error of this package, or of Python, that stands for an error of a server."""
-    meaning = _find_meaning(cause)
-    if meaning == "missing":
+    status = _find_status(cause)
+    missing = (FileNotFoundError, NotADirectoryError)
+    if status in _MISSING_STATUS or (not status and isinstance(cause, missing)):
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    if meaning == "folder":
+    if not status and isinstance(cause, IsADirectoryError):
         return IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     reason = _describe_cause(cause)
     kind: type[UnavailableError] = ServerLostError
     problem = "failed"
     cure = "Run the same again later"
-    if meaning == "refused":
+    if _is_refusal(cause, status):
         _open_system.cache_clear()
         kind = RefusedError
         problem = "refused"
@@ -335,19 +365,14 @@ def _find_cause(error: Exception) -> Exception:
     return error
 
 
-def _find_meaning(error: Exception) -> str:
-    """Return what an error means: "missing", "folder", "refused" or "failed"."""
-    status = _find_status(error)
-    if status in _MISSING_STATUS:
-        return "missing"
+def _is_refusal(error: Exception, status: int) -> bool:
+    """Return whether the same request would be refused again. Every other failure may pass."""
     if status:
-        is_refused = 300 <= status < 500 and status not in _PASSING_STATUS
-        return "refused" if is_refused else "failed"
+        return 300 <= status < 500 and status not in _PASSING_STATUS
     # The error of gcsfs for a refused request has neither a status nor a number.
     if type(error) is OSError and error.errno is None:
-        return "refused"
-    names = [kind.__name__ for kind in type(error).__mro__]
-    return next((_MEANINGS[name] for name in names if name in _MEANINGS), "failed")
+        return True
+    return any(kind.__name__ in _REFUSALS for kind in type(error).__mro__)
 
 
 def _describe_cause(error: Exception) -> str:

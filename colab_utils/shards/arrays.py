@@ -130,17 +130,24 @@ class ArraysBuilder:
         image, record_bytes = files
         image_start, record_start = starts
         checksums = [hash_bytes(image), hash_bytes(masks.bits), hash_bytes(record_bytes)]
-        rows = self._rows
-        rows["image_ids"].append(record["image_id"])
-        rows["sizes"].append((height, width))
-        rows["counts"].append(len(kept))
-        rows["checks"].append([int(checksum, 16) for checksum in checksums])
-        rows["image_spans"].append((image_start, len(image)))
-        rows["record_spans"].append((record_start, len(record_bytes)))
-        rows["boxes"].extend(boxes[has_area])
-        rows["labels"].extend(annotation["category_id"] for annotation in kept)
-        rows["areas"].extend(annotation["area"] for annotation in kept)
-        rows["crops"].extend(masks.crops)
+        of_image = {
+            "image_ids": record["image_id"],
+            "sizes": (height, width),
+            "counts": len(kept),
+            "checks": [int(checksum, 16) for checksum in checksums],
+            "image_spans": (image_start, len(image)),
+            "record_spans": (record_start, len(record_bytes)),
+        }
+        of_objects: dict[str, Any] = {
+            "boxes": boxes[has_area],
+            "labels": [annotation["category_id"] for annotation in kept],
+            "areas": [annotation["area"] for annotation in kept],
+            "crops": masks.crops,
+        }
+        for name, row in of_image.items():
+            self._rows[name].append(row)
+        for name, rows in of_objects.items():
+            self._rows[name].extend(rows)
         self._mask_lengths.extend(np.diff(masks.offsets))
         self._bits.append(masks.bits)
 
@@ -198,11 +205,7 @@ def describe_shard(content: bytes) -> tuple[dict[str, Any], ShardInfo]:
         raise ValueError("another checksum")
     _, head = _read_head(lambda n, start: content[start : start + n])
     shard = ShardInfo(
-        name=head["name"],
-        images=head["images"],
-        annotations=head["annotations"],
-        bytes=head["bytes"],
-        xxh3_64=head["xxh3_64"],
+        **{name: head[name] for name in ("name", "images", "annotations", "bytes", "xxh3_64")},
         arrays_name=head["name"].replace(".tar", ".arrays"),
         arrays_bytes=len(content),
         arrays_xxh3_64=hash_bytes(content),

@@ -196,15 +196,8 @@ def _parse_index(raw: Any, folder: Place) -> ShardIndex:
     checksum = raw.pop("xxh3_64")
     if checksum != hash_bytes(_to_text(raw)):
         raise ValueError("another checksum")
-    index = ShardIndex(
-        fingerprint=raw["fingerprint"],
-        recipe=raw["recipe"],
-        categories=tuple(raw["categories"]),
-        shards=tuple(ShardInfo(**shard) for shard in raw["shards"]),
-        skipped=tuple(SkippedImage(**image) for image in raw["skipped"]),
-        partial=raw["partial"],
-        faults=raw.get("faults", {}),
-    )
+    raw["shards"] = [ShardInfo(**shard) for shard in raw["shards"]]
+    index = make_index(raw)
     # Any other name could lead out of the folder, or to a file of the user.
     for shard in index.shards:
         arrays_name = shard.name.replace(".tar", ".arrays")
@@ -216,6 +209,19 @@ def _parse_index(raw: Any, folder: Place) -> ShardIndex:
             "colab_utils does not read. Run preprocess again, into another folder."
         )
     return index
+
+
+def make_index(raw: dict[str, Any]) -> ShardIndex:
+    """Return the index that the JSON of a folder, or of a shard, describes."""
+    return ShardIndex(
+        fingerprint=raw["fingerprint"],
+        recipe=raw["recipe"],
+        categories=tuple(raw["categories"]),
+        shards=tuple(raw["shards"]),
+        skipped=tuple(SkippedImage(**image) for image in raw["skipped"]),
+        partial=raw["partial"],
+        faults=raw.get("faults", {}),
+    )
 
 
 def write_index(folder: Place, index: ShardIndex) -> None:

@@ -18,7 +18,7 @@ from colab_utils.reader import Reader, Reading
 from colab_utils.running import JobProgress
 from colab_utils.shards.arrays import ArraysBuilder, describe_shard, dump_arrays
 from colab_utils.shards.copy import Copying
-from colab_utils.shards.index import ShardIndex, SkippedImage
+from colab_utils.shards.index import ShardIndex, SkippedImage, make_index
 from colab_utils.shards.records import name_image, read_image, try_sample
 
 if TYPE_CHECKING:
@@ -264,12 +264,4 @@ def _parse_shard_index(content: bytes) -> ShardIndex:
     The index is ``partial``, because other shards may be missing.
     """
     head, shard = describe_shard(content)
-    return ShardIndex(
-        fingerprint=head["fingerprint"],
-        recipe=head["recipe"],
-        categories=(),
-        shards=(shard,),
-        skipped=tuple(SkippedImage(**image) for image in head["skipped"]),
-        partial=True,
-        faults=head.get("faults", {}),
-    )
+    return make_index({**head, "categories": (), "shards": (shard,), "partial": True})

@@ -164,20 +164,12 @@ def _measure_silence_s(stamp: FileStamp) -> float:
 
 def _is_written(stamp: FileStamp, host: str, pid: int) -> bool:
     """Return whether the process in a temporary file's name may still be writing the file."""
-    if host == find_host():
-        return _is_running(pid)
-    return _measure_silence_s(stamp) < _ABANDONED_S
-
-
-def _is_running(pid: int) -> bool:
-    """Return whether a process of this number runs.
-
-    A zombie has ended, but its parent has not yet asked for its exit status.
-    """
-    try:
+    if host != find_host():
+        return _measure_silence_s(stamp) < _ABANDONED_S
+    with suppress(psutil.NoSuchProcess):
+        # A zombie has ended, but its parent has not yet asked for its exit status.
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
+    return False
 
 
 def _find_host() -> str:
