@@ -121,7 +121,7 @@ fuzz: setup
 # shards, the notebooks in the scene of a real GPU
 stress: setup
 	$(RUN) tests/stress/read_large_coco.py
-	$(RUN) tests/stress/load_large_index.py
+	$(RUN) -m tests.stress.load_large_index
 	$(RUN) tests/stress/check_large_dataset.py
 	$(RUN) -m tests.stress.kill_preprocess
 	$(RUN) -m tests.stress.kill_copy_images

@@ -51,18 +51,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Say nothing."""
 
     def do_GET(self) -> None:
-        """Answer with content."""
-        self._answer()
-
-    def do_HEAD(self) -> None:
-        """Answer without the content."""
-        self._answer()
-
-    def do_POST(self) -> None:
-        """Answer a call."""
-        self._answer()
-
-    def _answer(self) -> None:
+        """Answer with content, without it, or a call."""
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         address = unquote(urlsplit(self.path).path)
         file = _FILE.fullmatch(address)
@@ -73,6 +62,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer_call(call[1] or "revision", self.server.folder / (call[2] or ""), body)
         else:
             self._refuse("RepoNotFound")
+
+    do_HEAD = do_GET  # noqa: N815
+    do_POST = do_GET  # noqa: N815
 
     def _answer_call(self, call: str, path: Path, body: bytes) -> None:
         if call == "revision":

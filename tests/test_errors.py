@@ -85,9 +85,6 @@ def test_notebooks_and_warnings_show_one_line():
         warnings.simplefilter("always")
         warnings.warn(HOSTILE, ColabUtilsWarning, stacklevel=1)
     assert is_safe(str(caught[0].message))
-
-
-def test_other_errors_are_described_without_control_characters():
     assert is_safe(describe_error(ValueError("\x1b[31m\u202ebad")))
 
 

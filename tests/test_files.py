@@ -12,9 +12,6 @@ import pytest
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import DriveFile, parse_file, read_file
-from colab_utils.slow_drive import (
-    slow_down,
-)
 from tests.bad_reads import BadReads, cut
 
 
@@ -35,23 +32,6 @@ def test_what_no_memory_holds_is_not_read(tmp_path):
         read_file(tmp_path / "photo.jpg")
     with pytest.raises(IsADirectoryError):
         read_file(tmp_path)
-
-
-def test_pread_gives_the_bytes_and_stops_at_the_end(photo):
-    content = photo.read_bytes()
-    with DriveFile(photo) as file:
-        assert file.pread(50, 10) == content[10:60]
-        assert file.pread(500, 900) == content[900:]
-        assert file.pread(10, 5000) == b""
-
-
-def test_short_reads_are_completed(photo, monkeypatch):
-    real = os.preadv
-    monkeypatch.setattr(
-        os, "preadv", lambda descriptor, buffers, offset: real(descriptor, [buffers[0][:7]], offset)
-    )
-    with DriveFile(photo) as file:
-        assert file.pread(100, 50) == photo.read_bytes()[50:150]
 
 
 def test_a_file_of_a_lost_mount_closes_without_an_error(photo, monkeypatch):
@@ -76,14 +56,6 @@ def test_a_closed_file_frees_its_descriptor(photo):
         # The object is forgotten, so that it is collected.
         DriveFile(photo)
     assert len(os.listdir("/proc/self/fd")) <= before + 1
-
-
-def test_a_missing_file_stays_an_os_error(tmp_path):
-    slow_down(tmp_path, "bad")
-    with pytest.raises(FileNotFoundError):
-        read_file(tmp_path / "none.jpg")
-    with pytest.raises(FileNotFoundError):
-        DriveFile(tmp_path / "none.jpg")
 
 
 @pytest.mark.parametrize("times", [1, 4])

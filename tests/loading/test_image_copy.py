@@ -27,7 +27,9 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.shards.lock import lock_here
 from colab_utils.slow_drive import DriveProfile, slow_down
 from tests.file_server import FileServer
-from tests.stress.kill_copy_images import count_kills, read_tree
+from tests.snapshots import snapshot
+from tests.stress.kill_copy_images import count_rounds
+from tests.stress.kill_preprocess import Kills
 
 usage = namedtuple("usage", "total used free")
 
@@ -73,7 +75,7 @@ def reads(act_before_reads):
 
 
 def list_visible(folder):
-    tree = read_tree(folder)
+    tree = snapshot(folder)
     return {name: content for name, content in tree.items() if "/." not in f"/{name}"}
 
 
@@ -89,7 +91,7 @@ def write_json(path, names):
 
 def test_all_files_arrive_in_their_folders_and_hidden_ones_stay(source, ssd):
     report = copy_images(source, ssd)
-    assert read_tree(ssd) == list_visible(source)
+    assert snapshot(ssd) == list_visible(source)
     assert (report.files, report.bytes, report.skipped_files) == (9, 9009, 0)
     assert report.missing == ()
     assert str(report).startswith("9 files in place: 9.0 kB copied in ")
@@ -110,7 +112,7 @@ def test_each_file_is_read_once_and_again_only_if_its_size_has_changed(source, s
     report = copy_images(source, ssd)
     assert reads == {"1.jpg": 1, "2.jpg": 1}
     assert (report.files, report.skipped_files) == (9, 7)
-    assert read_tree(ssd) == list_visible(source)
+    assert snapshot(ssd) == list_visible(source)
 
 
 def test_many_files_are_read_at_once(source, ssd, act_before_reads):
@@ -130,13 +132,13 @@ def test_a_file_that_grows_while_it_is_copied_is_as_it_was_read(source, ssd, act
     act_before_reads(grow)
     report = copy_images(source, ssd)
     assert report.bytes == 9009 - 1000 + 19_000
-    assert read_tree(ssd) == list_visible(source)
+    assert snapshot(ssd) == list_visible(source)
 
 
 def test_only_what_the_json_names_is_copied(source, ssd, tmp_path, reads):
     annotations = write_json(tmp_path / "some.json", ["a/1.jpg", "0.jpg", "a/1.jpg"])
     report = copy_images(source, ssd, annotations=annotations)
-    assert [*read_tree(ssd)] == ["0.jpg", "a/1.jpg"]
+    assert [*snapshot(ssd)] == ["0.jpg", "a/1.jpg"]
     assert reads == {"some.json": 1, "0.jpg": 1, "1.jpg": 1}
     assert report.files == 2
 
@@ -158,7 +160,7 @@ def test_names_mean_what_they_mean_to_coco_folder(tmp_path, ssd):
     (tmp_path / "secret.jpg").write_bytes(b"secret")
     annotations = write_json(tmp_path / "names.json", names)
     report = copy_images(folder, ssd, annotations=annotations)
-    assert read_tree(ssd) == read_tree(folder)
+    assert snapshot(ssd) == snapshot(folder)
     (missing,) = report.missing
     assert missing.file_name == "../secret.jpg"
     assert "leads out" in missing.reason
@@ -189,13 +191,13 @@ def test_what_cannot_be_copied_is_named_and_the_rest_is_copied(source, ssd, tmp_
     missing = {entry.file_name: entry.reason for entry in report.missing}
     assert missing.keys() == reasons.keys()
     assert all(reasons[name] in missing[name] for name in missing)
-    assert [*read_tree(ssd)] == ["a/0.jpg"]
+    assert [*snapshot(ssd)] == ["a/0.jpg"]
     assert report.files == 1
     assert ", 8 could not be copied" in str(report)
     # Without a JSON, the same are named that the folder holds.
     report = copy_images(source, tmp_path / "all")
     assert {entry.file_name for entry in report.missing} == {"pipe.jpg", "link.jpg", "gone.jpg"}
-    assert read_tree(tmp_path / "all").keys() == list_visible(source).keys() - {"link.jpg"}
+    assert snapshot(tmp_path / "all").keys() == list_visible(source).keys() - {"link.jpg"}
 
 
 def test_a_drive_that_is_lost_ends_the_copy_and_the_same_call_goes_on(
@@ -210,10 +212,10 @@ def test_a_drive_that_is_lost_ends_the_copy_and_the_same_call_goes_on(
         act_before_reads(lose, patch)
         with pytest.raises(DriveLostError, match="what is done is safe"):
             copy_images(source, ssd, streams=1)
-    assert len(read_tree(ssd)) == 4
+    assert len(snapshot(ssd)) == 4
     report = copy_images(source, ssd)
     assert (report.files, report.skipped_files) == (9, 4)
-    assert read_tree(ssd) == list_visible(source)
+    assert snapshot(ssd) == list_visible(source)
 
 
 def test_too_little_disk_is_told_before_the_first_byte(source, ssd, monkeypatch, reads):
@@ -242,9 +244,9 @@ def test_a_disk_that_gets_full_is_one_line_and_leaves_whole_files(source, ssd, m
         patch.setattr(Path, "write_bytes", fill)
         with pytest.raises(ColabUtilsError, match=r"Writing into .*No space left.*continues"):
             copy_images(source, ssd)
-    tree = read_tree(ssd)
+    tree = snapshot(ssd)
     assert len(tree) == 3
-    assert tree.items() <= read_tree(source).items()
+    assert tree.items() <= snapshot(source).items()
     assert copy_images(source, ssd).skipped_files == 3
 
 
@@ -261,7 +263,7 @@ def test_a_web_server_gives_the_files_that_a_json_names(source, ssd, tmp_path):
         finally:
             server.shutdown()
             thread.join()
-    assert {*read_tree(ssd)} == {"a/b/2.jpg", "0.jpg"}
+    assert {*snapshot(ssd)} == {"a/b/2.jpg", "0.jpg"}
     assert [entry.file_name for entry in report.missing] == ["9.jpg"]
 
 
@@ -298,7 +300,7 @@ def test_a_second_copy_into_the_same_folder_is_refused(source, ssd):
 
 
 def test_kills_at_random_moments_lead_to_the_same_folder(tmp_path):
-    assert count_kills(tmp_path, 2, random.Random(1)) >= 1
+    assert count_rounds(Kills(2, tmp_path, random.Random(1))) >= 1
 
 
 def test_ctrl_c_leaves_whole_files_only(source, ssd):
@@ -313,8 +315,8 @@ def test_ctrl_c_leaves_whole_files_only(source, ssd):
     session.send_signal(signal.SIGINT)
     _, err = session.communicate(timeout=60)
     assert session.returncode == 130, err
-    tree = read_tree(ssd)
+    tree = snapshot(ssd)
     assert 0 < len(tree) < 9
-    assert tree.items() <= read_tree(source).items()
+    assert tree.items() <= snapshot(source).items()
     slow_down(source, None)
     assert copy_images(source, ssd).skipped_files == len(tree)

@@ -153,11 +153,6 @@ def run_on_dask(dask, photos, folder):
         default_client().close()
 
 
-def test_dask_writes_the_same_bytes(photos, expected, dask, tmp_path):
-    run_on_dask(dask, photos, tmp_path / "shards")
-    assert snapshot(tmp_path / "shards") == expected
-
-
 def test_a_killed_worker_of_dask_is_not_seen(slow_photos, expected, dask, tmp_path):
     folder = tmp_path / "shards"
     with after_two_shards(folder, dask.kill_worker):

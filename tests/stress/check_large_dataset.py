@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 import threading
+from itertools import cycle
 from pathlib import Path
 from time import perf_counter
 
@@ -27,34 +28,20 @@ def multiply_dataset(images: Path, annotations: Path, folder: Path) -> tuple[Pat
     coco = json.loads(annotations.read_text())
     rows: list[dict] = []
     objects: list[dict] = []
-    own = {
-        image["id"]: [
-            annotation
-            for annotation in coco["annotations"]
-            if annotation["image_id"] == image["id"]
-        ]
-        for image in coco["images"]
-    }
     (folder / "images").mkdir()
-    while len(rows) < IMAGES:
-        for image in coco["images"][: IMAGES - len(rows)]:
-            row = {
-                **image,
-                "id": len(rows) + 1,
-                "file_name": f"{len(rows) + 1:012d}{Path(image['file_name']).suffix}",
-            }
-            target = folder / "images" / row["file_name"]
-            source = images / image["file_name"]
-            try:
-                os.link(source, target)
-            except OSError:
-                # The folder may lie on another disk, which no link can reach.
-                target.write_bytes(source.read_bytes())
-            rows.append(row)
-            objects += (
-                {**annotation, "image_id": row["id"], "id": len(objects) + n}
-                for n, annotation in enumerate(own[image["id"]], 1)
-            )
+    for number, image in zip(range(1, IMAGES + 1), cycle(coco["images"])):
+        name = f"{number:012d}{Path(image['file_name']).suffix}"
+        source = images / image["file_name"]
+        target = folder / "images" / name
+        try:
+            os.link(source, target)
+        except OSError:
+            # The folder may lie on another disk, which no link can reach.
+            target.write_bytes(source.read_bytes())
+        rows.append({**image, "id": number, "file_name": name})
+        for annotation in coco["annotations"]:
+            if annotation["image_id"] == image["id"]:
+                objects.append({**annotation, "image_id": number, "id": len(objects) + 1})
     (folder / "annotations.json").write_text(
         json.dumps({**coco, "images": rows, "annotations": objects})
     )

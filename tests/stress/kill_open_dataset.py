@@ -9,20 +9,19 @@ Exits 1 at the first difference.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 from colab_utils.course.sample_data import BuiltinDataset, make_dataset
 from colab_utils.shards.lock import WRITER_NAME
 from colab_utils.shards.write import write_shards
-from tests.stress.kill_preprocess import kill_session
+from tests.snapshots import snapshot
+from tests.stress.kill_preprocess import Kills, kill_session, run_kills
 
 SESSION = """
 import sys
@@ -77,11 +76,6 @@ def list_shards(folder: Path) -> dict[str, int]:
     return {tar.name: tar.stat().st_mtime_ns for tar in tars if tar.with_suffix(".arrays").exists()}
 
 
-def read_files(folder: Path) -> dict[str, bytes]:
-    """Return the content of each file of a folder."""
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-
-
 def find_rewritten(before: dict[str, dict[str, int]], folder: Path) -> list[str]:
     """Return the shards that were finished, and are not what they were any more."""
     return [
@@ -92,10 +86,8 @@ def find_rewritten(before: dict[str, dict[str, int]], folder: Path) -> list[str]
     ]
 
 
-def run_round(
-    data: BuiltinDataset, folder: Path, chance: random.Random, most_kills: int
-) -> tuple[int, str]:
-    """Kill sessions until one ends; return the kills and what went wrong, if anything did."""
+def run_round(data: BuiltinDataset, folder: Path, chance: random.Random, most_kills: int) -> int:
+    """Kill sessions until one ends; return the kills."""
     kills = 0
     while True:
         before = {place: list_shards(folder / place) for place in ("drive", "ssd")}
@@ -104,47 +96,33 @@ def run_round(
         if not wait_for_writing(session, folder):
             after_s = 300
         was_killed = kill_session(session, after_s, chance)
-        if rewritten := find_rewritten(before, folder):
-            return kills, f"written again: {', '.join(rewritten)}"
+        rewritten = find_rewritten(before, folder)
+        assert not rewritten, f"written again: {', '.join(rewritten)}"
         if not was_killed:
-            return kills, ""
+            return kills
         kills += 1
         if chance.random() < 0.3:
             shutil.rmtree(folder / "ssd", ignore_errors=True)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--kills", type=int, default=40, help="how many (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments (%(default)s)")
-    parser.add_argument("--folder", type=Path, help="folder to work in (a temporary one)")
-    options = parser.parse_args()
-    folder = options.folder or Path(tempfile.mkdtemp(prefix="kills-"))
+def count_rounds(asked: Kills) -> int:
+    """Kill so many times; return in how many rounds."""
+    folder = asked.folder
     data = make_dataset(folder / "data", n=240, workers=1)
     write_shards(data.images, data.annotations, shards=folder / "undisturbed")
-    expected = read_files(folder / "undisturbed")
-    chance = random.Random(options.seed)
+    expected = snapshot(folder / "undisturbed")
     kills = 0
     rounds = 0
-    while kills < options.kills:
+    while kills < asked.count:
         place = folder / f"round-{rounds}"
-        more, fault = run_round(data, place, chance, options.kills - kills)
-        kills += more
+        kills += run_round(data, place, asked.chance, asked.count - kills)
         rounds += 1
         for name in ("drive", "ssd"):
-            if not fault and read_files(place / name) != expected:
-                fault = f"{name} is not as write_shards writes it"
-        if fault:
-            print(f"after {kills} kills, in round {rounds}: {fault}")
-            return 1
+            left = {path: text for path, text in snapshot(place / name).items() if "/" not in path}
+            assert left == expected, f"after {kills} kills: {name} is not as write_shards writes it"
         shutil.rmtree(place)
-    print(f"{kills} kills in {rounds} rounds: every one ended byte-identical to write_shards")
-    if options.folder is None:
-        shutil.rmtree(folder)
-    return 0
+    return rounds
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_kills(__doc__, 40, count_rounds))

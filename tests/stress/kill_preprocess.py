@@ -11,7 +11,6 @@ identical, and it begins anew. Exits 1 at the first difference.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import random
 import shutil
@@ -20,46 +19,32 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from colab_utils.course.sample_data import make_dataset
+from tests.snapshots import snapshot
 
 SHARD_MB = 0.05
 
 
 def make_command(data: Path, shards: Path) -> list[str]:
     """Preprocess 60 images into about 20 shards."""
-    files = [
-        "--images",
-        str(data / "images"),
-        "--annotations",
-        str(data / "annotations.json"),
-        "--shards",
-        str(shards),
-    ]
-    return [
-        sys.executable,
-        "-m",
-        "colab_utils",
-        "preprocess",
-        *files,
-        "--storage",
-        "keep",
-        "--shard-mb",
-        str(SHARD_MB),
-    ]
+    files = f"--images {data}/images --annotations {data}/annotations.json --shards {shards}"
+    words = f"-m colab_utils preprocess {files} --storage keep --shard-mb {SHARD_MB}"
+    return [sys.executable, *words.split()]
 
 
-def snapshot(folder: Path) -> dict[str, str]:
-    """Checksums of what has a name of its own."""
-    names = [path for path in folder.glob("*") if not path.name.startswith(".")]
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in names}
+def read_named(folder: Path) -> dict[str, bytes]:
+    """Return the content of what has a name of its own."""
+    return {name: data for name, data in snapshot(folder).items() if not name.startswith(".")}
 
 
-def find_difference(left: dict[str, str], expected: dict[str, str]) -> str:
+def find_difference(left: dict[str, bytes], expected: dict[str, bytes]) -> str:
     """What is not as it should be after a kill; empty if all is well."""
-    for name, checksum in left.items():
-        if name != "writer.txt" and expected.get(name) != checksum:
+    for name, content in left.items():
+        if name != "writer.txt" and expected.get(name) != content:
             return f"{name} differs from that of an undisturbed run"
     if "index.json" in left and not expected.keys() <= left.keys():
         return "there is an index, but not every shard"
@@ -75,11 +60,6 @@ def start_session(command: list[str]) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
     )
-
-
-def kill_once(command: list[str], after_s: float, chance: random.Random) -> bool:
-    """Run the command and kill it as `kill_session` does; says whether it was alive."""
-    return kill_session(start_session(command), after_s, chance)
 
 
 def kill_session(session: subprocess.Popen[str], after_s: float, chance: random.Random) -> bool:
@@ -99,49 +79,66 @@ def kill_session(session: subprocess.Popen[str], after_s: float, chance: random.
     return False
 
 
-def main() -> int:
+@dataclass(frozen=True)
+class Kills:
+    """What a stress test was asked for."""
+
+    count: int
+    folder: Path
+    chance: random.Random
+
+
+def run_kills(description: str | None, default: int, count_rounds: Callable[[Kills], int]) -> int:
+    """Read the options of a stress test, and run it in a folder; return the exit status.
+
+    ``count_rounds`` returns how many rounds it took, and raises an `AssertionError` at the first
+    difference.
+    """
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kills", type=int, default=200, help="how many (%(default)s)")
+    parser.add_argument("--kills", type=int, default=default, help="how many (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (%(default)s)")
     parser.add_argument("--folder", type=Path, help="folder to work in (a temporary one)")
     options = parser.parse_args()
-    folder = options.folder or Path(tempfile.mkdtemp(prefix="kills-"))
-    make_dataset(folder / "data", n=60, width=160, height=128, objects=(1, 4), workers=1)
-    began_s = time.perf_counter()
-    subprocess.run(
-        make_command(folder / "data", folder / "undisturbed"), check=True, capture_output=True
-    )
-    undisturbed_s = time.perf_counter() - began_s
-    expected = snapshot(folder / "undisturbed")
-    chance = random.Random(options.seed)
-    kills = 0
-    rounds = kills
-    while kills < options.kills:
-        shards = folder / f"round-{rounds}"
-        command = make_command(folder / "data", shards)
-        while kill_once(command, chance.uniform(0.3, 1.05) * undisturbed_s, chance):
-            kills += 1
-            if difference := find_difference(snapshot(shards), expected):
-                print(f"kill {kills}: {difference}")
-                return 1
-            if kills >= options.kills:
-                subprocess.run(command, check=True, capture_output=True)
-                break
-        if snapshot(shards) != expected:
-            names = [
-                name for name in snapshot(shards) if snapshot(shards)[name] != expected.get(name)
-            ]
-            print(f"round {rounds}: not identical to an undisturbed run: {names}")
+    with tempfile.TemporaryDirectory(prefix="kills-") as folder:
+        place = options.folder or Path(folder)
+        try:
+            rounds = count_rounds(Kills(options.kills, place, random.Random(options.seed)))
+        except AssertionError as error:
+            print(error)
             return 1
-        shutil.rmtree(shards)
-        rounds += 1
-    print(f"{kills} kills in {rounds} rounds: every one ended byte-identical to an undisturbed run")
-    if options.folder is None:
-        shutil.rmtree(folder)
+    print(f"{options.kills} kills in {rounds} rounds: every one ended as without any")
     return 0
 
 
+def count_rounds(asked: Kills) -> int:
+    """Kill so many times; return in how many rounds."""
+    folder = asked.folder
+    make_dataset(folder / "data", n=60, width=160, height=128, objects=(1, 4), workers=1)
+    began_s = time.perf_counter()
+    undisturbed = folder / "undisturbed"
+    subprocess.run(make_command(folder / "data", undisturbed), check=True, capture_output=True)
+    undisturbed_s = time.perf_counter() - began_s
+    expected = read_named(undisturbed)
+    kills = 0
+    rounds = 0
+    while kills < asked.count:
+        shards = folder / f"round-{rounds}"
+        command = make_command(folder / "data", shards)
+        after_s = asked.chance.uniform(0.3, 1.05) * undisturbed_s
+        while kill_session(start_session(command), after_s, asked.chance):
+            kills += 1
+            difference = find_difference(read_named(shards), expected)
+            assert not difference, f"kill {kills}: {difference}"
+            after_s = asked.chance.uniform(0.3, 1.05) * undisturbed_s
+            if kills >= asked.count:
+                after_s = 300
+        assert read_named(shards) == expected, f"round {rounds}: not as an undisturbed run"
+        shutil.rmtree(shards)
+        rounds += 1
+    return rounds
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_kills(__doc__, 200, count_rounds))

@@ -1,6 +1,6 @@
 """Memory of a loader over an index of 118,000 images: flat over ten epochs, and small in all.
 
-    python tests/stress/load_large_index.py [--epochs 10] [--folder /tmp]
+    python -m tests.stress.load_large_index [--epochs 10] [--folder /tmp]
 
 Annotations of train2017's size (118,000 images, 7.3 objects each) behind small pictures, two worker
 processes. It fails if a worker's own memory grows by more than 5 MB after its first epoch (Python
@@ -29,6 +29,7 @@ from colab_utils import ShardDataset, make_loader
 from colab_utils.shards.arrays import describe_shard, dump_arrays, load_arrays
 from colab_utils.shards.index import read_index, write_index
 from colab_utils.shards.write import write_shards
+from tests.coco_files import make_object
 
 IMAGES = 1000
 COPIES = 118
@@ -48,28 +49,7 @@ def make_shards(folder: Path) -> Path:
         for _ in range(int(OBJECTS) + int(rng.random() < OBJECTS % 1)):
             x = 4 + int(rng.integers(0, 20))
             y = 4 + int(rng.integers(0, 10))
-            annotations.append(
-                {
-                    "id": len(annotations) + 1,
-                    "image_id": i,
-                    "category_id": 1,
-                    "iscrowd": 0,
-                    "area": 12 * 9,
-                    "bbox": [x, y, 12, 9],
-                    "segmentation": [
-                        [
-                            x,
-                            y,
-                            x + 12,
-                            y,
-                            x + 12,
-                            y + 9,
-                            x,
-                            y + 9,
-                        ]
-                    ],
-                }
-            )
+            annotations.append(make_object(len(annotations) + 1, i, [x, y, 12, 9]))
     images = [{"id": i, "file_name": f"{i}.jpg", "height": 32, "width": 48} for i in range(IMAGES)]
     content = {
         "images": images,
@@ -84,10 +64,7 @@ def make_shards(folder: Path) -> Path:
     path = folder / "shards" / first.arrays_name
     head = describe_shard(path.read_bytes())[0]
     arrays = load_arrays(path, first)
-    arrays = replace(
-        arrays,
-        bits=np.fromfile(path, np.uint8, offset=arrays.bits),
-    )
+    arrays = replace(arrays, bits=np.fromfile(path, np.uint8, offset=arrays.bits))
     for n in range(COPIES):
         name = f"shard-{n + 1:06d}.tar"
         os.link(folder / "shards" / first.name, folder / "shards" / name)
