@@ -7,7 +7,7 @@ time is read from the slow folder once: the others wait until it is kept.
 import mmap
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 from time import monotonic, sleep
@@ -169,22 +169,17 @@ def _hold(path: Path) -> Iterator[BinaryIO | None]:
     except OSError:
         yield None
         return
+    until_s = monotonic() + _OTHER_S
+    is_held = False
     with file:
+        while not is_held and monotonic() < until_s:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_held = True
+            except BlockingIOError:
+                sleep(_POLL_S)
         try:
-            yield file if _lock(file) else None
+            yield file if is_held else None
         finally:
             # A process that was forked meanwhile has the same lock, and would hold it.
             fcntl.flock(file, fcntl.LOCK_UN)
-
-
-def _lock(file: BinaryIO) -> bool:
-    """Lock a file, and return whether no other thread or process held it for too long."""
-    import fcntl
-
-    until_s = monotonic() + _OTHER_S
-    while monotonic() < until_s:
-        with suppress(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        sleep(_POLL_S)
-    return False

@@ -14,7 +14,7 @@ import xxhash
 
 from colab_utils.drive import explain_write, is_on_drive
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import PieceFile, open_store
+from colab_utils.files import open_store
 from colab_utils.os_errors import explain_os_error
 from colab_utils.places import Place, find_server, identify_place, open_place
 from colab_utils.processes import pop_done
@@ -198,11 +198,9 @@ class Copying:
         state = xxhash.xxh3_64()
         self._bytes_done[name] = 0
         piece = memoryview(bytearray(_PIECE_BYTES))
-        with (
-            explain_write(self.target.place),
-            self.target.create(name) as out,
-            self._open_source(name) as file,
-        ):
+        with self._explain_read(name):
+            source = self.source.open(name, block_bytes=_BLOCK_BYTES)
+        with explain_write(self.target.place), source as file, self.target.create(name) as out:
             # One byte more than the file should have shows a file that is too long.
             while self._bytes_done[name] <= size:
                 if self.stop.is_set():
@@ -221,11 +219,6 @@ class Copying:
                     "verify on the source, delete the damaged files that it names, and run "
                     "preprocess again."
                 )
-
-    def _open_source(self, name: str) -> PieceFile:
-        """Open a file to copy; its ``readinto`` reads a range into a buffer."""
-        with self._explain_read(name):
-            return self.source.open(name, block_bytes=_BLOCK_BYTES)
 
     @contextmanager
     def _explain_read(self, name: str) -> Iterator[None]:

@@ -84,23 +84,19 @@ def _find_all(run: ShardRun) -> list[ShardIndex]:
     Raises:
         ColabUtilsError: if shards are missing, or have another recipe than the first one.
     """
-    numbers = [number for number, _ in run.list_shards()]
     store = open_store(run.folder)
+
+    def find(number: int) -> ShardIndex | None:
+        name = name_shard(run.folder, number).name
+        return find_shard(store, name, run.dataset.fingerprint, run.recipe)
+
     with ThreadPool(COPY_STREAMS) as pool:
-        indexes = list(
-            pool.map(
-                lambda number: find_shard(
-                    store, name_shard(run.folder, number).name, run.dataset.fingerprint, run.recipe
-                ),
-                numbers,
-            )
-        )
-    done = [index for index in indexes if index is not None]
+        indexes = list(pool.map(find, range(len(run.list_shards()))))
     missing = [str(number) for number, index in enumerate(indexes) if index is None]
     if missing:
         raise ColabUtilsError(
-            f"{len(missing):,} of {len(numbers):,} shards are missing in {run.folder}, or were "
+            f"{len(missing):,} of {len(indexes):,} shards are missing in {run.folder}, or were "
             f"made with other settings: number {', '.join(missing[:_NAMED])}. Write their parts, "
             "or all parts, again: finished shards are left as they are. Then finish again."
         )
-    return done
+    return [index for index in indexes if index is not None]

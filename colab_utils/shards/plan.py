@@ -3,7 +3,7 @@
 from functools import partial
 from itertools import accumulate
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,10 +13,9 @@ from colab_utils.data.orientation import Exif, choose_turn
 from colab_utils.data.sizes import SIDE_RANGE
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import open_store
-from colab_utils.machine import count_cores
 from colab_utils.places import Place
 from colab_utils.processes import ThreadPool
-from colab_utils.require import require_choice, require_count, require_number
+from colab_utils.require import require_choice, require_number
 from colab_utils.shards.arrays import ArraysBuilder
 from colab_utils.shards.index import SkippedImage, Storage
 from colab_utils.shards.records import Sample, read_image, try_sample
@@ -30,15 +29,7 @@ _FIRST_SHARD_MB = 4
 _ORDER_SEED = 0
 # A few images are measured, and stand for the whole dataset.
 _TRIED_IMAGES = 16
-_MOST_WORKERS = 2**16
 _RANGES = {"min_size": SIDE_RANGE, "max_size": SIDE_RANGE, "shard_mb": (1e-9, 1024)}
-
-
-def count_processes(workers: int | Literal["auto"]) -> int:
-    """Return the number of processes that write. "auto" is one for each core."""
-    if workers == "auto":
-        return count_cores()
-    return require_count("workers", workers, maximum=_MOST_WORKERS)
 
 
 def make_recipe(storage: str, exif: str = "auto", **numbers: Any) -> dict[str, Any]:

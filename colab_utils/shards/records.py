@@ -166,9 +166,7 @@ def try_sample(
         stored = store_image(
             read(),
             (image["height"], image["width"]),
-            min_size=recipe["min_size"],
-            max_size=recipe["max_size"],
-            storage=recipe["storage"],
+            **{name: recipe[name] for name in ("min_size", "max_size", "storage")},
             exif=exif,
             is_reduced=recipe.get("reduced_decode", False),
         )

@@ -22,9 +22,10 @@ from colab_utils.data.orientation import Exif
 from colab_utils.drive import explain_write, is_on_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import open_store
+from colab_utils.machine import count_cores
 from colab_utils.places import Place, identify_place, open_place
 from colab_utils.progress import show_progress
-from colab_utils.require import require_max_bad, require_part
+from colab_utils.require import require_count, require_max_bad, require_part
 from colab_utils.running import JobProgress, run_jobs
 from colab_utils.shards.folder_state import confirm_finished, inspect_folder
 from colab_utils.shards.index import (
@@ -38,7 +39,6 @@ from colab_utils.shards.index import (
 from colab_utils.shards.jobs import ShardJob, name_shard, write_in_turn
 from colab_utils.shards.lock import hold_folder
 from colab_utils.shards.plan import (
-    count_processes,
     make_recipe,
     open_annotations,
     plan_recipe,
@@ -47,6 +47,8 @@ from colab_utils.shards.plan import (
 from colab_utils.shards.records import MISSING
 from colab_utils.streams import require_streams
 from colab_utils.units import format_bytes, format_count
+
+_MOST_WORKERS = 2**16
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,9 @@ def write_shards(
     folder = open_place(shards)
     if identify_place(folder) == identify_place(images):
         raise ColabUtilsError(f"{shards} is the image folder. Name another folder for the shards.")
-    processes = count_processes(workers)
+    processes = count_cores()
+    if workers != "auto":
+        processes = require_count("workers", workers, maximum=_MOST_WORKERS)
     recipe = make_recipe(storage, exif, min_size=min_size, max_size=max_size, shard_mb=shard_mb)
     max_bad = require_max_bad(max_bad)
     require_streams(streams)

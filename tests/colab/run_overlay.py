@@ -27,7 +27,6 @@ TESTS = (
     "tests/data",
     "tests/shards/test_arrays.py",
     "tests/shards/test_index.py",
-    "tests/shards/test_properties.py",
     "tests/shards/test_stored_images.py",
     "tests/shards/test_write.py",
     "tests/loading/test_batch.py",
