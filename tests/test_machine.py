@@ -46,7 +46,11 @@ def join_groups(root, *lines):
     make_files(root, {"proc/self/cgroup": "\n".join(lines)})
 
 
-def test_without_control_groups_there_is_no_limit(tmp_path):
+@pytest.mark.parametrize("groups", [[], ["user.slice", "user.slice/session.scope"]])
+def test_without_limits_of_control_groups_there_is_none(tmp_path, groups):
+    for place in groups:
+        join_groups(tmp_path, f"0::/{place}")
+        make_group(tmp_path, place, used=5)
     assert find_group_memory(tmp_path) == math.inf
     assert find_group_cores(tmp_path) == math.inf
 
@@ -58,7 +62,7 @@ def test_the_limits_of_a_container_(tmp_path):
     assert find_group_cores(tmp_path) == 1.5
 
 
-@pytest.mark.parametrize("tightest", ["slurm", "slurm/job", "slurm/job/step 0"])
+@pytest.mark.parametrize("tightest", ["slurm", "slurm/job/step 0"])
 def test_the_tightest_group__counts(tmp_path, tightest):
     join_groups(tmp_path, "0::/slurm/job/step 0")
     (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
@@ -70,14 +74,6 @@ def test_the_tightest_group__counts(tmp_path, tightest):
     make_group(tmp_path, "slurm/other", memory=1, quota=1)
     assert find_group_memory(tmp_path) == 700
     assert find_group_cores(tmp_path) == 2
-
-
-def test_groups__without_limits(tmp_path):
-    join_groups(tmp_path, "0::/user.slice/session.scope")
-    make_group(tmp_path, "user.slice", used=5)
-    make_group(tmp_path, "user.slice/session.scope", used=5)
-    assert find_group_memory(tmp_path) == math.inf
-    assert find_group_cores(tmp_path) == math.inf
 
 
 EVENTS = "low 0\nhigh 3\nmax 40\noom 5\noom_kill 2\noom_group_kill 0"

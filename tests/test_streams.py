@@ -94,15 +94,11 @@ def test_it_never_passes_the_most(most_streams):
     assert tuner.best.files_per_s == pytest.approx(most_streams / LATENCY_S, rel=0.2)
 
 
-def test_refusals_of_one_burst_halve_it_once():
+def test_refusals_of_one_burst_halve_it_once_and_those_without_end_leave_one_stream():
     tuner = StreamTuner(32)
     for _ in range(32):
         tuner.refuse()
     assert tuner.streams == 16
-
-
-def test_refusals_without_end_leave_one_stream():
-    tuner = StreamTuner(32)
     for _ in range(1000):
         tuner.refuse()
     assert tuner.streams == 1

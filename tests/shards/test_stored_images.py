@@ -90,7 +90,7 @@ def test_shrunk_coco_images_equal_torchvisions_transform(coco_mini, min_size, ma
     assert sum(objects) > 100
 
 
-@pytest.mark.parametrize(("min_size", "max_size"), [(50, 80), (100, 120), (64, 10_000)])
+@pytest.mark.parametrize(("min_size", "max_size"), [(50, 80), (64, 10_000)])
 def test_planned_sizes_are_torchvisions(min_size, max_size):
     transform = GeneralizedRCNNTransform(min_size, max_size, [0.0], [1.0])
     for height in range(min_size, 300, 3):
@@ -189,7 +189,6 @@ def make_photo(height, width):
 PHOTO = make_photo(601, 803)
 PHOTOS = {
     "rgb": save(PHOTO, "JPEG", quality=92),
-    "all colours": save(PHOTO, "JPEG", quality=92, subsampling=0),
     "progressive": save(PHOTO, "JPEG", quality=92, progressive=True),
     "grey": save(PHOTO.convert("L"), "JPEG", quality=92),
     "cmyk": save(PHOTO.convert("CMYK"), "JPEG", quality=92),
@@ -326,7 +325,6 @@ def test_every_reader_refuses_and_converts_alike():
         make_chunk(b"eXIf", b"MM\0*\0\0\0\x08\0\x01\x01\x12\0\x02\0\0\0\x04six\0\0\0\0\0"),
         # The chunk names a compression that does not exist.
         make_chunk(b"iCCP", b"profile\0\x07xxxx"),
-        make_chunk(b"zTXt", b"text\0\x07xxxx"),
         # The checksum is wrong.
         make_chunk(b"tEXt", b"text\0text")[:-4] + b"oops",
     ],
