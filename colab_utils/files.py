@@ -13,7 +13,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any, BinaryIO, NamedTuple, TypeVar
@@ -260,6 +260,43 @@ class DriveFile(PieceFile):
     def _open(self) -> None:
         with guard_drive(self.path):
             self._descriptors.append(_open_at_once(str(self.path), os.O_RDONLY))
+
+
+class UrlFile(PieceFile):
+    """A file at a URL that is read in pieces. Its server must send parts of files.
+
+    Args:
+        path: the file.
+        store: makes the requests.
+        block_bytes: the smallest request, in bytes. If you read less, the rest is kept for the next
+            read.
+    """
+
+    def __init__(self, path: UrlPath, store: Any, block_bytes: int) -> None:
+        super().__init__(path, store.retries)
+        self._store = store
+        self._block_bytes = block_bytes
+        # Start and content of the last request. One tuple holds both, so that another thread never
+        # sees the start of one request with the content of another.
+        self._block = (0, b"")
+        self._size: int | None = None
+
+    def _read_some(self, view: memoryview, offset: int) -> int:
+        start, block = self._block
+        if not start <= offset < start + len(block):
+            start = offset
+            # Some servers refuse a request that goes beyond the end of the file.
+            wanted = min(max(len(view), self._block_bytes), self._find_size() - start)
+            block = self._store.read_range(self.path, start, wanted) if wanted > 0 else b""
+            self._block = (start, block)
+        piece = memoryview(block)[offset - start :][: len(view)]
+        view[: len(piece)] = piece
+        return len(piece)
+
+    def _find_size(self) -> int:
+        if self._size is None:
+            self._size = int(self._store.find_size(self.path))
+        return self._size
 
 
 def name_temporary(path: Path) -> Path:
@@ -556,12 +593,20 @@ def open_store(place: PlaceLike, stop: Any = None, patience_s: float = math.inf)
         []
     """
     opened = _to_place(place)
-    if isinstance(opened, UrlPath):
-        # This module loads fsspec, which most people do not use.
-        from colab_utils.urls import UrlStore
+    kind = _find_url_store() if isinstance(opened, UrlPath) else Store
+    return kind(opened, stop, patience_s)
 
-        return UrlStore(opened, stop, patience_s)
-    return Store(opened, stop, patience_s)
+
+@lru_cache
+def _find_url_store() -> type[Store]:
+    """Return the class of stores at URLs. Its module loads fsspec, which most people do not use."""
+    from colab_utils.urls import UrlMethods
+
+    class UrlStore(UrlMethods, Store):
+        def open(self, name: str | Place, *, block_bytes: int = 0) -> PieceFile:
+            return UrlFile(self.locate(name), self, block_bytes)
+
+    return UrlStore
 
 
 def _to_place(place: PlaceLike) -> Place:

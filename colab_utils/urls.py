@@ -20,10 +20,8 @@ from typing import Any
 from fsspec import get_filesystem_class
 from fsspec.core import url_to_fs
 
-from colab_utils.drive import RefusedError, Retries, ServerLostError, try_again
+from colab_utils.drive import RefusedError, ServerLostError, try_again
 from colab_utils.errors import ColabUtilsError, UnavailableError, escape
-from colab_utils.files import PieceFile, Store
-from colab_utils.places import Place
 
 # Protocols of object stores. In such a store, a file appears only when it is complete.
 _STORES = (
@@ -81,57 +79,12 @@ def guard_server(path: Any) -> Iterator[None]:
         raise _explain_failure(path, _find_cause(error)) from None
 
 
-class UrlFile(PieceFile):
-    """A file at a URL that is read in pieces. Its server must send parts of files.
-
-    Args:
-        path: the file.
-        retries: how a read is tried again.
-        block_bytes: the smallest request, in bytes. If you read less, the rest is kept for the next
-            read.
-    """
-
-    def __init__(self, path: Any, retries: Retries, block_bytes: int) -> None:
-        super().__init__(path, retries)
-        self._block_bytes = block_bytes
-        # Start and content of the last request. One tuple holds both, so that another thread never
-        # sees the start of one request with the content of another.
-        self._block = (0, b"")
-        self._size: int | None = None
-
-    def _read_some(self, view: memoryview, offset: int) -> int:
-        start, block = self._block
-        if not start <= offset < start + len(block):
-            start = offset
-            # Some servers refuse a request that goes beyond the end of the file.
-            wanted = min(max(len(view), self._block_bytes), self._find_size() - start)
-            block = self._request(start, wanted) if wanted > 0 else b""
-            self._block = (start, block)
-        piece = memoryview(block)[offset - start :][: len(view)]
-        view[: len(piece)] = piece
-        return len(piece)
-
-    def _request(self, start: int, count: int) -> bytes:
-        with guard_server(self.path):
-            system, key = locate(self.path)
-            content = bytes(system.cat_file(key, start=start, end=start + count))
-        if len(content) > count:
-            raise _refuse_parts(self.path)
-        return content
-
-    def _find_size(self) -> int:
-        if self._size is None:
-            with guard_server(self.path):
-                self._size = _find_info(self.path).get("size")
-            if self._size is None:
-                raise _refuse_parts(self.path)
-        return self._size
-
-
-class UrlStore(Store):
-    """The files of a folder at a URL."""
+class UrlMethods:
+    """What a `Store` does with files at URLs in its own way."""
 
     guard = staticmethod(guard_server)
+    place: Any
+    locate: Any
 
     @try_again
     def read(self, name: Any, *, most_bytes: float = 0, at_full_speed: bool = True) -> bytes:
@@ -139,9 +92,22 @@ class UrlStore(Store):
         system, key = locate(name)
         return bytes(system.cat_file(key))
 
-    def open(self, name: str | Place, *, block_bytes: int = 0) -> PieceFile:
-        """Open a file to read it in pieces, by requests of at least ``block_bytes``."""
-        return UrlFile(self.locate(name), self.retries, block_bytes)
+    @try_again
+    def read_range(self, name: Any, start: int, count: int) -> bytes:
+        """Return ``count`` bytes of a file, beginning with byte ``start``."""
+        system, key = locate(name)
+        content = bytes(system.cat_file(key, start=start, end=start + count))
+        if len(content) > count:
+            raise _refuse_parts(name)
+        return content
+
+    @try_again
+    def find_size(self, name: Any) -> int:
+        """Return the size in bytes of a file of which parts are to be read."""
+        size = _find_info(name).get("size")
+        if size is None:
+            raise _refuse_parts(name)
+        return int(size)
 
     def _find_status(self, name: Any) -> tuple[int, float]:
         info = self._find_info(name)
@@ -150,10 +116,6 @@ class UrlStore(Store):
             if isinstance(info.get(key), datetime):
                 changed_s = info[key].timestamp()
         return info.get("size") or 0, changed_s
-
-    @try_again
-    def _find_info(self, name: Any) -> dict[str, Any]:
-        return _find_info(name)
 
     def has_files(self, files: Iterable[tuple[str, int, str]]) -> bool:
         """List the folder once; return whether all these files are there."""
@@ -198,6 +160,10 @@ class UrlStore(Store):
         with suppress(FileNotFoundError, NotADirectoryError):
             return "file" if self._find_info(path)["type"] == "file" else "folder"
         return ""
+
+    @try_again
+    def _find_info(self, name: Any) -> dict[str, Any]:
+        return _find_info(name)
 
     @try_again
     def write(self, name: Any, *parts: bytes | memoryview) -> None:
