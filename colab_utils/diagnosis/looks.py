@@ -6,7 +6,6 @@ import sys
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from itertools import takewhile
 from linecache import getline
 from traceback import walk_stack
 
@@ -260,8 +259,8 @@ def _measure(count: int, total: int) -> tuple[float, str]:
 
 def _leave_loader(stack: Sequence[str]) -> Sequence[str]:
     """Return the part of a stack that asks a loader for a batch."""
-    outer = [*takewhile(lambda line: not _IN_LOADERS.search(line), reversed(stack))]
-    return outer[::-1]
+    inside = [place for place, line in enumerate(stack, 1) if _IN_LOADERS.search(line)]
+    return stack[max(inside, default=0) :]
 
 
 def name_place(phase: str, seen: Activity) -> str:

@@ -110,6 +110,7 @@ def test_a_stream_and_a_loader_that_cannot_start_again():
     assert "No optimizer" in unseen
     once = watch(iter([1, 2]))
     assert ([*once], [*once]) == ([1, 2], [])
+    assert not isinstance(once, DataLoader)
     assert once.summary().batches == 2
 
 

@@ -407,7 +407,6 @@ def test_what_samples_took_and_read_is_counted_in_the_workers(tmp_path):
     times = watched._record.monitor.read_times()
     assert times.samples == 8
     assert times.bytes_read == pytest.approx(800_000, rel=0.05)
-    assert times.wall_s > 0
     assert 0 < times.cpu_s < times.worker_cpu_s
 
 
@@ -434,14 +433,6 @@ class _Mapped(Dataset):
 def test_pages_of_a_mapped_file_count_as_read(tmp_path):
     watched = watch_pass(_Mapped(tmp_path / "map"), num_workers=1)
     assert watched._record.monitor.read_times().bytes_read >= 8 * _Mapped.part
-
-
-def test_any_iterable_can_be_watched():
-    watched = watch((number for number in range(3)), timeout_s=20)
-    assert list(watched) == [0, 1, 2]
-    assert not isinstance(watched, DataLoader)
-    with pytest.raises(TypeError):
-        len(watched)
 
 
 def _break(index):
