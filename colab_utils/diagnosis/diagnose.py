@@ -214,6 +214,7 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
     kept.clear()
 
     loading = [*timed.stages.values()]
+    name = _name_step(step)
     waits = step is None or ceiling >= _FINE_HEADSPACE * now.images_per_second
     fixes = []
     if waits and isinstance(loader, Loader | DataLoader):
@@ -231,7 +232,7 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
             )
         )
     causes = refine_causes(summary.causes, loading, waits=waits)
-    verdict = [describe_verdict(now, ceiling, slower, loading, fixes, _name_step(step))]
+    verdict = [describe_verdict(now, ceiling, slower, loading, fixes, name)]
     for cause in causes:
         if cause.id in ("memory", "other_programs"):
             verdict.append(f"{cause.why} {cause.next}")
@@ -245,7 +246,7 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
         stages=(*loading, *_list_loop_stages(now, step)),
         fixes=tuple(fixes),
         confidence=_describe_confidence(now, fixes),
-        step=_name_step(step),
+        step=name,
         causes=tuple(causes),
     )
 

@@ -7,7 +7,7 @@ import math
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -404,7 +404,7 @@ class _Run(_Clock):
         self._number = 0
         # Images of each worker that its streams must read, and the images that are on their way.
         self._unread = [_Queue() for _ in lanes]
-        self._planned = [0 for _ in lanes]
+        self._places = [count() for _ in lanes]
         self._coming: dict[int, _Queue] = {}
         # Without workers, a batch in any order takes the images that come first.
         self._anything = None if loop.in_order or loop.workers else _Queue()
@@ -494,11 +494,10 @@ class _Run(_Clock):
     def _plan(self, lane: int, number: int) -> None:
         """Let the streams of a worker read its next images."""
         size = self._loop.batch_size
-        for place in range(self._planned[lane], self._planned[lane] + number):
+        for place in islice(self._places[lane], number):
             image = (place // size * len(self.loads) + lane) * size + place % size
             self._coming[image] = self._anything or _Queue()
             self.put(self._unread[lane], (image, self._coming[image]))
-        self._planned[lane] += number
 
     def _stream(self, lane: int) -> _Process:
         """Read one file after the other. The threads of a loop without workers work on them."""
