@@ -19,6 +19,8 @@ from colab_utils.places import Place, PlaceLike, find_server, open_place
 
 # The folder below a mount of Drive that holds what Drive's shortcuts point to.
 _SHORTCUTS = ".shortcut-targets-by-id"
+# The ending of a zip. No name has it as its stem, because a name that begins with a dot is hidden.
+_ZIP = ".zip"
 
 
 def find_file(folder: PlaceLike, name: str, shared_names: frozenset[str]) -> tuple[Place, bool]:
@@ -155,8 +157,7 @@ def require_folder(images: PlaceLike) -> None:
             cure = "It is a file. Name a folder: if the file is an archive, unpack it first."
         raise ColabUtilsError(f"There is no image folder at {images}. {cure}")
     list_base_names.cache_clear()
-    _list_stems.cache_clear()
-    _find_zip.cache_clear()
+    _list_alike.cache_clear()
 
 
 def take_base_name(name: str) -> str:
@@ -275,25 +276,23 @@ def explain_missing(folder: PlaceLike, name: str) -> str:
             )
         if places:
             return f"not in {folder}, but at {places[0]} below it: write this path into file_name"
-        alike = _list_stems(str(folder)).get(_take_stem(base))
-        if alike:
-            return f"not in {folder}, but {alike} is there: write file_name as the file is called"
-        packed = _find_zip(str(folder))
-        if packed:
+        alike = _list_alike(str(folder))
+        if other := alike.get(_take_stem(base)):
+            return f"not in {folder}, but {other} is there: write file_name as the file is called"
+        if packed := alike.get(_ZIP):
             return f"not in {folder}, which holds {packed}: unpack it first"
     return f"not in {folder}"
 
 
 @lru_cache(4)
-def _list_stems(folder: str) -> dict[str, str]:
-    """Return a dict from each stem of `_take_stem` to the name of a file that has this stem."""
-    return {_take_stem(base): base for base in list_base_names(folder)}
-
-
-@lru_cache(4)
-def _find_zip(folder: str) -> str:
-    """Return the name of a zip in a folder; "" if there is none."""
-    return next((base for base in list_base_names(folder) if base.lower().endswith(".zip")), "")
+def _list_alike(folder: str) -> dict[str, str]:
+    """Return a dict from each stem of `_take_stem`, and from `_ZIP`, to a file that has it."""
+    alike = {}
+    for base in list_base_names(folder):
+        alike[_take_stem(base)] = base
+        if base.lower().endswith(_ZIP):
+            alike[_ZIP] = base
+    return alike
 
 
 def _take_stem(base: str) -> str:

@@ -110,8 +110,6 @@ def _encode_polygons(segmentation: list[Any], height: int, width: int) -> Rle:
 
 
 def _encode_rle(rle: Rle, height: int, width: int) -> Rle:
-    from pycocotools import mask as coco_mask
-
     counts = rle.get("counts")
     size = rle.get("size")
     if not isinstance(counts, list | str | bytes):
@@ -134,22 +132,24 @@ def _encode_rle(rle: Rle, height: int, width: int) -> Rle:
         raise ColabUtilsError(
             f"the RLE is damaged: its counts do not add up to {height} x {width} pixels"
         )
-    joined = _join_runs(np.cumsum(runs.astype(np.int64)))
-    return coco_mask.frPyObjects({"size": [height, width], "counts": joined}, height, width)
+    return _encode_runs(np.cumsum(runs.astype(np.int64)), height, width)
 
 
-def _join_runs(ends: NDArray[np.int64]) -> list[int]:
-    """Return the lengths of the runs that end there. Two runs around one of length 0 are joined.
+def _encode_runs(ends: NDArray[np.int64], height: int, width: int) -> Rle:
+    """Return the mask whose runs end there. Two runs around one of length 0 are joined.
 
     If a run has length 0, pycocotools' ``toBbox`` returns a wrong box.
 
     Example:
-        >>> _join_runs(np.array([5, 5, 8, 12]))
-        [8, 4]
+        >>> _encode_runs(np.array([5, 5, 8, 12]), 4, 3)
+        {'size': [4, 3], 'counts': b'84'}
     """
+    from pycocotools import mask as coco_mask
+
     changes, times = np.unique(ends[ends < ends[-1]], return_counts=True)
-    joined: list[int] = np.diff(changes[times % 2 == 1], prepend=0, append=ends[-1]).tolist()
-    return joined
+    runs = np.diff(changes[times % 2 == 1], prepend=0, append=ends[-1]).tolist()
+    rle: Rle = coco_mask.frPyObjects({"size": [height, width], "counts": runs}, height, width)
+    return rle
 
 
 def measure_mask(rle: Rle) -> tuple[list[float], int]:
@@ -175,16 +175,10 @@ def resize_rles(rles: Sequence[Rle], height: int, width: int) -> list[Rle]:
         >>> resize_rles([rle], 4, 4) == [encode_segmentation([[0, 0, 2, 0, 2, 2, 0, 2]], 4, 4)]
         True
     """
-    return [_resize_rle(rle, height, width) for rle in rles]
-
-
-def _resize_rle(rle: Rle, height: int, width: int) -> Rle:
-    from pycocotools import mask as coco_mask
-
-    height_in, width_in = rle["size"]
-    ends = _take_runs(rle, nearest_indices(height_in, height), nearest_indices(width_in, width))
-    runs = _join_runs(ends)
-    resized: Rle = coco_mask.frPyObjects({"size": [height, width], "counts": runs}, height, width)
+    resized = []
+    for rle in rles:
+        rows, columns = map(nearest_indices, rle["size"], (height, width))
+        resized.append(_encode_runs(_take_runs(rle, rows, columns), height, width))
     return resized
 
 

@@ -138,14 +138,13 @@ def compare_box(box: list[float], tight: list[float], height: int, width: int) -
         return [("inverted box", text)]
     if not (w > 0 and h > 0):
         return [("box without area", text)]
-    if min(x + w, width) <= max(x, 0) or min(y + h, height) <= max(y, 0):
+    # Training clips boxes to the image, so the box is clipped before it is compared.
+    edges = np.clip(np.add(box, [0, 0, x, y]), 0, [width, height] * 2)
+    if (edges[2:] <= edges[:2]).any():
         return [("box outside the image", text)]
     if not (tight[2] and tight[3]):
         return [("empty mask", text)] if w * h >= NEAR**2 else []
-    # Training clips boxes to the image, so the box is clipped before it is compared.
-    edges = np.clip([x, y, x + w, y + h], 0, [width, height] * 2)
-    inner = np.array([*tight[:2], tight[0] + tight[2], tight[1] + tight[3]])
-    if np.abs(edges - inner).max() <= NEAR:
+    if np.abs(edges - np.add(tight, [0, 0, *tight[:2]])).max() <= NEAR:
         return []
     boxes = np.array([[*edges[:2], *edges[2:] - edges[:2]], [x, y, w - x, h - y]], np.float64)
     overlap, corners_overlap = coco_mask.iou(boxes, np.array([tight]), [False]).ravel()
