@@ -18,15 +18,8 @@ from colab_utils.shards.write import write_shards
 from colab_utils.training.checkpoint import CheckpointFolder
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        # The mount died.
-        errno.ENOTCONN,
-        # A quota is used up, or a folder has too many files.
-        errno.EIO,
-    ],
-)
+# The mount died; or a quota is used up, or a folder has too many files.
+@pytest.mark.parametrize("number", [errno.ENOTCONN, errno.EIO])
 def test_a_vanished_drive_is_named_with_its_cure(photo, monkeypatch, number):
     def vanish(*_):
         raise OSError(number, os.strerror(number))

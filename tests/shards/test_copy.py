@@ -226,6 +226,16 @@ def test_a_preprocess_in_the_target_is_left_alone(source, tmp_path):
         copy_shards(source, tmp_path / "ssd")
 
 
+SLOW_COPY = """
+import sys
+from colab_utils.shards import copy
+from colab_utils.slow_drive import DriveProfile, slow_down
+copy._PIECE_BYTES = 2000
+slow_down(sys.argv[1], DriveProfile("test", 0.001, 4e5, ""))
+copy.copy_shards(*sys.argv[1:], streams=2)
+"""
+
+
 @pytest.fixture
 def running(tmp_path):
     """A copy in another process, stopped by a signal once one file has arrived and another is under
@@ -234,16 +244,8 @@ def running(tmp_path):
     source = make_source(tmp_path / "drive", tar_bytes=200_000)
 
     def stop(number):
-        script = (
-            "import sys\n"
-            "from colab_utils.shards import copy\n"
-            "from colab_utils.slow_drive import DriveProfile, slow_down\n"
-            "copy._PIECE_BYTES = 2000\n"
-            "slow_down(sys.argv[1], DriveProfile('test', 0.001, 4e5, ''))\n"
-            "copy.copy_shards(*sys.argv[1:], streams=2)"
-        )
         process = subprocess.Popen(
-            [sys.executable, "-c", script, str(source), str(tmp_path / "ssd")],
+            [sys.executable, "-c", SLOW_COPY, str(source), str(tmp_path / "ssd")],
             env={**os.environ, "PYTHONPATH": str(Path(module.__file__).parents[2])},
             stderr=subprocess.PIPE,
         )
@@ -281,7 +283,7 @@ def test_after_a_kill_the_next_copy_sweeps_and_continues(running):
     assert snapshot(target) == snapshot(source)
 
 
-@pytest.mark.parametrize("streams", [1, 16, "auto"])
+@pytest.mark.parametrize("streams", [1, "auto"])
 def test_every_number_of_streams_makes_the_same_files(source, tmp_path, opened, streams):
     report = copy_shards(source, tmp_path / "ssd", streams=streams)
     assert snapshot(tmp_path / "ssd") == snapshot(source)
