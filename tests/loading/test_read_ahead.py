@@ -5,19 +5,20 @@ stock DataLoader, and ahead of a batch.
 import shutil
 import threading
 
+import numpy as np
 import pytest
 from torch.utils.data import DataLoader, Subset
 from torchvision.transforms import v2
 
 from colab_utils import files
 from colab_utils.data.coco import write_subset
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import DriveProfile, slow_down
 
-from .test_dataset import assert_equal_samples
+from .test_dataset import assert_equal_samples, flip_bit
 from .test_loader import flatten, list_ids
 from .test_open_dataset import wait_until
 
@@ -228,3 +229,32 @@ def test_files_that_were_read_for_another_pass_are_given_up(make, dataset, list_
     loader.load_state_dict(other.state_dict())
     [rest] = read_orders(loader, passes=1)
     assert len(rest) == len(dataset) - 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_pass_that_was_broken_off_leaves_nothing_to_the_next(make, dataset, workers):
+    loaders = [make(dataset, streams=streams, workers=workers, seed=3) for streams in (8, 1)]
+    for loader in loaders:
+        next(iter(loader))
+    assert read_orders(loaders[0]) == read_orders(loaders[1])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_missing_file_is_left_out_as_without_reading_ahead(make, few, workers):
+    copy = CocoFolder(*few)
+    copy.find_path(2).unlink()
+    loader = make(copy, workers=workers, max_bad=1, streams=8)
+    with pytest.warns(ColabUtilsWarning, match="left out"):
+        [ids] = read_orders(loader, passes=1)
+    assert sorted(ids) == sorted(np.delete(copy.image_ids, 2).tolist())
+
+
+def test_a_damaged_piece_that_was_read_ahead_is_named(near_and_far):
+    near, far = near_and_far
+    start, length = far._tables["image_spans"][0].tolist()
+    flip_bit(far.find_path(0), start + length // 2)
+    with pytest.raises(ColabUtilsError, match="do not match their checksum"):
+        far.__getitems__([0, 1])
+    # Nothing is left of the batch that failed.
+    far.read_ahead([1])
+    assert_equal_samples(far[1], near[1])
