@@ -23,9 +23,12 @@ RUN = ["-m", "colab_utils", "run"]
 EVERY = bool(os.environ.get("EVERY_STALL"))
 USUAL = [
     ("references", "work"),
-    ("epochs", "gap"),
+    ("epochs", "read"),
+    ("persistent", "gap"),
+    ("no_loader", "gap"),
     ("thread", "healthy"),
     ("ahead", "read"),
+    ("anew", "healthy"),
 ]
 FRAMEWORKS = ("lightning", "transformers", "accelerate", "ignite", "fastai")
 KINDS = (*dict(USUAL), *(f"with_{name}" for name in FRAMEWORKS))
@@ -112,6 +115,9 @@ def test_the_planted_stall_of_an_unchanged_script_is_named(kind, stall, pipes, t
     assert "Traceback" not in ended.stderr
     content = json.loads(result.read_text())
     assert content["command"] == "run"
+    if kind == "no_loader":
+        assert content["loaders"] == []
+        return
     training = max(content["loaders"], key=lambda loader: loader["batches"])
     causes = {cause["id"]: cause["why"] for cause in training["causes"]}
     print(kind, stall, [*causes], training["verdict"])
@@ -277,6 +283,7 @@ def test_each_loader_that_mattered_has_one_summary(tmp_path):
     own, anew = json.loads((tmp_path / "out.json").read_text())["loaders"]
     assert shown == [own["loader"], anew["loader"]]
     assert own["loader"] == "Photos (20 samples), 0 workers, at script.py:22"
+    assert anew["loader"] == "TensorDataset (12 samples), 0 workers, at script.py:29"
     assert (own["batches"], anew["batches"], anew["passes"]) == (10, 12, 2)
     # That of the loader that the script itself watches is printed by `watch`.
     assert ended.stderr.count(" images/s") == 3
@@ -320,7 +327,9 @@ def test_a_notebook_is_watched_cell_by_cell(tmp_path):
     ("name", "content", "why"),
     [
         ("nope.py", None, "No such file"),
+        (".", None, "Is a directory"),
         ("photo.py", b"\xff\xd8\xff\xe0", "is not valid Python"),
+        ("zero.py", b"a = 1\0", "is not valid Python"),
         ("open.py", b"print(", "was never closed"),
     ],
 )

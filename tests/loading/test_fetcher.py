@@ -256,7 +256,8 @@ def open_zip(path):
     ],
 )
 def test_an_open_file_that_workers_would_share_is_told(tmp_path, make, open_it, name):
-    [file] = held = open_it(tmp_path / "a")
+    held = open_it(tmp_path / "a")
+    [file] = held
     dataset = Holder(held)
     expected = pytest.warns(ColabUtilsWarning, match=re.escape(f"{name} is an open file"))
     with expected if name else nullcontext():
