@@ -10,7 +10,6 @@ import shutil
 import warnings
 from pathlib import Path
 from pickle import UnpicklingError
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -50,11 +49,21 @@ def test_the_newest_two_stay_and_nothing_else_goes(folder):
     assert list_names(folder.run) == [*name_steps(30, 40), "checkpoint-best.pt"]
 
 
-def test_a_torn_newest_is_skipped_and_named(folder):
+@pytest.mark.parametrize(
+    "tear",
+    [
+        # A full disk cut the file short.
+        lambda data: data[: len(data) // 2],
+        # The file has the right size, and a hole in the middle.
+        lambda data: data[:4000] + bytes(2000) + data[6000:],
+        # The file holds something else altogether.
+        lambda data: b"not a zip" * 100,
+    ],
+)
+def test_a_torn_newest_is_skipped_and_named(folder, tear):
     """Reading changes no file: another process may be training in the folder."""
     torn = save_steps(folder, 10, 20)
-    # A full disk cut the file short.
-    data = torn.read_bytes()[:5000]
+    data = tear(torn.read_bytes())
     torn.write_bytes(data)
     with pytest.warns(ColabUtilsWarning, match=r"00020.pt is torn .*: it is skipped, .* is one$"):
         state = folder.read()
@@ -173,11 +182,24 @@ def test_a_damaged_file_that_waits_is_not_sent(folder):
     assert not folder.run.exists()
 
 
-def test_a_disk_that_does_not_answer_is_no_torn_file(folder, monkeypatch):
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [
+        # The disk is broken.
+        (errno.EIO, ColabUtilsError),
+        # Drive is lost.
+        (errno.ENOTCONN, DriveLostError),
+    ],
+)
+def test_a_disk_that_does_not_answer_is_no_torn_file(folder, monkeypatch, number, error):
+    def fail(path, *args, **options):
+        raise OSError(number, os.strerror(number))
+
     save_steps(folder, 10)
-    monkeypatch.setattr("colab_utils.files.open_file", Mock(side_effect=OSError(errno.EIO, "")))
-    with pytest.raises(ColabUtilsError, match=r"cannot be read"):
+    monkeypatch.setattr("colab_utils.files.open_file", fail)
+    with pytest.raises(error, match=r"cannot be read"):
         folder.read()
+    assert list_names(folder.run) == name_steps(10)
 
 
 @pytest.mark.parametrize("put", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
@@ -188,6 +210,15 @@ def test_a_checkpoint_that_is_no_file_is_told(tmp_path: Path, put):
         match=r"Checkpoints cannot be read in .*05\.pt|.*05\.pt is a device or a pipe",
     ):
         CheckpointFolder(tmp_path).read()
+
+
+def test_a_newer_format_is_refused_in_words(folder):
+    path = save_steps(folder, 5)
+    path.write_bytes(path.read_bytes().replace(b"colab_utils 2 ", b"colab_utils 3 "))
+    with pytest.raises(
+        ColabUtilsError, match=r"another program or version wrote it.* update colab_utils"
+    ):
+        folder.read()
 
 
 def test_loading_runs_no_code(tmp_path: Path):
