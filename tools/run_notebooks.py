@@ -308,7 +308,14 @@ def _run_notebook(
             for judgement in await _judge_cell(client, checks[cell.id]):
                 judgements.append(replace(judgement, others=others))
 
-    client = NotebookClient(
+    class Client(NotebookClient):
+        async def _async_check_alive(self) -> None:
+            # A widget's message that the client sends while it waits for a cell may hide the cell's
+            # reply from asyncio for ever. Any later reply shows both, so one is asked for.
+            self.kc.kernel_info()
+            await super()._async_check_alive()
+
+    client = Client(
         notebook,
         timeout=_CELL_TIMEOUT_S,
         kernel_name="python3",

@@ -58,10 +58,12 @@ def test_workers_that_cannot_start_are_said_and_none_is_left(make, monkeypatch):
     calls = [DEFAULT, refused, DEFAULT, DEFAULT, DEFAULT]
     monkeypatch.setattr(os, "fork", Mock(wraps=os.fork, side_effect=calls))
     loader = make(Numbers(6), workers=3, shuffle=False)
+    # Another test may have left some.
+    before = {*multiprocessing.active_children()}
     message = r"limit of the system is reached: .*temporarily unavailable.*ulimit -u"
     with pytest.raises(ColabUtilsError, match=message):
         list(loader)
-    assert multiprocessing.active_children() == []
+    assert before.issuperset(multiprocessing.active_children())
     # The workers can start now.
     assert flatten(list_ids(loader)) == list(range(6))
 
