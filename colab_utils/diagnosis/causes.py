@@ -31,6 +31,14 @@ _LEAST_LOST = 0.2
 # Another loader, or work before the model, is a cause if it has this share of the loop's time. A
 # look needs Python's lock, which a loader often releases, so looks meet it too often.
 _LEAST_OTHER = 0.2
+# What such a cause says, and the phase whose line it names.
+_SEEN = {
+    "other_loader": ("Beside its own batches, the loop waits for another loader ({}).", "other"),
+    "prepare": (
+        "This process works on each batch before it calls the model ({} at the step).",
+        "step",
+    ),
+}
 _OVERLAPS = "This share overlaps with the others."
 # Ids of the causes in which the loop waits because workers compute.
 _LOADING = {"work", "collate"}
@@ -51,12 +59,17 @@ def find_causes(
     """
     between_share = float(between.sum()) / loop_s
     step_share = 1 - float(waits.sum()) / loop_s - between_share
-    causes = _explain_seen("between", between_share, facts)
+    looks = facts.looks
+    causes = _explain_seen(
+        "other_loader", looks.measure_place("between", OTHER_LOADER), between_share, facts
+    )
     rest = between_share - sum(cause.share for cause in causes)
     if rest >= between_share / 2:
         causes.append(_explain_between(between, rest, facts))
-    causes += _explain_seen("step", step_share, facts)
-    causes += _explain_seen("prepare", step_share, facts)
+    causes += _explain_seen(
+        "other_loader", looks.measure_place("step", OTHER_LOADER), step_share, facts
+    )
+    causes += _explain_seen("prepare", looks.measure_preparation(), step_share, facts)
     is_start = is_first if facts.workers else np.arange(len(waits)) == 0
     late = np.where(is_start, 0.0, waits)
     lack = _explain_cores(waits, late, loop_s, facts)
@@ -101,23 +114,14 @@ def _explain_between(between: Array, share: float, facts: LoopFacts) -> Cause:
     return make_cause(id, share, why + facts.looks.describe_line("between"))
 
 
-def _explain_seen(phase: str, share: float, facts: LoopFacts) -> list[Cause]:
-    """Explain that the loop waits for a second loader during a phase. The phase "prepare" is the
-    part of the step in which this process works on batches before it calls the model.
-    """
-    if phase == "prepare":
-        part, looks = facts.looks.measure_preparation()
-        id = "prepare"
-        why = f"This process works on each batch before it calls the model ({looks} at the step)."
-        line = facts.looks.describe_line("step")
-    else:
-        part, looks = facts.looks.measure_place(phase, OTHER_LOADER)
-        id = "other_loader"
-        why = f"Beside its own batches, the loop waits for another loader ({looks})."
-        line = facts.looks.describe_line("other")
-    if part * share < _LEAST_OTHER:
+def _explain_seen(id: str, seen: tuple[float, str], share: float, facts: LoopFacts) -> list[Cause]:
+    """Explain a phase with this share of the loop by what was seen in a part of its looks."""
+    part, looks = seen
+    share *= part
+    if share < _LEAST_OTHER:
         return []
-    return [make_cause(id, part * share, why + line)]
+    text, place = _SEEN[id]
+    return [make_cause(id, share, text.format(looks) + facts.looks.describe_line(place))]
 
 
 def _explain_cores(waits: Array, late: Array, loop_s: float, facts: LoopFacts) -> Cause | None:
