@@ -18,7 +18,6 @@ from colab_utils.places import Place
 from colab_utils.processes import start_thread
 from colab_utils.streams import (
     MOST_STREAMS,
-    StreamTrial,
     StreamTuner,
     guess_streams,
     remember_streams,
@@ -152,14 +151,6 @@ class Reader:
     def streams(self) -> int:
         """Return how many files are read at once now."""
         return self.tuner.streams if self.tuner else self._streams
-
-    @property
-    def best(self) -> StreamTrial | None:
-        """Return the best number of streams so far, with its files a second.
-
-        None before the first measurement has ended, or if you gave the number of streams.
-        """
-        return self.tuner.best if self.tuner else None
 
     def ask(self, names: Iterable[Hashable]) -> list[Reading]:
         """Return a reading for each name without waiting. Files are read in the order of the names.
@@ -330,9 +321,9 @@ class Reader:
         else:
             self.tuner.pause()
         best = self.tuner.best
-        if best is not None and best.streams != self._remembered:
-            self._remembered = best.streams
-            remember_streams(self._place, best.streams)
+        if best and best != self._remembered:
+            self._remembered = best
+            remember_streams(self._place, best)
 
     def _hurry(self, reading: Reading) -> None:
         """Start a reading at once, beyond all limits, because `take` waits for it."""

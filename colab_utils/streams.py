@@ -3,7 +3,6 @@
 import os
 import tempfile
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
@@ -13,7 +12,6 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.places import Place, find_server, identify_place
 from colab_utils.require import require_count
 from colab_utils.slow_drive import find_profile
-from colab_utils.units import format_count
 
 MOST_STREAMS = 256
 """Largest number of reads at the same time."""
@@ -34,18 +32,6 @@ _LEAST_FILES = 16
 _PATIENCE = 3
 
 
-@dataclass(frozen=True)
-class StreamTrial:
-    """The speed that was measured with a number of streams."""
-
-    streams: int
-    """Number of reads at the same time."""
-    files_per_s: float
-
-    def __str__(self) -> str:
-        return f"{self.files_per_s:.0f} files/s with {format_count(self.streams, 'stream')}"
-
-
 class StreamTuner:
     """Choose the number of files to read at the same time, while files are read.
 
@@ -62,22 +48,21 @@ class StreamTuner:
 
     Attributes:
         streams: Current number of files to read at the same time.
-        trials: The last 100 measurements, oldest first.
+        files_per_s: Speed with the number that was kept; 0 before the first window has ended.
 
     Example:
         >>> tuner = StreamTuner(2)
         >>> for tenths in range(1000):
         ...     tuner.count(tenths / 10)
-        >>> tuner.streams, str(tuner.best)
-        (2, '10 files/s with 2 streams')
+        >>> tuner.best, round(tuner.files_per_s)
+        (2, 10)
     """
 
     def __init__(self, streams: int, most_streams: int = MOST_STREAMS) -> None:
         self.streams = streams
         self._most_streams = most_streams
-        self.trials: list[StreamTrial] = []
+        self.files_per_s = 0.0
         self._accepted = streams
-        self._accepted_rate = 0.0
         # The number of streams that was refused last; None once the refusal is forgotten.
         self._refused: int | None = None
         self._patience = 0
@@ -87,15 +72,12 @@ class StreamTuner:
         self._restart()
 
     @property
-    def best(self) -> StreamTrial | None:
-        """Return the number of streams that was kept, and its speed.
+    def best(self) -> int | None:
+        """Return the number of streams that was kept; None before the first window has ended.
 
-        It is None before the first window has ended. All later trials of a larger number were
-        refused, or were faster by less than a tenth.
+        All later trials of a larger number were refused, or were faster by less than a tenth.
         """
-        if not self.trials:
-            return None
-        return StreamTrial(self._accepted, self._accepted_rate)
+        return self._accepted if self.files_per_s else None
 
     def count(self, now_s: float) -> None:
         """Count a file that came at ``now_s`` while every stream was busy."""
@@ -140,14 +122,13 @@ class StreamTuner:
 
     def _end_window(self, rate: float) -> None:
         """Choose the next number of streams from the files per second of the window that ended."""
-        self.trials = [*self.trials[-99:], StreamTrial(self.streams, rate)]
-        if self._is_trial and rate < _GAIN * self._accepted_rate:
+        if self._is_trial and rate < _GAIN * self.files_per_s:
             self.streams = self._accepted
             self._is_trial = False
             self._settle()
         else:
             self._accepted = self.streams
-            self._accepted_rate = rate
+            self.files_per_s = rate
             self._patience -= 1
             if self._patience < 0:
                 self._try_wider()
@@ -229,6 +210,5 @@ def _find_note(place: str | Place) -> Path:
     key = find_server(place)
     if not key:
         key = f"{find_mount(place) or identify_place(place)} {find_profile(place)}"
-    user = os.getuid() if hasattr(os, "getuid") else 0
-    name = f"colab_utils-streams-{user}-{xxhash.xxh3_64_hexdigest(os.fsencode(key))}"
+    name = f"colab_utils-streams-{os.getuid()}-{xxhash.xxh3_64_hexdigest(os.fsencode(key))}"
     return Path(tempfile.gettempdir()) / name

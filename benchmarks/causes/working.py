@@ -58,7 +58,7 @@ class Frames(Dataset[tuple[Tensor, Tensor]]):
         return 600
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return torch.zeros(8, 3, 1024, 1280), torch.full((8,), index)
+        return torch.empty(8, 3, 1024, 1280), torch.full((8,), index)
 
 
 def make_handoff(folder: Path) -> Loop:

@@ -8,6 +8,7 @@ import numpy as np
 
 from colab_utils.diagnosis.cures import Cause, make_cause
 from colab_utils.diagnosis.looks import OTHER_LOADER
+from colab_utils.diagnosis.processes import OWN_THREADS
 from colab_utils.diagnosis.waits import (
     Array,
     LoopFacts,
@@ -41,7 +42,7 @@ _SEEN = {
 }
 _OVERLAPS = "This share overlaps with the others."
 # Ids of the causes in which the loop waits because workers compute.
-_LOADING = {"work", "collate"}
+_LOADING = {"work", "collate", "hand-off"}
 
 
 def find_causes(
@@ -84,10 +85,11 @@ def find_causes(
         if is_start.sum() > 1:
             causes.append(explain_starts(waits[is_start][1:], len(waits), loop_s, facts))
     causes = [cause for cause in causes if cause.share >= _LEAST_SHARE and loop_s >= _LEAST_S]
-    # Cheaper loading also cures "contention". A cause in loading says what to make cheaper, so such
-    # a cause is named before "contention".
+    # Cheaper loading also cures "contention", unless workers have many threads. A cause in loading
+    # says what to make cheaper, so such a cause is named before "contention".
     is_loading = not _LOADING.isdisjoint(cause.id for cause in causes)
-    causes.sort(key=lambda cause: (is_loading and cause.id == "contention", -cause.share))
+    comes_last = is_loading and looks.find_place("sample") != OWN_THREADS
+    causes.sort(key=lambda cause: (comes_last and cause.id == "contention", -cause.share))
     if lack in causes and sum(cause.share for cause in causes) > 1:
         causes[causes.index(lack)] = replace(lack, why=f"{lack.why} {_OVERLAPS}")
     for stall in facts.stalls:

@@ -337,7 +337,8 @@ def rank_fixes(fixes: Sequence[Fix]) -> list[Fix]:
     effort for you comes first.
     """
     enough = (1 - LEAST_NOISE) * max((fix.images_per_second for fix in fixes), default=0.0)
-    by_cost = sorted(fixes, key=lambda fix: [*FIXES].index(fix.id))
+    order = [*FIXES]
+    by_cost = sorted(fixes, key=lambda fix: order.index(fix.id))
     # What is more than enough does not count.
     return sorted(by_cost, key=lambda fix: -min(enough, fix.images_per_second))
 

@@ -39,6 +39,7 @@ SERVES = re.compile(
 )
 # A worker looks at its own stack so often.
 _PAUSE_S = 0.25
+OWN_THREADS = "several threads of a worker"
 # In place of the number of a sample: the worker is at no sample, or at one whose number is not
 # known.
 NO_SAMPLE = -1
@@ -208,21 +209,22 @@ class WorkerMonitor:
         """
         pause = threading.Event()
         while not pause.wait(_PAUSE_S):
-            stack = self.read_stack(thread).stack
+            busy = [self.read_stack(thread).stack]
             is_outside = row["sample"] == NO_SAMPLE
-            waits = SERVES.search("".join(stack[:1]))
+            waits = SERVES.search("".join(busy[0][:1]))
             if waits and not is_outside:
-                # The worker waits for a thread of its own.
+                # The worker waits for threads of its own.
                 stacks = [seen.stack for _, seen in self.list_helpers(thread)]
-                stack = next((busy for busy in stacks if not SERVES.search(busy[0])), stack)
+                busy = [stack for stack in stacks if not SERVES.search(stack[0])] or busy
             part = "collate" if is_outside and row["sums"][0] else "sample"
+            kind = OWN_THREADS if len(busy) > 1 else ""
             # A worker that is at no sample may be waiting for work.
             is_idle = waits and is_outside
-            row["stack"] = b"" if is_idle else "\n".join((part, *stack)).encode()
+            row["stack"] = b"" if is_idle else "\n".join((part, kind, *busy[0])).encode()
 
     def take_stacks(self) -> list[list[str]]:
-        """Return where busy workers were since the last call: "sample" or "collate", and the lines
-        of Python, the innermost first.
+        """Return where busy workers were since the last call: "sample" or "collate"; `OWN_THREADS`
+        or ""; and the lines of Python, the innermost first.
         """
         stacks = [
             stack.decode(errors="replace").split("\n") for stack in self._rows["stack"] if stack

@@ -340,10 +340,7 @@ class Prefetcher:
             self._fetcher.read_ahead(indices)
 
     def _send(self, number: int, indices: list[int]) -> None:
-        """Request a batch from a worker, or load it in this process if there are no workers.
-
-        The worker that reads its files ahead gets the batch, else the one with the fewest requests.
-        """
+        """Request a batch from a worker, or load it in this process if there are no workers."""
         buffer = self._pool.take()
         seed = (*self._seed, number)
         if not self._workers:
@@ -353,13 +350,19 @@ class Prefetcher:
                 indices, self._pool.buffers[buffer].reserve, seed, skips_bad=self._skips_bad
             )
             return
-        worker = number % self._worker_count
-        if not self._told_images:
-            jobs = Counter(job.worker for job in self.list_jobs())
-            worker = min(range(self._worker_count), key=jobs.__getitem__)
+        worker = self._choose_worker(number)
         self._workers[worker].send(Load(number, indices, buffer, seed, self._skips_bad))
         job = WorkerJob(worker, self._workers[worker].process.pid or 0, number, tuple(indices))
         self._sent[number] = Request(job, buffer)
+
+    def _choose_worker(self, number: int) -> int:
+        """Return the place of the worker that reads the files of a batch ahead, else that of the
+        worker with the fewest requests.
+        """
+        if self._told_images:
+            return number % self._worker_count
+        jobs = Counter(job.worker for job in self.list_jobs())
+        return min(range(self._worker_count), key=jobs.__getitem__)
 
     def _receive(self, timeout_s: float | None = None) -> None:
         """Receive the next result of a worker, if one comes within the timeout."""

@@ -11,7 +11,7 @@ from colab_utils.diagnosis.cures import CURES, Cause
 from colab_utils.diagnosis.diagnose import refine_causes
 from colab_utils.diagnosis.looks import OTHER_LOADER
 from colab_utils.diagnosis.memory_growth import Growth
-from colab_utils.diagnosis.processes import SampleTimes
+from colab_utils.diagnosis.processes import OWN_THREADS, SampleTimes
 from colab_utils.diagnosis.stages import Stage
 from colab_utils.diagnosis.summary import LoopRecord
 from colab_utils.diagnosis.timing import CpuUse
@@ -77,6 +77,7 @@ READING = {"read": 30, "": 2}
 SLEEPING = {"sleep": 30}
 RUNNING = {"": 30}
 AT_SAMPLER = {"mine/sampler.py:7 __iter__": 9, "the workers": 2}
+AT_COLLATE = {"collate": {"mine/data.py:3 collate": 20}}
 AT_WORKERS = {"wait": {"the workers": 20}}
 
 
@@ -243,16 +244,24 @@ def two_cores(monkeypatch):
             {"work": 0.5},
             "42.7 ms until a core is free, 25 ms of work",
         ),
+        # A worker was at collate_fn in so many looks as five seconds have.
         (
-            {"times": SampleTimes(200, 1.0, 1.0, worker_cpu_s=6.0)},
+            {"times": SampleTimes(200, 1.0, 1.0, worker_cpu_s=6.0), "places": AT_COLLATE},
             {"collate": 0.5},
-            r"25 ms of work after it \(collate_fn",
+            r"25 ms of work after it \(collate_fn.*seen at mine/data.py:3 collate",
+        ),
+        # No look saw it there. Even so, cheaper loading comes before the cores that it takes.
+        (
+            {"times": SampleTimes(200, 1.0, 1.0, worker_cpu_s=6.0), "queued_s": 6.0},
+            {"hand-off": 0.5, "contention": 0.6},
+            r"so it is the hand-off.*batches smaller",
         ),
         # The work after samples waits for a core, too.
         (
             {
                 "times": SampleTimes(200, 19.0, 4.0, worker_cpu_s=10.0),
                 "looks": RUNNING,
+                "places": AT_COLLATE,
             },
             {"collate": 0.5},
             "75 ms until a core is free, 30 ms of work after it.*Make collate_fn cheaper",
@@ -360,6 +369,20 @@ def two_cores(monkeypatch):
                 "contention": 0.5,
             },
             "",
+        ),
+        # Where workers have threads of their own, these have the cores.
+        (
+            {
+                "waits": spread(0.02),
+                "looks": RUNNING,
+                "queued_s": 5.0,
+                "places": {"sample": {OWN_THREADS: 20, "mine/data.py:3 work": 2}},
+            },
+            {
+                "contention": 0.5,
+                "work": 0.2,
+            },
+            r"If workers have threads of their own, use fewer",
         ),
         # Another loader has its share of the step, or of what follows it.
         (
