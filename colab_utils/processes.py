@@ -31,24 +31,23 @@ from colab_utils.os_errors import SHORTAGES, explain_os_error
 _WAIT_S = 0.2
 
 
-def list_processes() -> list[psutil.Process]:
-    """Return this process and all of its descendants.
+def list_pids() -> list[int]:
+    """Return the pids of this process and of all its descendants.
 
     Example:
-        >>> list_processes()[0].pid == os.getpid()
+        >>> list_pids()[0] == os.getpid()
         True
     """
-    main = psutil.Process()
+    pids = [os.getpid()]
     # An error means that a process ended meanwhile, or that this system has no lists of children.
-    with suppress(OSError, psutil.Error):
+    with suppress(OSError):
         # Linux lists the children of each process. psutil would look at every process of the
         # machine, which takes longer. `pids` grows while the loop goes over it.
-        pids = [main.pid]
         for pid in pids:
             for task in os.listdir(f"/proc/{pid}/task"):
                 pids += map(int, Path(f"/proc/{pid}/task/{task}/children").read_bytes().split())
-        return [psutil.Process(pid) for pid in pids]
-    return [main, *main.children(recursive=True)]
+        return pids
+    return [pids[0], *(child.pid for child in psutil.Process().children(recursive=True))]
 
 
 def end_with_parent() -> None:

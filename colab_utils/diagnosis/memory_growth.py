@@ -10,7 +10,7 @@ import numpy as np
 
 from colab_utils.diagnosis.system_calls import measure_memory, measure_memory_part
 from colab_utils.machine import find_free_memory
-from colab_utils.processes import list_processes
+from colab_utils.processes import list_pids
 
 # Two readings are this many seconds apart, or this share of the time since the log began, whichever
 # is longer.
@@ -98,8 +98,7 @@ class MemoryLog:
         if now_s < self._due_s or (self.readings and self.readings[-1].batches == batches):
             return
         cpu_began_s = thread_time()
-        workers = list_processes()[1:]
-        own_bytes = {worker.pid: measure_memory_part(worker.pid) for worker in workers}
+        own_bytes = {pid: measure_memory_part(pid) for pid in list_pids()[1:]}
         own_bytes[os.getpid()] = measure_memory()
         self.readings.append(Reading(batches, own_bytes))
         used_bytes = sum(own_bytes.values())

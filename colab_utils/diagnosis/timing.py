@@ -18,7 +18,7 @@ from torch import Tensor
 
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.loading.clock import LoopClock
-from colab_utils.processes import list_processes, quiet_fork
+from colab_utils.processes import list_pids, quiet_fork
 
 LEAST_NOISE = 0.05
 """Two rates count as equal if they differ by less than this share."""
@@ -380,11 +380,11 @@ def measure_tree_cpu() -> float:
     children that have ended.
     """
     total_s = 0.0
-    for process in list_processes():
+    for pid in list_pids():
         # A process may have ended a moment ago. Its parent counts its time now.
         with suppress(psutil.Error):
             # The first four fields are user and system time, of the process and its ended children.
-            total_s += sum(process.cpu_times()[:4])
+            total_s += sum(psutil.Process(pid).cpu_times()[:4])
     return total_s
 
 

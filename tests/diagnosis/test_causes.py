@@ -354,15 +354,11 @@ def two_cores(monkeypatch):
         # Where workers have threads of their own, these have the cores.
         (
             {
-                "waits": spread(0.02),
                 "looks": RUNNING,
-                "queued_s": 5.0,
+                "queued_s": 6.0,
                 "places": {"sample": {OWN_THREADS: 20}},
             },
-            {
-                "contention": 0.5,
-                "work": 0.2,
-            },
+            {"contention": 0.6, "work": 0.5},
             r"If workers have threads of their own, use fewer",
         ),
         # Another loader has its share of the step, or of what follows it.

@@ -59,7 +59,7 @@ def main() -> int:
 
     from colab_utils import check_dataset
     from colab_utils.course.sample_data import make_dataset
-    from colab_utils.processes import list_processes
+    from colab_utils.processes import list_pids
 
     with tempfile.TemporaryDirectory() as folder:
         if not options.images:
@@ -73,9 +73,9 @@ def main() -> int:
         def watch_memory() -> None:
             while not over.wait(0.2):
                 total = 0
-                for process in list_processes():
+                for pid in list_pids():
                     try:
-                        total += process.memory_full_info().pss
+                        total += psutil.Process(pid).memory_full_info().pss
                     except psutil.Error:
                         continue
                 used.append(total)
