@@ -92,7 +92,7 @@ test-lowest: setup
 test-formats: setup
 	$(RUN) -m benchmarks.environments --work runs/benchmarks --only formats --only frameworks
 	PYTHONPATH=. runs/benchmarks/envs/formats/bin/python -m pytest -W ignore tests/data/test_formats.py tests/shards/test_hub.py
-	PYTHONPATH=. EVERY_STALL=1 runs/benchmarks/envs/frameworks/bin/python -m pytest -W ignore tests/diagnosis/test_script.py
+	PYTHONPATH=. EVERY_STALL=1 runs/benchmarks/envs/frameworks/bin/python -m pytest -W ignore tests/diagnosis/test_script.py tests/diagnosis/test_frameworks.py
 
 # Shards by Dask and by Ray, in processes that are killed, and at S3, in an environment of
 # their own; downloads 210 MB
