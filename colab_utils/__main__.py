@@ -9,11 +9,10 @@ import inspect
 import json
 import os
 import re
-import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, redirect_stdout
+from collections.abc import Callable, Sequence
+from contextlib import closing, redirect_stdout
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -99,8 +98,7 @@ def _finish(report: Any, command: str, target: str) -> int:
         _print(text)
     else:
         if target:
-            with _end_after_cleaning():
-                write_file(Path(target), text.encode())
+            write_file(Path(target), text.encode())
         _print("".join(f"{escape(line)}\n" for line in str(report).split("\n")))
     if missing:
         raise ColabUtilsError(
@@ -135,16 +133,6 @@ def _finish_script(report: Any, target: str) -> None:
             _finish(report, "run", target)
     except (ColabUtilsError, OSError) as error:
         _fail(str(error))
-
-
-@contextmanager
-def _end_after_cleaning() -> Iterator[None]:
-    """Let SIGTERM raise SystemExit in the block, so that the block can remove its files."""
-    previous = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def _check_json(target: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableError
 from colab_utils.machine import COLAB_ROOT, is_colab
 from colab_utils.os_errors import SHORTAGES, explain_os_error
+from colab_utils.units import format_count
 
 # Seconds before each repetition, 81 in all. A single error is over at once, and one read in five
 # that fails must not hold up a loader; a burst of errors lasts seconds, and a remount a minute.
@@ -352,8 +353,7 @@ class Retries:
     def __str__(self) -> str:
         if not self.count:
             return ""
-        times = "1 time" if self.count == 1 else f"{self.count} times"
-        return f"{self._place} failed {times} and was tried again"
+        return f"{self._place} failed {format_count(self.count, 'time')} and was tried again"
 
 
 def try_again(call: _Call) -> _Call:

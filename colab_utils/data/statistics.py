@@ -16,11 +16,6 @@ USUAL_DETECTIONS = 100
 torchvision's Mask R-CNN gives. In images with more objects, both would cut the average precision.
 """
 
-# A class with fewer objects is too rare to be learnt.
-_RARE = 10
-# Number of rare classes that the advice names.
-_NAMED = 5
-
 
 @dataclass(frozen=True)
 class DatasetStatistics:
@@ -40,17 +35,11 @@ def measure_dataset(dataset: CocoDataset, findings: Sequence[Findings]) -> Datas
     classes = Counter(dict.fromkeys(names.values(), 0))
     classes.update(names[number] for number in objects[:, 0].tolist())
     per_image = np.array([len(finding.objects) for finding in findings])
-    advice = [*filter(None, [describe_full_images(per_image)])]
-    rare = [f"{name} ({count:,})" for name, count in classes.items() if count < _RARE]
-    if rare:
-        more = f" and {len(rare) - _NAMED} more" if len(rare) > _NAMED else ""
-        advice.append(
-            f"Merge or drop classes of under {_RARE} objects: {', '.join(rare[:_NAMED])}{more}."
-        )
+    full = describe_full_images(per_image)
     return DatasetStatistics(
         objects=len(objects),
         classes=dict(classes.most_common()),
-        advice=tuple(advice),
+        advice=(full,) if full else (),
     )
 
 

@@ -95,6 +95,10 @@ _TICK_S = 0.01
 _STREAMS = 32
 # Stands for the number of batches in an endless epoch.
 _MANY = 10_000
+# Cores that are all busy do less than each of them alone, so the model takes this share of them. If
+# the loop itself keeps at least the second share of them busy, its own rate shows how much they do.
+_ALL_BUSY = 0.9
+_FULL = 0.75
 # The model needs a step. Without one, it has a very short one.
 _NO_STEP_MS = 0.1
 # The error of an input of which little is known.
@@ -323,6 +327,8 @@ def _try_out(now: Situation, fix: Fix, options: dict[str, Any] | str, own_rate: 
                 step,
                 batches=max(_TRIAL_BATCHES, 2 * count_workers(loader)),
                 max_s=_TRIAL_SHARE * now.seconds,
+                # A single round of slow workers says little.
+                least=2 * max(1, count_workers(loader)),
             )
     except Exception as error:
         # A trial that fails must not lose the results that the diagnosis has so far.
@@ -415,6 +421,7 @@ class _Model:
         except Exception as error:
             self.problem = describe_error(error).removesuffix(".")
         self._costs: dict[Any, _Cost] = {}
+        cores = measure_cores()
         # What an emulated step takes on a busy machine is no length of its own.
         step = now.make_placeholder() or EmulatedStep(_NO_STEP_MS)
         self._base = Loop(
@@ -422,12 +429,13 @@ class _Model:
             step.step_ms / 1000,
             prefetch=count_prefetch(loader),
             batch_size=now.loop.batch_size,
-            cores=measure_cores(),
+            cores=_ALL_BUSY * cores,
             in_order=getattr(loader, "in_order", True),
             busy=step.busy,
             read_ahead=0,
             epoch_batches=now.epoch_batches,
         )
+        self._handoff = self._find_handoff()
         loop = self.make_loop(count_workers(loader))
         # The wait for workers that start again ends with the loading of a batch.
         load_s = loop.batch_size * (fmean(loop.read_s) / loop.streams + loop.work_s)
@@ -438,9 +446,14 @@ class _Model:
                 max((cost.error for cost in self._costs.values()), default=0.0),
                 min(find_error(np.array(now.cached.step_s)), _UNKNOWN),
                 # What other programs take of the cores now, they may leave later.
-                max(0.0, 1 - self.loop.cores / count_cores()),
+                max(0.0, 1 - cores / count_cores()),
             ]
         )
+        used = now.loop.cpu_s / now.loop.batch_s.sum()
+        if loop.workers > 1 and used > _FULL * cores:
+            part = now.loop.images_per_second / self.forecast(self.loop)[0]
+            self._base = replace(self._base, cores=min(1.0, part) * self.loop.cores)
+            self.loop = replace(self.loop, cores=self._base.cores)
 
     def _copy_sample(self, folder: Path) -> None:
         """Copy a few images to the local disk, as loose files and as shards. Of shards, the first
@@ -481,9 +494,14 @@ class _Model:
         timed = self.now.timed
         packs = packs or isinstance(self.now.loader, Loader)
         cost = self._find_cost(form or self.own_form, packs)
-        loop = replace(self._base, workers=workers, work_s=cost.work_s)
-        if workers:
-            loop = replace(loop, take_s=cost.take_s)
+        image_s = 0.0 if packs else self._handoff * cost.work_s
+        loop = replace(
+            self._base,
+            workers=workers,
+            work_s=cost.work_s - image_s,
+            handoff_s=image_s * self._base.batch_size,
+            take_s=cost.take_s if workers or packs else 0.0,
+        )
         if not form:
             loop = replace(loop, read_s=timed.read_s, files_per_s=timed.files_per_s)
             if self.is_remote:
@@ -496,8 +514,20 @@ class _Model:
                     loop = replace(loop, streams=loop.batch_size)
         if packs and not workers:
             # Its streams read beside the step, and it works between two steps.
-            loop = replace(loop, work_s=0.0, take_s=loop.work_s * loop.batch_size)
+            take_s = loop.take_s + loop.work_s * loop.batch_size
+            loop = replace(loop, work_s=0.0, take_s=take_s)
         return loop
+
+    def _find_handoff(self) -> float:
+        """Return the share of its CPU time in which a worker of a ``DataLoader`` hands over an
+        image: what is not in the stages of loading.
+        """
+        stages = self.now.timed.stages
+        if not stages or isinstance(self.now.loader, Loader):
+            return 0.0
+        sample_ms = sum(stages[name].cpu_ms for name in stages if name != "read")
+        own_ms = 1000 * self._find_cost(self.own_form, packs=False).work_s
+        return max(0.0, 1 - sample_ms / max(own_ms, 1e-3))
 
     def _find_cost(self, form: str, packs: bool) -> "_Cost":
         """Return what an image in this form costs. A loader with one worker is timed. For a dataset

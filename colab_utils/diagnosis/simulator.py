@@ -98,7 +98,7 @@ class Loop:
     work_s: float = 0.0
     """CPU seconds of an image."""
     handoff_s: float = 0.0
-    """CPU seconds that a worker takes to hand over a batch."""
+    """CPU seconds that a worker takes to hand over a batch, in a thread beside its work."""
     take_s: float = 0.0
     """CPU seconds that the training process takes to receive a batch."""
     cores: float = math.inf
@@ -153,8 +153,9 @@ def simulate(
     ``start_i = max(done_(i-W), taken_(i-WP))``. If cores are not short, it is loaded at
     ``done_i = start_i + load_i``, and its step begins at
     ``taken_i = max(done_i, taken_(i-1) + step_(i-1))``. To load a batch is to wait for ``load_s``,
-    then to read and work on one image after the other, then to hand the batch over. Waiting and
-    reading need no core. Work, hand-over and the step share the cores.
+    then to read and work on one image after the other. Then a thread of the worker hands the batch
+    over, while the worker loads the next one. Waiting and reading need no core. Work, hand-over and
+    the step share the cores.
 
     Args:
         workers: Number of worker processes. With 0, the training process loads, so loading and
@@ -174,7 +175,7 @@ def simulate(
         read_s: Seconds in which the file of an image is read: one number for all, or a list of
             measured times. Each comes once, in a random order, before any comes again.
         work_s: CPU seconds of an image: decoding, drawing masks, transforms.
-        handoff_s: CPU seconds in which a worker hands over a batch.
+        handoff_s: CPU seconds in which a thread of a worker hands over a batch.
         cores: Cores of the machine. By default, cores are never short.
         in_order: Whether the step takes the batches in order. If not, it takes what comes first:
             the batch of a worker, or single images where threads load them.
@@ -408,6 +409,8 @@ class _Run(_Clock):
         self._coming: dict[int, _Queue] = {}
         # Without workers, a batch in any order takes the images that come first.
         self._anything = None if loop.in_order or loop.workers else _Queue()
+        # Batches that each worker has loaded, and not handed over.
+        self._loaded = [_Queue() for _ in lanes]
         # Batches that can be taken, and those that come after a batch that is not ready.
         self._line = _Queue()
         self._early: set[int] = set()
@@ -419,6 +422,7 @@ class _Run(_Clock):
         self.start(self._train())
         for lane in range(loop.workers):
             self.start(self._work(lane))
+            self.start(self._hand_over(lane))
         for lane in range(max(1, loop.workers) if loop.streams > 1 else 0):
             self._plan(lane, loop.read_ahead)
             for _ in range(loop.streams):
@@ -457,10 +461,18 @@ class _Run(_Clock):
                 self._number += 1
 
     def _work(self, lane: int) -> _Process:
-        """Load the batches that a worker is asked for, and hand them over in order."""
+        """Load the batches that a worker is asked for."""
         while True:
             batch = yield self._asked[lane]
             yield from self._load(lane, batch)
+            self.put(self._loaded[lane], batch)
+
+    def _hand_over(self, lane: int) -> _Process:
+        """Hand over the batches of a worker, in a thread beside its work."""
+        while True:
+            batch = yield self._loaded[lane]
+            if self._loop.handoff_s:
+                yield _Activity(self._loop.handoff_s, 1.0)
             if not self._loop.in_order:
                 self._due = batch
             self._early.add(batch)
@@ -470,7 +482,7 @@ class _Run(_Clock):
                 self._due += 1
 
     def _load(self, lane: int, batch: int) -> _Process:
-        """Wait for a batch, read and work on its images, and hand it over."""
+        """Wait for a batch, read and work on its images."""
         loop = self._loop
         spans = self.loads[lane]
         first = (len(spans) * len(self.loads) + lane) * loop.batch_size
@@ -487,8 +499,6 @@ class _Run(_Clock):
                 yield from self._read(image)
             if loop.work_s and (loop.streams == 1 or loop.workers):
                 yield _Activity(loop.work_s, 1.0)
-        if loop.workers and loop.handoff_s:
-            yield _Activity(loop.handoff_s, 1.0)
         span[2] = self.now_s
 
     def _plan(self, lane: int, number: int) -> None:

@@ -1,13 +1,12 @@
 """Where the time of a run went: to waits, to steps and between steps; and what caused the waits."""
 
-import json
 import os
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -119,17 +118,6 @@ class Summary:
         )
         lines += [*map(str, self.causes), *self.unseen]
         return "\n".join(lines)
-
-    def save(self, path: str | Path) -> None:
-        """Write all fields as JSON, with ``images_per_second`` and ``wait_share``."""
-        from colab_utils.files import write_file
-        from colab_utils.places import require_local_path
-
-        content = asdict(self) | {
-            "images_per_second": self.images_per_second,
-            "wait_share": self.wait_share,
-        }
-        write_file(require_local_path(path), (json.dumps(content, indent=1) + "\n").encode())
 
 
 class LoopRecord(LoopFacts):

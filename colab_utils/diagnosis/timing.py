@@ -275,12 +275,7 @@ def count_workers(loader: Any) -> int:
         >>> count_workers([1, 2])
         0
     """
-    pipeline = getattr(loader, "pipeline", None)
-    # Webdataset's WebLoader wraps a DataLoader.
-    if isinstance(pipeline, list) and pipeline:
-        return count_workers(pipeline[0])
-    workers: int = getattr(loader, "workers", getattr(loader, "num_workers", 0))
-    return workers
+    return int(getattr(loader, "workers", getattr(loader, "num_workers", 0)))
 
 
 def count_prefetch(loader: Any) -> int:

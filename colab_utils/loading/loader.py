@@ -367,10 +367,9 @@ class Loader:
         return len(self) - self._delivered
 
     def __str__(self) -> str:
-        how = f"workers={self.workers}"
-        if self.workers:
-            how += f", prefetch={self.prefetch}"
-        return f"{len(self):,} batches of {self.batch_size}, {self.deliver} ({how})"
+        return (
+            f"{len(self):,} batches of {self.batch_size}, {self.deliver} (workers={self.workers})"
+        )
 
     __repr__ = __str__
 

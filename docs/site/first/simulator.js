@@ -57,6 +57,8 @@ function play(loop, seconds) {
   const coming = new Map();
   // Without workers, a batch in any order takes the images that come first.
   const anything = loop.in_order || loop.workers ? null : makeQueue();
+  // Batches that each worker has loaded, and not handed over.
+  const loaded = makeList(makeQueue);
   // Batches that can be taken, and those that come after a batch that is not ready.
   const line = makeQueue();
   const early = new Set();
@@ -91,6 +93,14 @@ function play(loop, seconds) {
     for (;;) {
       const batch = yield asked[lane];
       yield* load(lane, batch);
+      clock.put(loaded[lane], batch);
+    }
+  }
+
+  function* handOver(lane) {
+    for (;;) {
+      const batch = yield loaded[lane];
+      if (loop.handoff_s) yield makeActivity(loop.handoff_s, 1);
       if (!loop.in_order) due = batch;
       early.add(batch);
       while (early.delete(due)) {
@@ -117,7 +127,6 @@ function play(loop, seconds) {
       }
       if (loop.work_s && (loop.streams === 1 || loop.workers)) yield makeActivity(loop.work_s, 1);
     }
-    if (loop.workers && loop.handoff_s) yield makeActivity(loop.handoff_s, 1);
     span.end = clock.nowS;
   }
 
@@ -147,7 +156,10 @@ function play(loop, seconds) {
   }
 
   clock.start(train());
-  for (let lane = 0; lane < loop.workers; lane += 1) clock.start(work(lane));
+  for (let lane = 0; lane < loop.workers; lane += 1) {
+    clock.start(work(lane));
+    clock.start(handOver(lane));
+  }
   for (let lane = 0; lane < lanes && loop.streams > 1; lane += 1) {
     plan(lane, loop.read_ahead);
     for (let number = 0; number < loop.streams; number += 1) clock.start(stream(lane));
