@@ -22,7 +22,6 @@ from colab_utils.course.workspace import Workspace, ensure_dataset
 from colab_utils.data.archives import unpack_dataset
 from colab_utils.data.coco import read_coco
 from colab_utils.data.repair import repair_annotations
-from colab_utils.diagnosis.watch import watch
 from colab_utils.errors import ColabUtilsError
 from colab_utils.places import require_local_path
 from colab_utils.shards.folder_state import inspect_folder
@@ -208,14 +207,6 @@ def test_no_message_holds_the_secrets_of_a_url(place, refusing_server, entry, st
     assert not re.search("S3CRET|TOPSIG|mount Drive", "".join(shown))
     for name in ("ssd", "drive", "runs"):
         shutil.rmtree(place / name, ignore_errors=True)
-
-
-def test_a_summary_is_not_written_to_a_url(place):
-    loader = watch([1, 2])
-    assert list(loader) == [1, 2]
-    summary = loader.summary()
-    with pytest.raises(ColabUtilsError, match=MESSAGE):
-        summary.save("s3://bucket/x.json")
 
 
 @pytest.mark.parametrize("images", ["s3://bucket/export.zip", "s3://bucket/images"])
