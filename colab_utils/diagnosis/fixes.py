@@ -439,6 +439,7 @@ class _Model:
         loop = self.make_loop(count_workers(loader))
         # The wait for workers that start again ends with the loading of a batch.
         load_s = loop.batch_size * (fmean(loop.read_s) / loop.streams + loop.work_s)
+        load_s += loop.handoff_s
         self._base = replace(self._base, start_s=max(0.0, now.restart_s - load_s))
         self.loop = replace(loop, start_s=self._base.start_s)
         self._errors = np.array(
