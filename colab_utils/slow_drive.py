@@ -22,7 +22,7 @@ from colab_utils.require import require_choice
 # The environment variable with the slowed folders, as JSON. Child processes inherit it.
 _SLOWED = "COLAB_UTILS_SLOWED"
 # A file with the time when the link to Drive is free again. All processes of this user on this
-# machine share one link. Only Linux has users with numbers, and this folder.
+# machine share one link. Windows has no numbers of users. Only Linux has this folder.
 _USER = os.getuid() if hasattr(os, "getuid") else 0
 _LINK = f"/dev/shm/colab_utils-drive-reads-{_USER}"
 

@@ -85,8 +85,8 @@ def find_causes(
         if is_start.sum() > 1:
             causes.append(explain_starts(waits[is_start][1:], len(waits), loop_s, facts))
     causes = [cause for cause in causes if cause.share >= _LEAST_SHARE and loop_s >= _LEAST_S]
-    # Cheaper loading also cures "contention", unless workers have many threads. A cause in loading
-    # says what to make cheaper, so such a cause is named before "contention".
+    # Cheaper loading also cures "contention", and a cause in loading says what to make cheaper. So
+    # "contention" is named last, unless threads that workers started themselves take the cores.
     is_loading = not _LOADING.isdisjoint(cause.id for cause in causes)
     comes_last = is_loading and looks.find_place("sample") != OWN_THREADS
     causes.sort(key=lambda cause: (comes_last and cause.id == "contention", -cause.share))

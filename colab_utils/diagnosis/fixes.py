@@ -96,7 +96,8 @@ _STREAMS = 32
 # Stands for the number of batches in an endless epoch.
 _MANY = 10_000
 # Cores that are all busy do less than each of them alone, so the model takes this share of them. If
-# the loop itself keeps at least the second share of them busy, its own rate shows how much they do.
+# a loop with several workers keeps more than the second share busy, and is slower than the model
+# says, the model gets fewer cores.
 _ALL_BUSY = 0.9
 _FULL = 0.75
 # The model needs a step. Without one, it has a very short one.
@@ -495,12 +496,13 @@ class _Model:
         timed = self.now.timed
         packs = packs or isinstance(self.now.loader, Loader)
         cost = self._find_cost(form or self.own_form, packs)
-        image_s = 0.0 if packs else self._handoff * cost.work_s
+        # The share is taken to be the same in every form.
+        handoff_s = 0.0 if packs else self._handoff * cost.work_s
         loop = replace(
             self._base,
             workers=workers,
-            work_s=cost.work_s - image_s,
-            handoff_s=image_s * self._base.batch_size,
+            work_s=cost.work_s - handoff_s,
+            handoff_s=handoff_s * self._base.batch_size,
             take_s=cost.take_s if workers or packs else 0.0,
         )
         if not form:
@@ -520,11 +522,12 @@ class _Model:
         return loop
 
     def _find_handoff(self) -> float:
-        """Return the share of its CPU time in which a worker of a ``DataLoader`` hands over an
-        image: what is not in the stages of loading.
+        """Return the share of a worker's CPU time that no stage of loading explains. It counts as
+        the hand-over by a ``DataLoader``. Reads of local files are in it, too.
         """
         stages = self.now.timed.stages
-        if not stages or isinstance(self.now.loader, Loader):
+        is_seen = self.own_form or self._base.workers
+        if not stages or not is_seen or isinstance(self.now.loader, Loader):
             return 0.0
         sample_ms = sum(stages[name].cpu_ms for name in stages if name != "read")
         own_ms = 1000 * self._find_cost(self.own_form, packs=False).work_s
@@ -573,6 +576,7 @@ class _Model:
                 loop,
                 read_s=tuple(chance.choice(loop.read_s, len(loop.read_s)).tolist()),
                 work_s=loop.work_s * work,
+                handoff_s=loop.handoff_s * work,
                 take_s=loop.take_s * work,
                 step_s=loop.step_s * step,
                 cores=loop.cores * cores,

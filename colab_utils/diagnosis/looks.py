@@ -177,9 +177,9 @@ class Looks:
         self.places[phase].add(kind, () if kind else seen.stack)
         samples = self._monitor.list_samples()
         busy = Counter[str]()
-        for part, threads, *stack in self._monitor.take_stacks():
+        for part, kind_there, *stack in self._monitor.take_stacks():
             busy[part] = 1
-            self.places[part].add(threads, stack)
+            self.places[part].add(kind_there, stack)
         if phase == "wait":
             self._busy.update(busy)
         is_own = loading is not thread or (kind == SAMPLE and not samples)

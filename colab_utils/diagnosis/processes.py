@@ -39,6 +39,7 @@ SERVES = re.compile(
 )
 # A worker looks at its own stack so often.
 _PAUSE_S = 0.25
+# The place of a look that saw two or more busy threads of Python in a worker.
 OWN_THREADS = "several threads of a worker"
 # In place of the number of a sample: the worker is at no sample, or at one whose number is not
 # known.

@@ -150,8 +150,8 @@ def simulate(
     The simulation follows the rule of ``torch.utils.data.DataLoader``: each worker loads its
     batches one after another, and the loader asks for one more whenever the step takes one. With W
     workers and P = ``prefetch``, batch i begins to load at
-    ``start_i = max(done_(i-W), taken_(i-WP))``. If cores are not short, it is loaded at
-    ``done_i = start_i + load_i``, and its step begins at
+    ``start_i = max(done_(i-W), taken_(i-WP))``. If cores are not short and ``handoff_s`` is 0, it
+    is loaded at ``done_i = start_i + load_i``, and its step begins at
     ``taken_i = max(done_i, taken_(i-1) + step_(i-1))``. To load a batch is to wait for ``load_s``,
     then to read and work on one image after the other. Then a thread of the worker hands the batch
     over, while the worker loads the next one. Waiting and reading need no core. Work, hand-over and

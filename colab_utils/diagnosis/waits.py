@@ -191,11 +191,12 @@ def _explain_samples(share: float, loop_s: float, facts: LoopFacts) -> Cause:
     # Workers load while this process trains, whatever a sample waits for.
     if is_alone and id != "read" and (id, place) != ("wait", LOADER_THREAD):
         cure = "alone"
-    # A worker looks at itself four times a second. It sends its batch in a thread of its own.
+    # A worker looks at its main thread four times a second, and another thread sends its batches.
+    # So work after samples that fewer than one look a second saw is the sending.
     if id == "collate" and facts.looks.places[id].kinds.total() < evidence[id]:
         id = "hand-off"
         cure = id
-        why += " No worker was seen in collate_fn, so it is the hand-off."
+        why += " Workers were hardly seen in collate_fn, so it is the hand-off."
     if id == "work":
         why += f" {facts.use.own_s / loop_s:.1f} of {count_cores()} cores are busy with it."
     if id == "read" and times.samples:
