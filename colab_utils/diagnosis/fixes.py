@@ -445,7 +445,7 @@ class _Model:
         self.loop = replace(loop, start_s=self._base.start_s)
         self._errors = np.array(
             [
-                max((cost.error for cost in self._costs.values()), default=0.0),
+                max((cost.error for cost in self._costs.values()), default=LEAST_NOISE),
                 min(find_error(np.array(now.cached.step_s)), _UNKNOWN),
                 # What other programs take of the cores now, they may leave later.
                 max(0.0, 1 - cores / count_cores()),

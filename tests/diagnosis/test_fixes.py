@@ -155,8 +155,8 @@ def test_settings_are_forecast_and_measured(quiet_machine):
     assert set(fixes_by_id) == {"workers", "persistent_workers", "prefetch"}
     for fix in fixes_by_id.values():
         # A fix says itself how far off it may be where other programs take a part of the cores.
-        forecast = pytest.approx(fix.forecast_images_per_second, rel=0.3 + 2 * fix.error)
-        assert fix.measured_images_per_second == forecast, fix
+        measured = pytest.approx(fix.measured_images_per_second, rel=0.3 + 2 * fix.error)
+        assert fix.forecast_images_per_second == measured, fix
     assert fixes_by_id["workers"].measured_images_per_second > 1.2 * now.loop.images_per_second
 
 
