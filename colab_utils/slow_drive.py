@@ -19,12 +19,13 @@ from colab_utils.drive import DriveLostError
 from colab_utils.places import require_local_path
 from colab_utils.require import require_choice
 
+# The number of this user. Windows has none.
+USER = os.getuid() if hasattr(os, "getuid") else 0
 # The environment variable with the slowed folders, as JSON. Child processes inherit it.
 _SLOWED = "COLAB_UTILS_SLOWED"
 # A file with the time when the link to Drive is free again. All processes of this user on this
-# machine share one link. Windows has no numbers of users. Only Linux has this folder.
-_USER = os.getuid() if hasattr(os, "getuid") else 0
-_LINK = f"/dev/shm/colab_utils-drive-reads-{_USER}"
+# machine share one link. Only Linux has this folder.
+_LINK = f"/dev/shm/colab_utils-drive-reads-{USER}"
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from colab_utils.drive import find_mount, find_mounts
 from colab_utils.errors import ColabUtilsError
 from colab_utils.places import Place, find_server, identify_place
 from colab_utils.require import require_count
-from colab_utils.slow_drive import find_profile
+from colab_utils.slow_drive import USER, find_profile
 
 MOST_STREAMS = 256
 """Largest number of reads at the same time."""
@@ -210,5 +210,5 @@ def _find_note(place: str | Place) -> Path:
     key = find_server(place)
     if not key:
         key = f"{find_mount(place) or identify_place(place)} {find_profile(place)}"
-    name = f"colab_utils-streams-{os.getuid()}-{xxhash.xxh3_64_hexdigest(os.fsencode(key))}"
+    name = f"colab_utils-streams-{USER}-{xxhash.xxh3_64_hexdigest(os.fsencode(key))}"
     return Path(tempfile.gettempdir()) / name
