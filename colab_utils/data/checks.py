@@ -279,7 +279,7 @@ def _find_in_all(dataset: CocoDataset, findings: Sequence[Findings]) -> Iterator
 
 def _find_corner(findings: Sequence[Findings]) -> Iterator[Defect]:
     """Yield a defect if all objects lie in the upper left corner of their images."""
-    ends = np.concatenate([np.zeros((0, 2)), *(finding.objects[:, 2:] for finding in findings)])
+    ends = np.concatenate([np.zeros((0, 2)), *(finding.objects[:, 1:] for finding in findings)])
     if len(ends) >= _FEW_OBJECTS and ends.max() < _CORNER:
         width, height = ends.max(0)
         text = (

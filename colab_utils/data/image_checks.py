@@ -59,8 +59,8 @@ class Findings(NamedTuple):
     """Kind and text of each defect."""
     header: Header
     objects: NDArray[np.float64]
-    """float64 [N, 4]: a row for each usable object. It holds the category id, the pixels of the
-    mask, and the right and lower end of the box as shares of the image's width and height.
+    """float64 [N, 3]: a row for each usable object. It holds the category id, and the right and
+    lower end of the box as shares of the image's width and height.
     """
     turn: str
     """What `compare_turn` says of the image."""
@@ -154,7 +154,7 @@ def check_image(dataset: CocoDataset, i: int, header: Header) -> Findings:
     wrong, objects = _check_objects(annotations, size)
     name = escape(dataset.file_name(i))
     named = [(kind, f"{name}: {text}".removesuffix(": ")) for kind, text in defects + wrong]
-    return Findings(named, header, np.array(objects, np.float64).reshape(-1, 4), turn)
+    return Findings(named, header, np.array(objects, np.float64).reshape(-1, 3), turn)
 
 
 def _check_objects(
@@ -175,7 +175,7 @@ def _check_objects(
             elif not annotation["iscrowd"]:
                 left, top, width, height = annotation["bbox"]
                 ends = (left + width) / size[1], (top + height) / size[0]
-                objects.append((annotation["category_id"], pixels, *ends))
+                objects.append((annotation["category_id"], *ends))
             seen.add(key)
         for kind, text in wrong:
             defects.append((kind, f"annotation {annotation['id']}: {text}".removesuffix(": ")))

@@ -30,7 +30,7 @@ class DatasetStatistics:
 
 def measure_dataset(dataset: CocoDataset, findings: Sequence[Findings]) -> DatasetStatistics:
     """Return the statistics of a dataset, by the names of its categories."""
-    objects = np.concatenate([np.zeros((0, 4)), *(finding.objects for finding in findings)])
+    objects = np.concatenate([np.zeros((0, 3)), *(finding.objects for finding in findings)])
     names = {category["id"]: category["name"] for category in dataset.categories}
     classes = Counter(dict.fromkeys(names.values(), 0))
     classes.update(names[number] for number in objects[:, 0].tolist())
