@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cached_property, partial
+from itertools import compress
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from colab_utils.data.coco import CocoDataset, open_coco
 from colab_utils.data.defects import warn_of_faults
 from colab_utils.data.image_checks import sample_faults
-from colab_utils.data.masks import encode_segmentation, pack_masks, resize_rles, unpack_masks
+from colab_utils.data.masks import pack_masks, resize_rles, unpack_masks
 from colab_utils.data.orientation import Exif, choose_turn, decode_upright, find_turn
 from colab_utils.data.sizes import SIDE_RANGE, Size, plan_size, plan_sizes
 from colab_utils.errors import ColabUtilsError
@@ -27,7 +28,7 @@ from colab_utils.places import Place, open_place
 from colab_utils.reader import Reader
 from colab_utils.require import require_choice, require_number
 from colab_utils.shards.arrays import convert_boxes
-from colab_utils.shards.records import name_image, scale_annotation
+from colab_utils.shards.records import encode_masks, name_image, scale_annotation
 from colab_utils.streams import require_streams
 
 
@@ -229,15 +230,11 @@ class CocoFolder(CocoSamples):
             if not annotation["iscrowd"]
         ]
         boxes, keep = convert_boxes([a["bbox"] for a in annotations], height, width)
-        annotations = [a for a, kept in zip(annotations, keep.tolist(), strict=True) if kept]
-        rles = []
-        for annotation in annotations:
-            try:
-                rles.append(encode_segmentation(annotation["segmentation"], *original))
-            except ColabUtilsError as error:
-                raise ColabUtilsError(
-                    f"annotation {annotation['id']}: {error}. Run check on the dataset."
-                ) from None
+        annotations = list(compress(annotations, keep))
+        try:
+            rles = encode_masks(annotations, original)
+        except ColabUtilsError as error:
+            raise ColabUtilsError(f"{error}. Run check on the dataset.") from None
         if tuple(size) != tuple(original):
             rles = resize_rles(rles, height, width)
         return annotations, boxes[keep], unpack_masks(pack_masks(rles), height, width)

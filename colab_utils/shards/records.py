@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from colab_utils.data.coco import CocoDataset
 from colab_utils.data.masks import encode_segmentation, resize_rles
 from colab_utils.data.object_checks import count_faults
-from colab_utils.data.segmentations import is_nothing
+from colab_utils.data.segmentations import Entry, Rle, is_nothing
 from colab_utils.errors import ColabUtilsError, UnavailableError
 from colab_utils.files import Store
 from colab_utils.places import Place
@@ -50,7 +50,7 @@ def make_record(
     image: dict[str, Any],
     annotations: list[dict[str, Any]],
     stored: StoredImage,
-    faults: Counter[str] | None = None,
+    faults: Counter[str],
 ) -> dict[str, Any]:
     """Make the record of an image. In the shard, the record is the file ``KEY.json``.
 
@@ -66,26 +66,16 @@ def make_record(
     """
     height, width = stored.size
     original_height, original_width = stored.original
-    rles = []
-    drawn = []
-    scaled = []
-    for annotation in annotations:
-        try:
-            rle = encode_segmentation(annotation["segmentation"], original_height, original_width)
-        except ColabUtilsError as error:
-            if is_nothing(annotation):
-                continue
-            raise ColabUtilsError(f"annotation {annotation['id']}: {error}") from None
-        rles.append(rle)
-        drawn.append(annotation)
-        scaled.append(scale_annotation(annotation, stored.original, stored.size))
-    if faults is not None:
-        faults.update(count_faults(drawn, rles))
-        faults.update(["empty annotation"] * (len(annotations) - len(drawn)))
+    drawn = [annotation for annotation in annotations if not is_nothing(annotation)]
+    rles = encode_masks(drawn, stored.original)
+    faults.update(count_faults(drawn, rles))
+    faults.update(["empty annotation"] * (len(annotations) - len(drawn)))
     if stored.size != stored.original:
         rles = resize_rles(rles, height, width)
-    for annotation, rle in zip(scaled, rles, strict=True):
-        annotation["segmentation"] = rle
+    scaled = [
+        {**scale_annotation(annotation, stored.original, stored.size), "segmentation": rle}
+        for annotation, rle in zip(drawn, rles, strict=True)
+    ]
     return {
         "image_id": image["id"],
         "file_name": image["file_name"],
@@ -95,6 +85,21 @@ def make_record(
         "original_height": original_height,
         "annotations": scaled,
     }
+
+
+def encode_masks(annotations: Sequence[Entry], size: Sequence[int]) -> list[Rle]:
+    """Return the masks of annotations in RLE, for an image of this height and width.
+
+    Raises:
+        ColabUtilsError: if an annotation has no usable mask. The error names the annotation.
+    """
+    rles = []
+    for annotation in annotations:
+        try:
+            rles.append(encode_segmentation(annotation["segmentation"], *size))
+        except ColabUtilsError as error:
+            raise ColabUtilsError(f"annotation {annotation['id']}: {error}") from None
+    return rles
 
 
 def scale_annotation(

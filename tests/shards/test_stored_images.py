@@ -5,6 +5,7 @@ import io
 import json
 import tracemalloc
 import warnings
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -53,11 +54,8 @@ def assert_equal_to_torchvision(dataset, folder, i, min_size, max_size):
     size = (image["height"], image["width"])
     data = (folder / image["file_name"]).read_bytes()
     stored = store_image(data, size, min_size=min_size, max_size=max_size)
-    record = make_record(image, annotations, stored)
-    rles = []
-    for annotation in annotations:
-        rles.append(encode_segmentation(annotation["segmentation"], *size))
-    target = make_target(annotations, rles, size)
+    record = make_record(image, annotations, stored, Counter())
+    target = make_target(annotations, size)
     transform = GeneralizedRCNNTransform(min_size, max_size, [0.0] * 3, [1.0] * 3)
     expected, target = transform.resize(torch.zeros(3, *size), target)
     if max(expected.shape) >= max(size):
@@ -67,15 +65,15 @@ def assert_equal_to_torchvision(dataset, folder, i, min_size, max_size):
     assert stored.size == tuple(expected.shape[-2:])
     assert stored.size == (record["height"], record["width"])
     assert stored.size == tuple(decode(stored.data).shape[-2:])
-    rles = [annotation["segmentation"] for annotation in record["annotations"]]
-    stored_target = make_target(record["annotations"], rles, stored.size)
+    stored_target = make_target(record["annotations"], stored.size)
     assert torch.equal(stored_target["masks"], target["masks"])
     torch.testing.assert_close(stored_target["boxes"], target["boxes"], rtol=0, atol=2e-4)
     return len(annotations)
 
 
-def make_target(annotations, rles, size):
+def make_target(annotations, size):
     boxes, _ = convert_boxes([annotation["bbox"] for annotation in annotations], *size)
+    rles = [encode_segmentation(annotation["segmentation"], *size) for annotation in annotations]
     masks = np.array([coco_mask.decode(rle) for rle in rles]).reshape(-1, *size)
     return {"boxes": torch.from_numpy(boxes), "masks": torch.from_numpy(masks)}
 
@@ -382,7 +380,7 @@ def test_area_and_crowds_are_scaled_and_extras_dropped():
     rle = {"size": [48, 64], "counts": [0, 24 * 64, 24 * 64]}
     annotation = make_object(5, 1, [0, 0, 32, 48], iscrowd=1, segmentation=rle)
     stored = store_image(save(RGB, "PNG"), (48, 64), min_size=24, max_size=100)
-    record = make_record({"id": 1, "file_name": "a/b.png"}, [annotation], stored)
+    record = make_record({"id": 1, "file_name": "a/b.png"}, [annotation], stored, Counter())
     (kept,) = record["annotations"]
     assert (kept["bbox"], kept["area"], kept["iscrowd"]) == ([0, 0, 16, 24], 384.0, 1)
     assert kept["segmentation"]["size"] == [24, 32]
