@@ -29,6 +29,7 @@ from colab_utils.machine import count_cores
 from colab_utils.places import require_local_path
 from colab_utils.processes import fork_pool
 from colab_utils.progress import show_progress
+from colab_utils.require import require_choice, require_count
 from colab_utils.units import format_bytes
 
 _Points = list[tuple[float, float]]
@@ -144,6 +145,15 @@ def make_dataset(
         >>> made.n, made.annotations.name, len(list(made.images.iterdir()))
         (2, 'annotations.json', 2)
     """
+    fewest, most_objects = objects
+    require_count("n", n)
+    require_count("width", width, minimum=32, maximum=65_500)
+    require_count("height", height, minimum=32, maximum=65_500)
+    require_count("the smaller number of objects", fewest, minimum=0, maximum=most_objects)
+    require_count("photos", photos, minimum=0, maximum=n)
+    require_count("len(categories)", len(categories))
+    for name in categories:
+        require_choice("categories", name, _SHAPES)
     recipe = {
         "n": n,
         "width": width,
@@ -154,7 +164,6 @@ def make_dataset(
         "seed": seed,
         "version": 5,
     }
-    _check_recipe(recipe)
     root = require_local_path(folder)
     images = root / "images"
     annotations = root / "annotations.json"
@@ -175,27 +184,6 @@ def make_dataset(
             "same again."
         )
     return BuiltinDataset(images, annotations, n, len(content["annotations"]), size)
-
-
-def _check_recipe(recipe: dict[str, Any]) -> None:
-    """Raise an error if a value is out of range. The error lists the allowed values."""
-    fewest, most_objects = recipe["objects"]
-    sides = (recipe["width"], recipe["height"])
-    is_allowed = (
-        recipe["n"] > 0
-        and 0 <= recipe["photos"] <= recipe["n"]
-        and min(sides) >= 32
-        and max(sides) <= 65_500
-        and 0 <= fewest <= most_objects
-        and len(recipe["categories"]) > 0
-        and set(recipe["categories"]) <= set(_SHAPES)
-    )
-    if not is_allowed:
-        numbers = "n > 0, photos <= n, sides 32 to 65,500, fewest <= most objects"
-        names = ", ".join(_SHAPES)
-        raise ColabUtilsError(
-            f"A dataset cannot be made of {recipe}. Choose {numbers}, and categories of {names}."
-        )
 
 
 def _make_files(images: Path, annotations: Path, recipe: dict[str, Any], workers: int) -> None:

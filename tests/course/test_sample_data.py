@@ -171,10 +171,11 @@ def test_failure_leaves_nothing_behind(tmp_path, monkeypatch, error):
         {"photos": 501},
         # The letters of a text are no categories.
         {"categories": "ball"},
+        {"categories": ()},
     ],
 )
 def test_parameters_without_sense_are_refused(tmp_path, wrong):
-    with pytest.raises(ColabUtilsError, match=r"A dataset cannot be made of .*\. Choose "):
+    with pytest.raises(ColabUtilsError, match=r"^(expected|categories must be) .*(found|it is) "):
         make_dataset(tmp_path / "new", **wrong)
     assert not (tmp_path / "new").exists()
 
