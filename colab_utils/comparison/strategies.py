@@ -244,7 +244,7 @@ _TABLE: tuple[tuple[str, str, str, str, Callable[..., Any]], ...] = (
     ),
     (
         "packed",
-        "make_loader",
+        "make_loader on shards",
         "From the same shards, make_loader's workers send packed masks through reused buffers.",
         "shards_on_ssd",
         _packed,

@@ -104,6 +104,8 @@ class Workspace:
         _make_folder("SSD_FOLDER", fast, parents=not ssd)
         slow_down(slow, speed)
         slow_down(fast, None)
+        if speed is not None:
+            _end_workers_soon()
         return cls(slow, fast, speed)
 
     @property
@@ -135,6 +137,16 @@ class Workspace:
         if is_on_drive(self.drive):
             real = "Google Drive; drive.flush_and_unmount() uploads new files"
         return f"Drive: {self.drive} ({self.profile or real})\nSSD: {self.ssd}"
+
+
+def _end_workers_soon() -> None:
+    """Let torch wait half a second, not five, for each worker of a loop that is broken off.
+
+    On a slow Drive, workers are nearly always in the middle of a batch.
+    """
+    from torch.utils.data import _utils
+
+    _utils.MP_STATUS_CHECK_INTERVAL = 0.5
 
 
 def _make_folder(setting: str, folder: Path, *, parents: bool) -> None:

@@ -12,9 +12,9 @@ _NAMED_LINES = 4
 
 
 CURES = {
-    "read": "Read many files at once: load a CocoFolder by make_loader, or give your dataset the "
-    "__getitems__ of docs/SCRIPT.md. Then store the data on the local disk, in few large files: "
-    "preprocess, and copy.",
+    "read": "Read many files at once: load a CocoFolder by make_loader, which finds out how many "
+    "in its first seconds, or give your dataset the __getitems__ of docs/SCRIPT.md. Then store the "
+    "data on the local disk, in few large files: preprocess, and copy.",
     "bandwidth": "Shrink images once, offline (preprocess). Store them on the local disk.",
     "work": "Make a sample cheaper, or do its work once, offline. Run transforms on the device, or "
     "do those that are not random offline.",

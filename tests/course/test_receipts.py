@@ -74,7 +74,7 @@ def test_a_line_for_the_class_sheet(course, make_comparison):
         "drive": "bad: 606 ms per file",
         "before": "plain loop",
         "waits before": 0.96,
-        "after": "make_loader",
+        "after": "make_loader on shards",
         "waits after": 0.04,
         "times as fast": 24.0,
         "own loader": None,

@@ -129,7 +129,7 @@ def test_no_text_is_struck_through_or_cut(top):
     notes = {
         "plain loop": "waits 96%",
         "+ 2 workers": "waits 92%",
-        "+ make_loader": "waits 2%, NOT the same data",
+        "+ make_loader on shards": "waits 2%, NOT the same data",
     }
     values = dict(zip(notes, (1.6, 3.1, float(top)), strict=True))
     limit = (40, "the step alone") if top > 3 else (3.1, "a limit with a very long name")

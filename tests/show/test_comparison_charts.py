@@ -19,7 +19,7 @@ from colab_utils.show.comparison_charts import (
     plot_comparison,
 )
 
-STEPS = ["plain loop", "+ 2 workers", "+ 32 streams", "+ shards on SSD", "+ make_loader"]
+STEPS = ["plain loop", "+ 2 workers", "+ 32 streams", "+ shards on SSD", "+ make_loader on shards"]
 
 
 def read_bars(figure):
@@ -79,7 +79,13 @@ def test_the_figure_grows_while_the_steps_are_timed(course, lose, make_compariso
 def test_other_strategies_are_named_by_what_they_are(make_timing, make_comparison):
     names = ("sequential", "dataloader", "dataloader_on_ssd", "packed", "my own")
     bars = read_bars(plot_comparison(make_comparison(*map(make_timing, names))))
-    assert list(bars) == ["plain loop", "2 workers", "loose files on SSD", "make_loader", "my own"]
+    assert list(bars) == [
+        "plain loop",
+        "2 workers",
+        "loose files on SSD",
+        "make_loader on shards",
+        "my own",
+    ]
 
 
 def test_a_null_result_is_said(make_timing, make_comparison):
@@ -123,7 +129,7 @@ def test_what_is_not_the_same_data_never_wins(make_timing, make_comparison):
 def test_what_could_not_be_timed_has_no_bar(make_timing, lose, make_comparison):
     lost = lose(make_timing("packed"), note="disk is full")
     figure = plot_comparison(make_comparison(make_timing("sequential"), lost))
-    assert read_bars(figure) == {"plain loop": 1.6, "make_loader": 0}
+    assert read_bars(figure) == {"plain loop": 1.6, "make_loader on shards": 0}
     assert read_texts(figure)[1] == "not timed"
     with pytest.raises(ColabUtilsError, match="No strategy was timed"):
         plot_comparison(make_comparison(lost))
@@ -136,13 +142,13 @@ def test_the_first_seconds_are_those_of_the_course(course, make_timing, make_com
     figure = plot_cold_start(make_comparison(*course), seconds=5.02)
     assert (
         read_title(figure)
-        == "Batches in the first 5 seconds: 2 with plain loop, 48 with make_loader"
+        == "Batches in the first 5 seconds: 2 with plain loop, 48 with make_loader on shards"
     )
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == STEPS
     plain = figure.axes[0].collections[0].get_paths()[0].get_extents()
     assert plain.intervalx.tolist() == pytest.approx([2.4, 2.5])
     more = plot_cold_start(make_comparison(*course, make_timing("saved_tensors")))
-    names = ["plain loop", "2 workers", "32 streams", "shards on SSD", "make_loader"]
+    names = ["plain loop", "2 workers", "32 streams", "shards on SSD", "make_loader on shards"]
     assert [label.get_text() for label in more.axes[0].get_yticklabels()] == names
     # The axis ends at the whole seconds that all of them ran.
     assert more.axes[0].get_xlim() == (0, 7)
@@ -155,7 +161,7 @@ def test_hours_are_those_of_coco_over_sessions_of_three_epochs(
 ):
     assert describe_hours(make_comparison(*course)) == (
         "9 epochs of 118,287 images: 185 hours with plain loop, 92 hours with 2 workers, "
-        "15 hours with 32 streams, 14 hours with shards on SSD, 13 hours with make_loader"
+        "15 hours with 32 streams, 14 hours with shards on SSD, 13 hours with make_loader on shards"
     )
     costs = {
         "once_ms_per_image": 200.0,

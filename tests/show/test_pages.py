@@ -64,7 +64,7 @@ def test_on_a_phone_bars_of_text_say_what_the_charts_say(write, course, make_com
     page = write(comparison=make_comparison(*course))
     lists = re.findall(r'<ul class="phone">(.*?)</ul>', page, re.DOTALL)
     assert len(lists) == 2
-    for name, share in (("plain loop", "96%"), ("make_loader", "4%")):
+    for name, share in (("plain loop", "96%"), ("make_loader on shards", "4%")):
         assert re.search(rf"{name}: <b>[0-9.]+ images/s, waits {share}</b>", lists[0]), name
         assert re.search(rf"{name}: <b>[0-9]+ batch(es)?</b>", lists[1]), name
     widths = [float(width) for width in re.findall(r"width: ([0-9.]+)%", lists[0])]

@@ -109,10 +109,10 @@ def test_every_strategy_and_every_figure_is_in_the_table(course, make_comparison
         "2 workers",
         "32 streams",
         "shards on SSD",
-        "make_loader",
+        "make_loader on shards",
     ]
     assert rows[-1] == {
-        "": "make_loader",
+        "": "make_loader on shards",
         "images/s": "38.4",
         "waits, %": "4",
         "first batch, s": "1.5",
