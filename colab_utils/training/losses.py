@@ -6,15 +6,18 @@ at a time, and only those that a proposal belongs to.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Sequence
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torchvision.models.detection import MaskRCNN
-from torchvision.models.detection.roi_heads import RoIHeads, fastrcnn_loss, project_masks_on_boxes
+from torchvision.models.detection import MaskRCNN, roi_heads
+from torchvision.models.detection.roi_heads import RoIHeads, project_masks_on_boxes
 from torchvision.ops import box_iou
 
 from colab_utils.data.sizes import Size
@@ -26,6 +29,13 @@ from colab_utils.loading.transforms import check_objects
 from colab_utils.training.layers import compute_features, use_cpu
 
 _COMPARED_OBJECTS = 16
+
+# The heads of torchvision, as they are, except that the masks of a target are a function that gives
+# the mask targets. Copies of two functions look up names here, so torchvision itself stays as it
+# is, for other threads and other models, too.
+_NAMES = {**vars(roi_heads), "project_masks_on_boxes": operator.call}
+_NAMES["maskrcnn_loss"] = FunctionType(roi_heads.maskrcnn_loss.__code__, _NAMES)
+_run_heads = FunctionType(roi_heads.RoIHeads.forward.__code__, _NAMES)
 
 Tensors = dict[str, Tensor]
 """A target of torchvision's models, or their losses, by name."""
@@ -82,7 +92,6 @@ def compute_losses(
         ['loss_box_reg', 'loss_classifier', 'loss_mask', 'loss_objectness', 'loss_rpn_box_reg']
     """
     _check_input(model, batch)
-    heads = model.roi_heads
     if flips is None:
         flips = [False] * len(batch)
     images, targets = model.transform(*_make_input(batch, flips))
@@ -92,27 +101,21 @@ def compute_losses(
         batch.boxes,
         batch.labels,
         batch.image_ids.repeat_interleave(batch.counts),
-        classes=_count_classes(heads),
+        classes=_count_classes(model.roi_heads),
     )
     features = compute_features(model, images)
     model.rpn.box_similarity = _compare_boxes
     proposals, proposal_losses = model.rpn(images, features, targets)
-    # torchvision's sampling of proposals requires masks, and does not read them.
-    targets = [{**target, "masks": target["boxes"]} for target in targets]
-    regions, matches, labels, offsets = heads.select_training_samples(proposals, targets)
-    pooled = heads.box_roi_pool(features, regions, images.image_sizes)
-    classifier_loss, box_loss = fastrcnn_loss(
-        *heads.box_predictor(heads.box_head(pooled)), labels, offsets
-    )
-    mask_loss = _compute_mask_loss(
-        heads, features, regions, matches, labels, batch, flips=flips, sizes=images.image_sizes
-    )
-    return {
-        "loss_classifier": classifier_loss,
-        "loss_box_reg": box_loss,
-        "loss_mask": mask_loss,
-        **proposal_losses,
-    }
+    for place, target in enumerate(targets):
+        target["masks"] = partial(
+            sample_masks,
+            batch[place : place + 1].masks,
+            stored_size=batch.sizes[place].tolist(),
+            to_size=images.image_sizes[place],
+            is_flipped=flips[place],
+        )
+    _, losses = _run_heads(model.roi_heads, features, proposals, images.image_sizes, targets)
+    return losses | proposal_losses
 
 
 def _check_input(model: Any, batch: Any) -> None:
@@ -171,62 +174,16 @@ def _compare_boxes(objects: Tensor, boxes: Tensor) -> Tensor:
     return torch.cat([box_iou(few, boxes) for few in objects.split(_COMPARED_OBJECTS)])
 
 
-def _compute_mask_loss(
-    heads: RoIHeads,
-    features: Mapping[str, Tensor],
-    regions: Sequence[Tensor],
-    matches: Sequence[Tensor],
-    labels: list[Tensor],
-    batch: PackedBatch,
-    *,
-    flips: Sequence[bool],
-    sizes: list[Size],
-) -> Tensor:
-    """Return the loss of the masks of all positive regions.
-
-    Args:
-        heads: The heads of the model.
-        features: The features that its backbone computed.
-        regions: float [R, 4] of each image.
-        matches: int64 [R] of each image: the index of the object that each region belongs to.
-        labels: int64 [R] of each image: the class of each region, 0 for the background.
-        batch: The batch that holds the masks.
-        flips: bool [B]: the images that are mirrored.
-        sizes: Height and width that each image was resized to.
-    """
-    boxes = [part[label > 0] for part, label in zip(regions, labels, strict=True)]
-    pooled = heads.mask_roi_pool(features, boxes, sizes)
-    logits: Tensor = heads.mask_predictor(heads.mask_head(pooled))
-    if not len(logits):
-        return logits.sum() * 0
-    targets = [
-        sample_masks(
-            batch[place : place + 1].masks,
-            matches[place][label > 0],
-            boxes[place],
-            stored_size=batch.sizes[place].tolist(),
-            to_size=sizes[place],
-            is_flipped=flips[place],
-            size=logits.shape[-1],
-        )
-        for place, label in enumerate(labels)
-    ]
-    classes = torch.cat(labels)
-    classes = classes[classes > 0]
-    logits = logits[torch.arange(len(classes), device=classes.device), classes]
-    return functional.binary_cross_entropy_with_logits(logits, torch.cat(targets))
-
-
 @torch.no_grad()
 def sample_masks(
     masks: MaskBits,
-    objects: Tensor,
     boxes: Tensor,
+    objects: Tensor,
+    size: int,
     *,
     stored_size: list[int],
     to_size: Size,
     is_flipped: bool,
-    size: int,
 ) -> Tensor:
     """Return the mask targets of R proposals of one image, from its packed masks.
 
@@ -235,14 +192,14 @@ def sample_masks(
 
     Args:
         masks: The packed masks of the image's N objects.
-        objects: int64 [R]: index of each proposal's object among the N. It is read on the CPU. If
-            it is on a GPU, the call waits for the GPU.
         boxes: float [R, 4]: x0, y0, x1, y1 of each proposal, in pixels of the mirrored and resized
             image. All are finite.
+        objects: int64 [R]: index of each proposal's object among the N. It is read on the CPU. If
+            it is on a GPU, the call waits for the GPU.
+        size: Rows and columns of a target: 28 in Mask R-CNN.
         stored_size: Height and width of the stored image in pixels.
         to_size: Height and width in pixels after resizing. Masks are resized by nearest neighbour.
         is_flipped: Whether the image is mirrored left to right.
-        size: Rows and columns of a target: 28 in Mask R-CNN.
 
     Returns:
         float32 [R, size, size] from 0 to 1, on the device of the bits.
@@ -253,8 +210,8 @@ def sample_masks(
         >>> masks = MaskBits(bits, crops, torch.tensor([0, 1]))
         >>> box, image = torch.tensor([[0.0, 0.0, 4.0, 2.0]]), [2, 4]
         >>> objects = torch.tensor([0])
-        >>> sizes = {"stored_size": image, "to_size": image, "size": 2}
-        >>> sample_masks(masks, objects, box, is_flipped=False, **sizes).tolist()
+        >>> sizes = {"stored_size": image, "to_size": image}
+        >>> sample_masks(masks, box, objects, 2, is_flipped=False, **sizes).tolist()
         [[[0.625, 0.125], [0.75, 0.25]]]
     """
     device = masks.bits.device

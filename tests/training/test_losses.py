@@ -313,10 +313,10 @@ objects = torch.from_numpy(np.concatenate([np.zeros(6, np.int64), np.arange(100)
 boxes = torch.from_numpy(crops).float()[objects]
 torch.set_num_threads(1)
 size = 1500, 2000
-sizes = {"stored_size": size, "to_size": size, "is_flipped": False, "size": 28}
-sample_masks(masks, objects[-1:], boxes[-1:], **sizes)
+sizes = {"stored_size": size, "to_size": size, "is_flipped": False}
+sample_masks(masks, boxes[-1:], objects[-1:], 28, **sizes)
 before = read_peak_kb()
-targets = sample_masks(masks, objects, boxes, **sizes)
+targets = sample_masks(masks, boxes, objects, 28, **sizes)
 assert (targets.mean((1, 2)) > 0.95).all()
 print(read_peak_kb() - before)
 """
