@@ -40,8 +40,6 @@ class PackedMasks(NamedTuple):
         >>> packed = pack_masks([rle])
         >>> packed.crops.tolist(), packed.bits.tolist()
         ([[1, 1, 4, 3]], [252])
-        >>> int(unpack_masks(packed, 6, 8).sum())
-        6
     """
 
     bits: NDArray[np.uint8]
@@ -241,16 +239,6 @@ def _draw_crop(rle: Rle) -> tuple[int, int, NDArray[np.uint8]]:
     ends = _take_runs(rle, np.arange(y0, y0 + height), np.arange(x0, x0 + width))
     values = np.arange(len(ends), dtype=np.uint8) % 2
     return x0, y0, np.repeat(values, np.diff(ends, prepend=0)).reshape(width, height)
-
-
-def unpack_masks(packed: PackedMasks, height: int, width: int) -> NDArray[np.uint8]:
-    """Unpack masks to dense ones: uint8 [N, height, width] of 0 and 1."""
-    dense = np.zeros((len(packed.crops), height, width), np.uint8)
-    for row, (x0, y0, x1, y1) in enumerate(packed.crops.tolist()):
-        bits = packed.bits[packed.offsets[row] : packed.offsets[row + 1]]
-        pixels = np.unpackbits(bits, count=(y1 - y0) * (x1 - x0))
-        dense[row, y0:y1, x0:x1] = pixels.reshape(y1 - y0, x1 - x0)
-    return dense
 
 
 def nearest_indices(size_in: int, size_out: int) -> NDArray[np.int64]:

@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from colab_utils.data.masks import unpack_masks
 from colab_utils.diagnosis.timing import fetch_batches
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import Loader
+from colab_utils.loading.masks import unpack_masks
 
 SAMPLED_IMAGES = 32
 """Of so many images, the stages after the read are timed, and what they cost in other forms."""

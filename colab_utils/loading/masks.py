@@ -5,17 +5,17 @@ GPU by a few operations over all objects at once, in chunks of bounded memory. T
 these operations are computed on the CPU.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise, repeat
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from colab_utils.data.masks import number_within
+from colab_utils.data.masks import PackedMasks, number_within
 from colab_utils.loading.devices import send
 
 Ints = NDArray[np.int64]
@@ -80,28 +80,47 @@ def expand_masks(
     dense = torch.empty(total, dtype=torch.uint8, device=masks.bits.device)
     images = split_masks(dense, sizes, counts)
     if dense.is_cpu:
-        draw_masks(masks, images)
+        # Each image is cleared just before it is drawn, so that drawing finds it in the cache.
+        draw_masks(masks, map(Tensor.zero_, images))
     else:
         _draw_rows(masks, np.array(sizes).reshape(-1, 2).repeat(counts, 0), dense.zero_())
     return images
 
 
-def draw_masks(masks: MaskBits, dense: Sequence[Tensor], flips: Any = None) -> None:
-    """Draw packed masks into the dense masks of each image, uint8 [N, height, width], on the CPU.
+def unpack_masks(packed: PackedMasks, height: int, width: int) -> NDArray[np.uint8]:
+    """Unpack the masks of one image to dense ones: uint8 [N, height, width] of 0 and 1.
 
-    ``flips``, bool [B], says which images get mirrored masks. Default: None, no image.
+    Example:
+        >>> from colab_utils.data.masks import pack_pixels
+        >>> packed = pack_pixels([np.array([[0, 0, 1], [0, 1, 1]])])
+        >>> unpack_masks(packed, 2, 3).tolist()
+        [[[0, 0, 1], [0, 1, 1]]]
     """
-    packed = masks.bits.numpy()
-    objects = zip(masks.crops.tolist(), masks.offsets.tolist(), strict=False)
-    for image, flip in zip(dense, repeat(False) if flips is None else flips, strict=False):
-        # Each mask is cleared just before it is drawn, so that drawing finds it in the cache.
-        for mask in image.zero_().numpy():
+    dense = np.zeros((len(packed.crops), height, width), np.uint8)
+    draw_masks(packed, [dense])
+    return dense
+
+
+def draw_masks(
+    packed: MaskBits | PackedMasks,
+    dense: Iterable[Tensor | NDArray[np.uint8]],
+    flips: Iterable[bool] | None = None,
+) -> None:
+    """Draw packed masks into the dense masks of each image, on the CPU.
+
+    The dense masks are zeros, uint8 [N, height, width]. ``flips``, bool [B], says which images get
+    mirrored masks. Default: None, no image.
+    """
+    bits = np.asarray(packed.bits)
+    objects = zip(packed.crops.tolist(), packed.offsets.tolist(), strict=False)
+    for image, is_flipped in zip(dense, repeat(False) if flips is None else flips, strict=False):
+        for mask in np.asarray(image):
             (left, top, right, bottom), start = next(objects)
             height = bottom - top
             width = right - left
-            crop = np.unpackbits(packed[start:], count=height * width).reshape(height, width)
+            crop = np.unpackbits(bits[start:], count=height * width).reshape(height, width)
             # torch mirrors faster than numpy, which copies one byte at a time.
-            if flip:
+            if is_flipped:
                 crop = torch.from_numpy(crop).flip(1).numpy()
                 left = mask.shape[1] - right
             mask[top:bottom, left : left + width] = crop

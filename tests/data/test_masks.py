@@ -10,9 +10,10 @@ from pycocotools import mask as coco_mask
 from pycocotools.coco import COCO
 
 from colab_utils.data.coco import read_coco
-from colab_utils.data.masks import encode_segmentation, pack_masks, resize_rles, unpack_masks
+from colab_utils.data.masks import encode_segmentation, pack_masks, resize_rles
 from colab_utils.data.segmentations import count_numbers, is_nothing
 from colab_utils.errors import ColabUtilsError
+from colab_utils.loading.masks import unpack_masks
 
 QUICK = settings(max_examples=60, deadline=None)
 SQUARE = [1, 1, 5, 1, 5, 4, 1, 4]

@@ -30,13 +30,13 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from colab_utils.data.coco import read_coco
-from colab_utils.data.masks import unpack_masks
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableError
 from colab_utils.files import open_store
 from colab_utils.loading import dataset as dataset_module
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
+from colab_utils.loading.masks import unpack_masks
 from colab_utils.shards.arrays import (
     IMAGE_TABLES,
     OBJECT_TABLES,

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from pycocotools import mask as coco_mask
 
 from colab_utils.data.coco import read_coco
-from colab_utils.data.masks import PackedMasks, encode_segmentation, unpack_masks
+from colab_utils.data.masks import PackedMasks, encode_segmentation
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import hash_bytes
+from colab_utils.loading.masks import unpack_masks
 from colab_utils.shards.arrays import (
     ArraysBuilder,
     convert_boxes,
