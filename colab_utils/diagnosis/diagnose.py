@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from colab_utils.diagnosis.cures import Cause, make_cause
 from colab_utils.diagnosis.fixes import TIMEOUT_S, Fix, Situation, find_fixes
 from colab_utils.diagnosis.stages import Stage, time_stages
-from colab_utils.diagnosis.timing import BatchTimes, count_workers, find_tensors, time_batches
+from colab_utils.diagnosis.timing import BatchTimes, count_workers, time_batches
 from colab_utils.diagnosis.watch import WatchedLoader, take_watched
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.loader import Loader
@@ -176,7 +177,9 @@ def _keep_batch(kept: dict[int, Any], number: int, batch: Any) -> None:
     """
     if (number + 1) & number:
         return
-    tensors = find_tensors(batch)
+    # A batch may be an object with tensors in its fields, as a packed batch is.
+    values = tree_leaves((batch, getattr(batch, "__dict__", None)))
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
     room = _CACHED_SHARE * find_free_memory()
     if tensors and tensors[0].is_cuda:
         room = _CACHED_SHARE * torch.cuda.mem_get_info(tensors[0].device)[0]

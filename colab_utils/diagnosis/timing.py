@@ -4,7 +4,7 @@ noise: how far repeated measurements differ, and which gains count.
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from glob import glob
 from statistics import median
 from time import process_time
@@ -14,7 +14,6 @@ import numpy as np
 import psutil
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.loading.clock import LoopClock
@@ -348,26 +347,6 @@ def count_images(batch: Any) -> int:
         if hasattr(column, "__len__") and getattr(column, "ndim", 1) > 0:
             return len(column)
     return 1
-
-
-def find_tensors(batch: Any) -> list[Tensor]:
-    """Find every tensor in lists, tuples, dicts and dataclasses.
-
-    Example:
-        >>> import torch
-        >>> batch = {"image": torch.zeros(2)}, [torch.zeros(3)], 4
-        >>> [tensor.nbytes for tensor in find_tensors(batch)]
-        [8, 12]
-    """
-    if isinstance(batch, Tensor):
-        return [batch]
-    if is_dataclass(batch) and hasattr(batch, "__dict__"):
-        batch = vars(batch)
-    if isinstance(batch, Mapping):
-        batch = [*batch.values()]
-    if not isinstance(batch, list | tuple):
-        return []
-    return [tensor for value in batch for tensor in find_tensors(value)]
 
 
 def measure_tree_cpu() -> float:
