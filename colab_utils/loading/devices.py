@@ -23,26 +23,21 @@ def find_device(device: torch.device | str) -> torch.device:
     """
     try:
         torch_device = torch.device(device)
+        is_known = torch_device.type in ("cpu", "cuda")
     except (RuntimeError, TypeError):
+        is_known = False
+    if not is_known:
         raise ColabUtilsError(
-            f"Expected a device such as 'cpu' or 'cuda', found {device!r}. Name one of these."
-        ) from None
-    if torch_device.type not in ("cpu", "cuda"):
-        raise ColabUtilsError(
-            f"A loader cannot deliver to the device {str(torch_device)!r}. Name 'cpu' or 'cuda', "
-            "and move the batches to your device yourself."
+            f"A loader cannot deliver to the device {str(device)!r}. Name 'cpu' or 'cuda', and "
+            "move the batches to your device yourself."
         )
-    if torch_device.type == "cuda":
-        if not torch.cuda.is_available():
-            cure = "On Colab, choose Runtime > Change runtime type; or use device='cpu'."
-            raise ColabUtilsError(f"Device {device!r} needs a GPU, and there is none. {cure}")
-        gpus = torch.cuda.device_count()
-        if (torch_device.index or 0) >= gpus:
-            raise ColabUtilsError(
-                f"The device {str(torch_device)!r} does not exist: this machine has {gpus} GPUs, "
-                "counted from cuda:0. Name one of them, and start at most as many processes with "
-                "torchrun as there are GPUs."
-            )
+    if torch_device.type == "cuda" and (torch_device.index or 0) >= torch.cuda.device_count():
+        raise ColabUtilsError(
+            f"The device {str(torch_device)!r} does not exist: this machine has "
+            f"{torch.cuda.device_count()} GPUs, counted from cuda:0. On Colab, choose Runtime > "
+            "Change runtime type; or name another device, and start at most as many processes with "
+            "torchrun as there are GPUs."
+        )
     return torch_device
 
 
