@@ -151,7 +151,7 @@ def time_call(measure: Callable[[Setting], Figures], setting: Setting) -> Figure
 
 def time_reading(setting: Setting) -> Figures:
     """Read every file once; return files a second from the first batch's last file on."""
-    reader = Reader(read_file, place=setting.drive / "images")
+    reader = Reader(read_file, open_store(setting.drive / "images"))
     ends_s = []
     for reading in reader.read_all(sorted((setting.drive / "images").iterdir())):
         reading.take()
@@ -236,8 +236,7 @@ class CountingReader:
 
     def __init__(self, folder: Path, names: Iterator[int], streams: int | str) -> None:
         self.store = open_store(folder)
-        retries = self.store.retries
-        self.reader = Reader(self._read, place=folder, streams=streams, retries=retries)
+        self.reader = Reader(self._read, self.store, streams=streams)
         self._ends_s: deque[float] = deque()
         self._readings = self.reader.read_all(folder / f"{number}.jpg" for number in names)
 

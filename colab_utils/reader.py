@@ -12,9 +12,8 @@ from concurrent.futures import Future, wait
 from time import perf_counter
 from typing import Any
 
-from colab_utils.drive import Retries
 from colab_utils.errors import ColabUtilsError, UnavailableError
-from colab_utils.places import Place
+from colab_utils.files import Store
 from colab_utils.processes import start_thread
 from colab_utils.streams import (
     MOST_STREAMS,
@@ -85,13 +84,11 @@ class Reader:
     Args:
         read: takes a name and returns the content of the file, as ``read_file`` does. Several
             threads call it at the same time.
-        place: the folder or URL that the files lie in. The best number of streams for its mount or
-            its server is kept for the session, and the next reader starts with it.
+        store: the files. The best number of streams for its mount or its server is kept for the
+            session, and the next reader starts with it. With ``streams="auto"``, each call of the
+            store that is tried again makes the reader read fewer files at once.
         streams: how many files are read at once, 1 to 256. By default, ``"auto"``, the best number
             is measured while files are read: see `StreamTuner`.
-        retries: the object with which ``read`` repeats failed reads, if it has one. The reader sets
-            the ``on_failure`` of this object: with ``streams="auto"``, a failure of Drive makes the
-            reader read fewer files at once.
         most_bytes: the most bytes that the reader holds in files that are being read or were not
             taken yet, by default 64 MB. A single file may be larger. Content that is not ``bytes``
             or ``bytearray`` does not count.
@@ -105,7 +102,8 @@ class Reader:
         ColabUtilsError: ``streams`` is out of range.
 
     Example:
-        >>> reader = Reader(str.upper, place=".", streams=4)
+        >>> from colab_utils.files import open_store
+        >>> reader = Reader(str.upper, open_store("."), streams=4)
         >>> readings = reader.ask(["a", "b", "c"])
         >>> [reading.take() for reading in readings]
         ['A', 'B', 'C']
@@ -114,23 +112,21 @@ class Reader:
     def __init__(
         self,
         read: Callable[[Any], Any],
+        store: Store,
         *,
-        place: str | Place,
         streams: int | str = "auto",
-        retries: Retries | None = None,
         most_bytes: int = AHEAD_BYTES,
         most_streams: int = MOST_STREAMS,
     ) -> None:
         self.tuner: StreamTuner | None = None
         if require_streams(streams) == "auto":
             most_streams = min(MOST_STREAMS, most_streams)
-            self.tuner = StreamTuner(min(most_streams, guess_streams(place)), most_streams)
+            self.tuner = StreamTuner(min(most_streams, guess_streams(store.place)), most_streams)
         else:
             self._streams = int(streams)
         self._read = read
-        self._place = place
-        if retries is not None:
-            retries.on_failure = self._refuse
+        self._place = store.place
+        store.retries.on_failure = self._refuse
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
         self._waiting: deque[Reading] = deque()

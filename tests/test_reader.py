@@ -7,8 +7,9 @@ from functools import partial
 
 import pytest
 
-from colab_utils.drive import DriveLostError, Retries
+from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, UnavailableError
+from colab_utils.files import open_store
 from colab_utils.reader import Reader
 
 
@@ -37,12 +38,17 @@ class Gate:
 
 
 @pytest.fixture
-def open_reader(tmp_path):
+def store(tmp_path):
+    return open_store(tmp_path)
+
+
+@pytest.fixture
+def open_reader(store):
     """Open readers, which are closed at the end."""
     with ExitStack() as readers:
 
         def begin(read, **options):
-            return readers.enter_context(closing(Reader(read, place=tmp_path, **options)))
+            return readers.enter_context(closing(Reader(read, store, **options)))
 
         yield begin
 
@@ -152,10 +158,9 @@ def test_an_error_is_raised_where_the_file_is_taken(open_reader):
     assert third.take() == 2
 
 
-def test_a_refused_read_is_tried_again_with_fewer_streams(open_reader, monkeypatch):
+def test_a_refused_read_is_tried_again_with_fewer_streams(open_reader, store, monkeypatch):
     monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.01, 0.01))
     refused = set()
-    retries = Retries()
 
     def read_once(name):
         if name == 3 and name not in refused:
@@ -164,9 +169,9 @@ def test_a_refused_read_is_tried_again_with_fewer_streams(open_reader, monkeypat
         return name
 
     def read(name):
-        return retries.run(partial(read_once, name))
+        return store.retries.run(partial(read_once, name))
 
-    reader = open_reader(read, retries=retries)
+    reader = open_reader(read)
     before = reader.streams
     assert [reading.take() for reading in reader.ask(range(6))] == list(range(6))
     assert reader.streams < before

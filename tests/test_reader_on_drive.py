@@ -22,7 +22,7 @@ def photos(tmp_path):
 
 
 def read_all(store, streams="auto"):
-    reader = Reader(store.read, place=store.place, streams=streams, retries=store.retries)
+    reader = Reader(store.read, store, streams=streams)
     names = [f"{number}.jpg" for number in range(FILES)]
     contents = [reading.take() for reading in reader.read_all(names)]
     reader.close()

@@ -191,7 +191,7 @@ def _inspect_parts(
         store = open_store(images)
         read = partial(read_header, store, subset, deep=deep)
         findings = {}
-        with closing(Reader(read, place=images, retries=store.retries)) as reader:
+        with closing(Reader(read, store)) as reader:
             for i, reading in enumerate(reader.read_all(range(len(subset)))):
                 findings[part[i]] = check_image(subset, i, reading.take())
                 progress.add(1)

@@ -189,9 +189,7 @@ class CocoFolder(CocoSamples):
             raise ColabUtilsError(f"The image file {path} cannot be read: {reason}") from None
 
     def _make_reader(self, streams: int | str) -> Reader:
-        return Reader(
-            self._read_file, place=self.folder, streams=streams, retries=self.store.retries
-        )
+        return Reader(self._read_file, self.store, streams=streams)
 
     def _list_parts(self, index: int) -> list[int]:
         return [index]

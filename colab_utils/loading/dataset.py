@@ -119,7 +119,7 @@ def load_shard(store: Store, shard: ShardInfo) -> ShardArrays:
 def _load_shards(store: Store, index: ShardIndex) -> Iterator[ShardArrays]:
     """Yield the arrays of all shards. Several shards are read at the same time."""
     load = partial(load_shard, store)
-    with closing(Reader(load, place=store.place, retries=store.retries)) as reader:
+    with closing(Reader(load, store)) as reader:
         for reading in reader.read_all(index.shards):
             yield reading.take()
 
@@ -330,9 +330,7 @@ class ShardDataset(CocoSamples):
         return data
 
     def _make_reader(self, streams: int | str) -> Reader:
-        return Reader(
-            self._read_part, place=self.folder, streams=streams, retries=self._files.store.retries
-        )
+        return Reader(self._read_part, self._files.store, streams=streams)
 
     def _list_parts(self, index: int) -> list[tuple[int, int]]:
         parts = [(index, _IMAGE)]

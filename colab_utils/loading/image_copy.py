@@ -167,7 +167,7 @@ def _read_all(
     For each file that cannot be read, ``missing`` gets the reason.
     """
     began_s = perf_counter()
-    reader = Reader(read, place=source.place, streams=streams, retries=source.retries)
+    reader = Reader(read, source, streams=streams)
     with closing(reader), show_progress(label, total=len(names), unit=" files") as bar:
         for reading in reader.read_all(names):
             name = reading.name

@@ -147,9 +147,8 @@ class Copying:
         at_once = _UNDER_WAY_BYTES // max(1, *sizes.values())
         reader = Reader(
             lambda file: self.copy_file(*file),
-            place=self.source.place,
+            self.source,
             streams=streams,
-            retries=self.source.retries,
             most_streams=max(COPY_STREAMS, at_once),
         )
         with explain_write(self.target.place):

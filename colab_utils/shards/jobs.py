@@ -96,7 +96,7 @@ def write_in_turn(
         return read_image(store, job.dataset, i, cache=job.cache)
 
     with (
-        closing(Reader(read, place=images, streams=streams, retries=store.retries)) as reader,
+        closing(Reader(read, store, streams=streams)) as reader,
         closing(reader.read_all(list_files())) as readings,
     ):
         for job, files in groupby(readings, key=lambda reading: reading.name[0]):
@@ -176,7 +176,7 @@ def are_still_bad(index: ShardIndex, images: Place, dataset: CocoDataset) -> boo
     places = [place for place in range(len(dataset)) if dataset.file_name(place) in names]
     store = open_store(images)
     read = partial(read_image, store, dataset)
-    with closing(Reader(read, place=images, retries=store.retries)) as reader:
+    with closing(Reader(read, store)) as reader:
         return all(
             isinstance(try_sample(reading.take, dataset, place, index.recipe), SkippedImage)
             for place, reading in zip(places, reader.read_all(places), strict=True)

@@ -22,7 +22,7 @@ from colab_utils.diagnosis.processes import WorkerMonitor, list_other_workers
 from colab_utils.diagnosis.system_calls import classify_call, find_wait, measure_memory_part
 from colab_utils.diagnosis.watch import watch
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import read_file
+from colab_utils.files import open_store, read_file
 from colab_utils.reader import Reader
 from tests.diagnosis.loops import Samples, burn, watch_pass
 
@@ -213,7 +213,7 @@ def test_a_loop_is_seen_in_a_sample_and_in_another_loader():
 def test_threads_that_wait_for_their_next_task_load_no_sample(tmp_path):
     (tmp_path / "file").write_bytes(b"1")
     dataset = _Looking()
-    reader = Reader(read_file, place=tmp_path, streams=1)
+    reader = Reader(read_file, open_store(tmp_path), streams=1)
     assert [reading.take() for reading in reader.read_all([tmp_path / "file"])] == [b"1"]
     with ThreadPoolExecutor(1) as pool:
         pool.submit(int).result()

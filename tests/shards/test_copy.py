@@ -314,9 +314,9 @@ def test_few_large_files_are_under_way_at_once(source, tmp_path, monkeypatch):
     limits = []
 
     class NotedReader(module.Reader):
-        def __init__(self, read, **options):
+        def __init__(self, read, store, **options):
             limits.append(options["most_streams"])
-            super().__init__(read, **options)
+            super().__init__(read, store, **options)
 
     monkeypatch.setattr(module, "Reader", NotedReader)
     copy_shards(source, tmp_path / "ssd")
