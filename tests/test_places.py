@@ -166,7 +166,7 @@ class Kind:
             "folder": tmp_path,
             "server": UrlPath("faulty://bucket"),
             "memory": UrlPath(f"memory://{tmp_path.name}/kind"),
-            "web": UrlPath(f"http://127.0.0.1:{self.web.server_address[1]}"),
+            "web": UrlPath(f"http://127.0.0.1:{self.web.server_port}"),
         }[name]
         self.store = open_store(self.folder)
 

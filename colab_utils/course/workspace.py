@@ -66,7 +66,8 @@ class Workspace:
 
         Processes that this one starts later read ``drive`` at the same speed. The scenes "bad day"
         and "good day" need neither Google Drive nor a GPU: a slowed folder on this machine imitates
-        Drive, and an emulated step takes the place of training (see `emulated`). On Colab, the
+        Drive, and an emulated step takes the place of training (see `emulated`). In both, torch
+        waits half a second, not five, for each worker of a loop that you break off. On Colab, the
         scene "my Drive, my GPU" mounts Google Drive, and Colab asks you to sign in. Outside Colab,
         this scene reads ``drive`` at full speed.
 

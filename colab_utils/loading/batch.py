@@ -233,11 +233,7 @@ def write_batch(
             _mirror(torch.from_numpy(image))
     if dense:
         masks = MaskBits(*(torch.from_numpy(views[name]) for name in MaskBits._fields))
-        draw_masks(
-            masks,
-            map(Tensor.zero_, split_masks(torch.from_numpy(views["dense"]), sizes, counts)),
-            flips,
-        )
+        draw_masks(masks, split_masks(torch.from_numpy(views["dense"]), sizes, counts), flips)
     return layout, memory
 
 

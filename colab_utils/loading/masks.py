@@ -80,8 +80,7 @@ def expand_masks(
     dense = torch.empty(total, dtype=torch.uint8, device=masks.bits.device)
     images = split_masks(dense, sizes, counts)
     if dense.is_cpu:
-        # Each image is cleared just before it is drawn, so that drawing finds it in the cache.
-        draw_masks(masks, map(Tensor.zero_, images))
+        draw_masks(masks, images)
     else:
         _draw_rows(masks, np.array(sizes).reshape(-1, 2).repeat(counts, 0), dense.zero_())
     return images
@@ -96,7 +95,7 @@ def unpack_masks(packed: PackedMasks, height: int, width: int) -> NDArray[np.uin
         >>> unpack_masks(packed, 2, 3).tolist()
         [[[0, 0, 1], [0, 1, 1]]]
     """
-    dense = np.zeros((len(packed.crops), height, width), np.uint8)
+    dense = np.empty((len(packed.crops), height, width), np.uint8)
     draw_masks(packed, [dense])
     return dense
 
@@ -108,13 +107,16 @@ def draw_masks(
 ) -> None:
     """Draw packed masks into the dense masks of each image, on the CPU.
 
-    The dense masks are zeros, uint8 [N, height, width]. ``flips``, bool [B], says which images get
-    mirrored masks. Default: None, no image.
+    The dense masks, uint8 [N, height, width], may hold anything before. ``flips``, bool [B], says
+    which images get mirrored masks. Default: None, no image.
     """
     bits = np.asarray(packed.bits)
     objects = zip(packed.crops.tolist(), packed.offsets.tolist(), strict=False)
     for image, is_flipped in zip(dense, repeat(False) if flips is None else flips, strict=False):
-        for mask in np.asarray(image):
+        pixels = np.asarray(image)
+        # Each image is cleared just before it is drawn, so that drawing finds it in the cache.
+        pixels.fill(0)
+        for mask in pixels:
             (left, top, right, bottom), start = next(objects)
             height = bottom - top
             width = right - left

@@ -35,7 +35,7 @@ _COMPARED_OBJECTS = 16
 # is, for other threads and other models, too.
 _NAMES = {**vars(roi_heads), "project_masks_on_boxes": operator.call}
 _NAMES["maskrcnn_loss"] = FunctionType(roi_heads.maskrcnn_loss.__code__, _NAMES)
-_run_heads = FunctionType(roi_heads.RoIHeads.forward.__code__, _NAMES)
+_run_heads = FunctionType(RoIHeads.forward.__code__, _NAMES)
 
 Tensors = dict[str, Tensor]
 """A target of torchvision's models, or their losses, by name."""

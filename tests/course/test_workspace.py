@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from torch.utils.data import _utils
 
 from colab_utils import drive, files, slow_drive
 from colab_utils.__main__ import main
@@ -82,7 +83,10 @@ def colab(tmp_path, monkeypatch):
 
 def test_outside_colab_two_folders_are_made_under_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 5)
     workspace = Workspace.open()
+    # torch's workers need not end their batches.
+    assert _utils.MP_STATUS_CHECK_INTERVAL < 1
     assert workspace.drive == tmp_path / "runs" / "drive"
     assert workspace.ssd == tmp_path / "runs" / "ssd"
     assert workspace.drive.is_dir()

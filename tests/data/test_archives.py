@@ -261,7 +261,7 @@ def server(export):
     # Bytes after which the next answers break off. None stands for a whole answer.
     server.breaks = []
     server.paths = []
-    server.url = f"http://127.0.0.1:{server.server_address[1]}/files/export.zip?key=SECRET"
+    server.url = f"http://127.0.0.1:{server.server_port}/files/export.zip?key=SECRET"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield server

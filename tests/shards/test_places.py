@@ -218,7 +218,7 @@ def test_shards_images_and_annotations_come_from_a_web_server(photos, local, tmp
     faults.write_text(json.dumps({"cut": True, "times": 3}))
     server = FileServer(folder, faults)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_address[1]}"
+    url = f"http://127.0.0.1:{server.server_port}"
     copy_shards(f"{url}/shards", tmp_path / "ssd")
     assert snapshot(tmp_path / "ssd") == snapshot(local)
     assert verify_shards(f"{url}/shards").bad == ()
