@@ -88,7 +88,7 @@ _LEAST_BUSY = 0.01
 # what work they are in each form.
 _SAMPLED_BYTES = 24e6
 # The work of a form is measured for this share of the ``seconds`` of a diagnosis.
-_COST_SHARE = 0.05
+_COST_SHARE = 0.03
 # Linux counts CPU time of other processes in these steps.
 _TICK_S = 0.01
 # `make_loader` finds about so many streams for each worker by itself.
