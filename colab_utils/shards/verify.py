@@ -2,14 +2,19 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from colab_utils.files import Store, open_store
 from colab_utils.places import Place
+from colab_utils.processes import ThreadPool, map_ahead
 from colab_utils.progress import show_progress
-from colab_utils.shards.index import read_index
+from colab_utils.shards.index import ShardInfo, read_index
 from colab_utils.units import format_count
 
 _MISSING = "is missing"
+# On a bad day, it takes 0.6 s until the first byte of a file comes. So shards are read so many at
+# once.
+_READERS = 4
 
 
 @dataclass(frozen=True)
@@ -51,18 +56,28 @@ def verify_shards(folder: str | Place) -> VerifyReport:
     """
     store = open_store(folder)
     index = read_index(store.place)
+    check = partial(_check_shard, store)
     bad = []
-    with show_progress("verify", total=index.bytes, unit="B", scale=True) as bar:
-        for shard in index.shards:
-            reason = find_fault(store, shard.files())
-            if reason.endswith(_MISSING):
-                store.find_again(name for name, _, _ in shard.files())
-                reason = find_fault(store, shard.files())
+    with (
+        show_progress("verify", total=index.bytes, unit="B", scale=True) as bar,
+        ThreadPool(_READERS) as pool,
+    ):
+        reasons = map_ahead(pool, check, index.shards, ahead=_READERS)
+        for shard, reason in zip(index.shards, reasons, strict=True):
             if reason:
                 bad.append(BadShard(shard.name, reason))
             bar.set_postfix_str(str(store.retries), refresh=False)
             bar.update(shard.bytes + shard.arrays_bytes)
     return VerifyReport(len(index.shards), index.images, tuple(bad))
+
+
+def _check_shard(store: Store, shard: ShardInfo) -> str:
+    """Return what is wrong with a shard, or "". A missing file is looked for again."""
+    reason = find_fault(store, shard.files())
+    if reason.endswith(_MISSING):
+        store.find_again(name for name, _, _ in shard.files())
+        reason = find_fault(store, shard.files())
+    return reason
 
 
 def find_fault(store: Store, files: Iterable[tuple[str, int, str]]) -> str:
