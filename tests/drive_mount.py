@@ -29,13 +29,12 @@ SERVER = Path(__file__).with_name("drive_server.py")
 class Faults:
     """What goes wrong. ``errors`` of the next reads fail with EIO; while ``lost``, every call fails
     with ENOTCONN; while ``full``, writing fails with ENOSPC; a folder of more than ``most_entries``
-    cannot be listed; reads return ``short_read`` bytes at most; what another machine wrote shows
-    ``late_s`` seconds after that; of what is written, the last ``lost_bytes`` of every piece are
-    stored as zeros; the next ``cut_opens`` files that are opened to be read and have ``cut_name``
-    in their names end in their middle, while their size stays what it is; the next ``call_errors``
-    looks at a file or a folder fail with EIO; files that have ``hidden_name`` in their paths do not
-    show; if ``served`` is not 0, so many files are served at once and more than twice as many are
-    refused, whatever the profile says.
+    cannot be listed; reads return ``short_read`` bytes at most; of what is written, the last
+    ``lost_bytes`` of every piece are stored as zeros; the next ``cut_opens`` files that are opened
+    to be read and have ``cut_name`` in their names end in their middle, while their size stays what
+    it is; the next ``call_errors`` looks at a file or a folder fail with EIO; files that have
+    ``hidden_name`` in their paths do not show; if ``served`` is not 0, so many files are served at
+    once and more than twice as many are refused, whatever the profile says.
     """
 
     errors: int = 0
@@ -43,7 +42,6 @@ class Faults:
     full: bool = False
     most_entries: int = 1_000_000
     short_read: int = 0
-    late_s: float = 0.0
     lost_bytes: int = 0
     cut_opens: int = 0
     cut_name: str = ""

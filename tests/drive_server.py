@@ -13,7 +13,9 @@ import json
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +44,27 @@ class _Stream:
 
 @dataclass
 class _Open:
-    """A file that is open: its descriptor, and the stream that it is read from."""
+    """A file that is open, and the stream that it is read from."""
 
-    descriptor: int
-    cached: bool
     stream: _Stream | None = None
     read_bytes: int = 0
     written: bool = False
     is_cut: bool = False
+
+
+def checked(kind: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Raise what is to go wrong with a call of this kind, or call it with the path behind."""
+
+    def check(call: Callable[..., Any]) -> Callable[..., Any]:
+        # The library looks at the arguments of a call.
+        @wraps(call)
+        def run(drive: Drive, path: str, *arguments: Any) -> Any:
+            drive.check(kind)
+            return call(drive, drive.find(path), *arguments)
+
+        return run
+
+    return check
 
 
 class Drive:
@@ -69,15 +84,14 @@ class Drive:
         self._changed = 0
         self._files: dict[int, _Open] = {}
         self._cached: set[str] = set()
-        self._ours: set[str] = set()
         self._lock = threading.Lock()
         self._line = threading.Condition(self._lock)
         self._in_line = 0
         self._served = 0
         self._pipe = _Stream(total_bytes_per_s) if total_bytes_per_s else None
 
-    def check(self, *, writes: bool = False, reads: bool = False, looks: bool = False) -> None:
-        """Raise what is to go wrong now."""
+    def check(self, kind: str) -> None:
+        """Raise what is to go wrong now with a call of this kind."""
         with self._lock:
             changed = self.faults_file.stat().st_mtime_ns
             if changed != self._changed:
@@ -87,68 +101,39 @@ class Drive:
                 self._line.notify_all()
             if self._faults["lost"]:
                 raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
-            if writes and self._faults["full"]:
+            if kind == "write" and self._faults["full"]:
                 raise OSError(errno.ENOSPC, "No space left on device")
-            for is_meant, name in ((looks, "call_errors"), (reads, "errors")):
-                if is_meant and self._faults[name] > 0:
-                    self._faults[name] -= 1
-                    raise OSError(errno.EIO, "Input/output error")
+            if self._faults.get(kind, 0) > 0:
+                self._faults[kind] -= 1
+                raise OSError(errno.EIO, "Input/output error")
 
     def find(self, path: str) -> str:
         return str(self.backing / path.lstrip("/"))
 
     def hides(self, path: str) -> bool:
-        """Whether another machine wrote this so lately that it does not show yet, or it is to be
-        hidden.
-        """
         hidden = self._faults["hidden_name"]
-        if hidden and hidden in path:
-            return True
-        late_s = self._faults["late_s"]
-        return (
-            bool(late_s)
-            and path not in self._ours
-            and time.time() - os.lstat(self.find(path)).st_mtime < late_s
-        )
+        return bool(hidden) and hidden in path
 
     # The calls from here on only look at files and folders.
 
+    @checked("call_errors")
     def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
-        self.check(looks=True)
         if self.hides(path):
             raise OSError(errno.ENOENT, "No such file or directory")
-        status = os.lstat(self.find(path))
-        names = ["mode", "nlink", "uid", "gid", "size", "atime", "mtime", "ctime", "ino"]
-        return {f"st_{name}": getattr(status, f"st_{name}") for name in names}
+        status = os.lstat(path)
+        return {name: getattr(status, name) for name in dir(status) if name.startswith("st_")}
 
+    @checked()
     def readdir(self, path: str, fh: int) -> list[str]:
-        self.check()
-        names = [
-            name for name in os.listdir(self.find(path)) if not self.hides(os.path.join(path, name))
-        ]
+        names = [name for name in os.listdir(path) if not self.hides(name)]
         if len(names) > self._faults["most_entries"]:
             raise OSError(errno.EIO, "Input/output error")
         return [".", "..", *names]
 
-    def readlink(self, path: str) -> str:
-        self.check()
-        return os.readlink(self.find(path))
-
+    @checked()
     def statfs(self, path: str) -> dict[str, int]:
-        self.check()
-        status = os.statvfs(self.backing)
-        names = [
-            "bsize",
-            "frsize",
-            "blocks",
-            "bfree",
-            "bavail",
-            "files",
-            "ffree",
-            "favail",
-            "namemax",
-        ]
-        return {f"f_{name}": getattr(status, f"f_{name}") for name in names}
+        status = os.statvfs(path)
+        return {name: getattr(status, name) for name in dir(status) if name.startswith("f_")}
 
     # The calls from here on read.
 
@@ -170,27 +155,24 @@ class Drive:
             self._in_line -= 1
             self._line.notify()
 
+    @checked()
     def open(self, path: str, flags: int) -> int:
-        writes = bool(flags & (os.O_WRONLY | os.O_RDWR))
-        self.check(writes=writes)
-        descriptor = os.open(
-            self.find(path),
-            flags & ~os.O_APPEND & ~os.O_EXCL,
-        )
-        cached = path in self._cached
-        if self.profile and not cached and not writes:
-            self.wait_in_line(self.profile)
-        stream = _Stream(self.profile.bytes_per_s) if self.profile and not cached else None
-        file = _Open(descriptor, cached, stream, written=writes)
+        written = bool(flags & (os.O_WRONLY | os.O_RDWR))
+        descriptor = os.open(path, flags & ~os.O_APPEND & ~os.O_EXCL)
+        file = _Open(written=written)
+        if self.profile and path not in self._cached:
+            file.stream = _Stream(self.profile.bytes_per_s)
+            if not written:
+                self.wait_in_line(self.profile)
         with self._lock:
-            if self._faults["cut_opens"] > 0 and self._faults["cut_name"] in path and not writes:
+            if self._faults["cut_opens"] > 0 and self._faults["cut_name"] in path and not written:
                 self._faults["cut_opens"] -= 1
                 file.is_cut = True
         self._files[descriptor] = file
         return descriptor
 
+    @checked("errors")
     def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
-        self.check(reads=True)
         file = self._files[fh]
         if self._faults["short_read"]:
             size = min(size, self._faults["short_read"])
@@ -209,73 +191,63 @@ class Drive:
 
     # The calls from here on write.
 
+    @checked("write")
     def create(self, path: str, mode: int, fi: Any = None) -> int:
-        self.check(writes=True)
-        descriptor = os.open(
-            self.find(path),
-            os.O_RDWR | os.O_CREAT | os.O_TRUNC,
-            mode,
-        )
-        self._files[descriptor] = _Open(descriptor, cached=True, written=True)
-        self._ours.add(path)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, mode)
+        self._files[descriptor] = _Open(written=True)
         return descriptor
 
+    @checked("write")
     def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
-        self.check(writes=True)
         lost = min(self._faults["lost_bytes"], len(data))
         return os.pwrite(fh, data[: len(data) - lost] + bytes(lost), offset)
 
+    @checked("write")
     def truncate(self, path: str, length: int, fh: int | None = None) -> int:
-        self.check(writes=True)
-        os.truncate(fh if fh is not None else self.find(path), length)
+        os.truncate(path, length)
         return 0
 
     def release(self, path: str, fh: int) -> int:
         file = self._files.pop(fh)
         if file.read_bytes >= os.fstat(fh).st_size > 0 or file.written:
-            self._cached.add(path)
+            self._cached.add(self.find(path))
         os.close(fh)
         return 0
 
+    @checked()
     def flush(self, path: str, fh: int) -> int:
-        self.check()
         return 0
 
-    def fsync(self, path: str, datasync: int, fh: int) -> int:
-        self.check()
-        return 0
-
+    @checked()
     def unlink(self, path: str) -> int:
-        self.check()
-        os.unlink(self.find(path))
+        os.unlink(path)
         self._cached.discard(path)
         return 0
 
-    def rename(self, old: str, new: str) -> int:
-        self.check(writes=True)
-        os.rename(self.find(old), self.find(new))
-        for paths in (self._cached, self._ours):
-            if old in paths:
-                paths.discard(old)
-                paths.add(new)
+    @checked("write")
+    def rename(self, path: str, new: str) -> int:
+        os.rename(path, self.find(new))
+        if path in self._cached:
+            self._cached.remove(path)
+            self._cached.add(self.find(new))
         return 0
 
+    @checked("write")
     def mkdir(self, path: str, mode: int) -> int:
-        self.check(writes=True)
-        os.mkdir(self.find(path), mode)
+        os.mkdir(path, mode)
         return 0
 
+    @checked()
     def rmdir(self, path: str) -> int:
-        self.check()
-        os.rmdir(self.find(path))
+        os.rmdir(path)
         return 0
 
     def chmod(self, path: str, mode: int) -> int:
         return 0
 
+    @checked()
     def utimens(self, path: str, times: Any = None) -> int:
-        self.check()
-        os.utime(self.find(path), times)
+        os.utime(path, times)
         return 0
 
 
@@ -301,14 +273,12 @@ def main() -> None:
         options.faults,
         options.total_bytes_per_s,
     )
-    folder = str(options.folder)
-    direct = options.direct
     mfusepy.FUSE(
         drive,
-        folder,
+        str(options.folder),
         foreground=True,
         subtype="drive",
-        direct_io=direct,
+        direct_io=options.direct,
         nothreads=False,
         max_threads=_MOST_THREADS,
     )

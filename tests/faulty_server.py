@@ -5,6 +5,8 @@ Its files lie in a folder of this machine, so that processes that are forked see
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -65,21 +67,20 @@ class FaultyFileSystem(LocalFileSystem):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         return super().pipe_file(path, value, mode=mode, **kwargs)
 
-    def rm_file(self, path):
-        self._begin("remove", path)
-        return super().rm_file(path)
-
 
 register_implementation("faulty", FaultyFileSystem, clobber=True)
 
 
-def fail_times(times: int, error: Exception, *, call: str = "read", name: str = "") -> Fault:
-    """Return a fault of the first calls of a name for files whose path holds a text."""
-    left = [times]
+def fail_times(
+    times: float, error: Exception, *, call: str = "read", name: str = "", first: int = 0
+) -> Fault:
+    """Return a fault of so many calls of a name, after the first ones, for files whose path holds
+    a text.
+    """
+    count = itertools.count()
 
     def fail(failing: str, path: str) -> None:
-        if failing == call and name in path and left[0] > 0:
-            left[0] -= 1
+        if failing == call and name in path and first <= next(count) < first + times:
             raise error
 
     return fail
@@ -87,12 +88,4 @@ def fail_times(times: int, error: Exception, *, call: str = "read", name: str = 
 
 def fail_from(first: int, error: Exception, *, call: str = "read") -> Fault:
     """Return a fault of every call of a name after the first ones."""
-    count = [0]
-
-    def fail(failing: str, path: str) -> None:
-        if failing == call:
-            count[0] += 1
-            if count[0] > first:
-                raise error
-
-    return fail
+    return fail_times(math.inf, error, call=call, first=first)

@@ -10,68 +10,59 @@ import base64
 import hashlib
 import json
 import re
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Mapping
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+from tests.file_server import NOTHING, FileServer, Handler
 
 COMMIT = "c" * 40
 _API = re.compile(r"/api/datasets/me/data(?:/([\w-]+)/main(?:/(.*))?)?")
 _FILE = re.compile(r"/datasets/me/data/resolve/[^/]+/(.*)")
 
 
-class HubServer(ThreadingHTTPServer):
-    """Serves a folder as the dataset.
-
-    Args:
-        folder: Its files are those of the dataset.
-    """
-
-    daemon_threads = True
-    request_queue_size = 256
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.folder = folder
-        self.failures = 0
-        """So many of the next requests for a shard fail with the status 503."""
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """The variables with which `huggingface_hub` comes here."""
-        address = f"http://127.0.0.1:{self.server_port}"
-        return {"HF_ENDPOINT": address, "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": "hf_test"}
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: HubServer
-
-    def log_message(self, *_: Any) -> None:
-        """Say nothing."""
-
-    def do_GET(self) -> None:
+class _HubHandler(Handler):
+    def do_GET(self) -> None:  # noqa: N802
         """Answer with content, without it, or a call."""
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         address = unquote(urlsplit(self.path).path)
         file = _FILE.fullmatch(address)
         call = _API.fullmatch(address)
-        if file:
-            self._send_file(self.server.folder / file[1])
+        if file and self.server.failures and file[1].endswith((".tar", ".arrays")):
+            self.server.failures -= 1
+            self.send(b"", HTTPStatus.SERVICE_UNAVAILABLE)
+        elif file:
+            self.send_file(file[1])
         elif call:
             self._answer_call(call[1] or "revision", self.server.folder / (call[2] or ""), body)
         else:
-            self._refuse("RepoNotFound")
+            self.send(b"", HTTPStatus.NOT_FOUND)
 
     do_HEAD = do_GET  # noqa: N815
     do_POST = do_GET  # noqa: N815
+
+    def send(
+        self,
+        content: bytes,
+        status: int = HTTPStatus.OK,
+        headers: Mapping[str, str] = NOTHING,
+        *,
+        is_cut: bool = False,
+    ) -> None:
+        """Send content with what the hub says of each file."""
+        headers = {**headers, "X-Repo-Commit": COMMIT, "ETag": f'"{_hash(content)}"'}
+        if status == HTTPStatus.NOT_FOUND:
+            headers["X-Error-Code"] = "EntryNotFound"
+        super().send(content, status, headers)
 
     def _answer_call(self, call: str, path: Path, body: bytes) -> None:
         if call == "revision":
             self._send_json({"id": "me/data", "sha": COMMIT, "private": False, "tags": []})
         elif call == "tree":
             if not path.is_dir():
-                self._refuse("EntryNotFound")
+                self.send(b"", HTTPStatus.NOT_FOUND)
                 return
             paths = path.rglob("*") if "recursive=true" in self.path.lower() else path.iterdir()
             self._send_json([self._describe(path) for path in sorted(paths)])
@@ -103,39 +94,21 @@ class _Handler(BaseHTTPRequestHandler):
         size = path.stat().st_size
         return {"type": "file", "path": name, "oid": _hash(path.read_bytes()), "size": size}
 
-    def _send_file(self, path: Path) -> None:
-        if not path.is_file():
-            self._refuse("EntryNotFound")
-            return
-        if self.server.failures and path.suffix in (".tar", ".arrays"):
-            self.server.failures -= 1
-            self._send(b"", 503)
-            return
-        content = path.read_bytes()
-        headers = {"ETag": f'"{_hash(content)}"', "Accept-Ranges": "bytes"}
-        part = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        if part is None:
-            self._send(content, 200, **headers)
-            return
-        start = int(part[1])
-        end = min(int(part[2]) + 1, len(content))
-        headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(content)}"
-        self._send(content[start:end], 206, **headers)
-
-    def _refuse(self, code: str) -> None:
-        self._send(b'{"error": "not found"}', 404, **{"X-Error-Code": code})
-
     def _send_json(self, value: Any) -> None:
-        self._send(json.dumps(value).encode(), 200)
+        self.send(json.dumps(value).encode())
 
-    def _send(self, content: bytes, status: int, **headers: str) -> None:
-        self.send_response(status)
-        headers |= {"Content-Length": str(len(content)), "X-Repo-Commit": COMMIT}
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
+
+class HubServer(FileServer):
+    """Serves a folder as the dataset."""
+
+    handler = _HubHandler
+    failures = 0
+    """So many of the next requests for a shard fail with the status 503."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables with which `huggingface_hub` comes here."""
+        return {"HF_ENDPOINT": self.url, "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": "hf_test"}
 
 
 def _hash(content: bytes) -> str:

@@ -2,13 +2,13 @@
 goes on.
 """
 
-import hashlib
 import json
 import os
 import re
 import shutil
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from colab_utils.errors import ColabUtilsWarning
 from colab_utils.shards.write import write_shards
 from colab_utils.training import train as loop
 from tests.drive_mount import DriveMount, mount_or_skip
+from tests.snapshots import snapshot
 from tests.tiny_model import TINY_MODEL
 
 TINY = {
@@ -48,6 +49,7 @@ COMMANDS = {
 COMMANDS["resume"] = COMMANDS["train"]
 
 
+@dataclass
 class World:
     """A folder of a mounted Drive with images and shards, an SSD, and what the commands print.
 
@@ -55,21 +57,12 @@ class World:
     ``begun`` has the runs that can be resumed.
     """
 
-    def __init__(
-        self,
-        mount: DriveMount,
-        name: str,
-        backing: Path,
-        ssd: Path,
-        begun: dict[int, Path],
-        output: pytest.CaptureFixture[str],
-    ):
-        self.mount = mount
-        self.begun = begun
-        self.drive = mount.folder / name
-        self.backing = backing
-        self.ssd = ssd
-        self.output = output
+    mount: DriveMount
+    drive: Path
+    backing: Path
+    ssd: Path
+    begun: dict[int, Path]
+    output: pytest.CaptureFixture[str]
 
     def run(self, command: str) -> tuple[int, str, dict]:
         """Exit status, what the user sees, and the JSON."""
@@ -102,8 +95,7 @@ def begun(made, tmp_path_factory, one_thread) -> dict[int, Path]:
     for steps in (STEPS - 1, STEPS):
         run = tmp_path_factory.mktemp("begun") / "run"
         loop.train(made / "shards", run, steps=steps, checkpoint_steps=1, **TINY)
-        newest = max(run.glob("*.pt"))
-        newest.unlink()
+        max(run.glob("*.pt")).unlink()
         runs[steps] = run
     return runs
 
@@ -126,7 +118,8 @@ def world(mounted, made, begun, tmp_path, capsys, monkeypatch, one_thread) -> It
     )
     backing = mounted.folder.parent / "backing" / tmp_path.name
     shutil.copytree(made, backing)
-    yield World(mounted, tmp_path.name, backing, tmp_path / "ssd", begun, capsys)
+    drive = mounted.folder / tmp_path.name
+    yield World(mounted, drive, backing, tmp_path / "ssd", begun, capsys)
     mounted.fail()
     shutil.rmtree(backing)
 
@@ -135,7 +128,7 @@ def world(mounted, made, begun, tmp_path, capsys, monkeypatch, one_thread) -> It
 def direct_world(world, tmp_path) -> Iterator[World]:
     """The kernel keeps nothing of this mount, so that a short read reaches the reader."""
     with mount_or_skip(world.backing, tmp_path / "direct", direct=True) as mount:
-        yield World(mount, "", world.backing, world.ssd, world.begun, world.output)
+        yield replace(world, mount=mount, drive=mount.folder)
 
 
 def prepare(world: World, command: str, *, steps: int = STEPS) -> None:
@@ -148,9 +141,9 @@ def check_result(world: World, command: str, result: dict) -> None:
     """The command did all of its work, and what it left is whole."""
     if command == "preprocess":
         assert main(["verify", "--shards", str(world.backing / "new")]) == 0
-        assert list_files(world.backing / "new") == list_files(world.backing / "shards")
+        assert snapshot(world.backing / "new") == snapshot(world.backing / "shards")
     elif command == "copy":
-        assert list_files(world.ssd / "shards") == list_files(world.backing / "shards")
+        assert snapshot(world.ssd / "shards") == snapshot(world.backing / "shards")
     elif command == "verify":
         assert result["bad"] == []
     else:
@@ -166,10 +159,6 @@ def run_complete(world: World, command: str) -> dict:
     assert status == 0, shown
     check_result(world, command, result)
     return result
-
-
-def list_files(folder: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
 every = pytest.mark.parametrize("command", list(COMMANDS))
@@ -277,7 +266,7 @@ def test_a_drive_that_is_gone_ends_in_one_line_and_the_same_command_continues(
 @every
 def test_a_full_drive_ends_what_writes_there(world, command):
     prepare(world, command)
-    before = list_files(world.backing / "run") if command == "resume" else {}
+    before = snapshot(world.backing / "run")
     world.mount.fail(full=True)
     # Neither command writes anything there.
     if command in ("verify", "copy"):
@@ -287,22 +276,15 @@ def test_a_full_drive_ends_what_writes_there(world, command):
     assert status == 2, shown
     assert "disk full" in shown or "No space left" in shown
     assert not list((world.backing).rglob("*.part"))
-    if command == "resume":
-        assert list_files(world.backing / "run") == before
+    assert snapshot(world.backing / "run") == before
     world.mount.fail()
     run_complete(world, command)
 
 
-@every
-def test_short_reads_change_nothing(direct_world, command):
-    prepare(direct_world, command)
-    direct_world.mount.fail(short_read=10_000)
-    run_complete(direct_world, command)
-
-
 @pytest.mark.parametrize(
-    ("command", "name"),
+    ("command", "cut_name"),
     [
+        *((command, "") for command in COMMANDS),
         ("preprocess", ".jpg"),
         ("verify", "index.json"),
         ("copy", "index.json"),
@@ -311,9 +293,10 @@ def test_short_reads_change_nothing(direct_world, command):
         ("resume", "checkpoint-"),
     ],
 )
-def test_files_that_end_too_early_for_a_while(direct_world, command, name):
+def test_short_reads_and_files_that_end_too_early_for_a_while(direct_world, command, cut_name):
     prepare(direct_world, command)
-    direct_world.mount.fail(cut_opens=3, cut_name=name)
+    fault = {"cut_opens": 3, "cut_name": cut_name} if cut_name else {"short_read": 10_000}
+    direct_world.mount.fail(**fault)
     result = run_complete(direct_world, command)
     assert result.get("skipped", []) == []
 
@@ -324,22 +307,17 @@ def test_a_listing_that_times_out_is_not_needed(world, command):
     for number in range(40):
         (world.backing / "images" / f"other-{number}.jpg").touch()
     world.mount.fail(most_entries=40)
-    status, shown, result = world.run(command)
-    world.mount.fail()
-    assert status == 0, shown
-    check_result(world, command, result)
+    run_complete(world, command)
 
 
 @pytest.mark.parametrize("command", ["verify", "copy"])
 def test_second_names_of_the_same_file_are_left_alone(world, command):
-    name = world.backing / "shards" / "shard-000000.tar"
     twin = world.backing / "shards" / "shard-000000 (1).tar"
-    shutil.copy(name, twin)
-    status, shown, result = world.run(command)
+    shutil.copy(twin.with_name("shard-000000.tar"), twin)
+    before = snapshot(world.backing)
+    status, shown, _ = world.run(command)
     assert status == 0, shown
-    assert twin.read_bytes() == name.read_bytes()
-    twin.unlink()
-    check_result(world, command, result)
+    assert snapshot(world.backing) == before
 
 
 def change(path: Path) -> None:
@@ -370,15 +348,12 @@ def test_a_torn_copy_is_copied_again(world, command):
     assert world.run("copy")[0] == 0
     change(world.ssd / "shards" / "shard-000001.tar")
     run_complete(world, command)
-    assert list_files(world.ssd / "shards") == list_files(world.backing / "shards")
+    assert snapshot(world.ssd / "shards") == snapshot(world.backing / "shards")
 
 
 @pytest.mark.parametrize("command", ["verify", "copy", "train"])
 def test_a_shard_that_another_machine_wrote_and_that_does_not_show_yet(world, command):
-    for path in (world.backing, *world.backing.rglob("*")):
-        os.utime(path, (0, 0))
-    os.utime(world.backing / "shards" / "shard-000002.tar")
-    world.mount.fail(late_s=3600)
+    world.mount.fail(hidden_name="shard-000002.tar")
     status, shown, _ = world.run(command)
     assert status == 2, shown
     assert "shard-000002.tar" in shown
@@ -386,29 +361,23 @@ def test_a_shard_that_another_machine_wrote_and_that_does_not_show_yet(world, co
     run_complete(world, command)
 
 
-def test_training_goes_on_from_the_ssd_when_drive_is_lost(world):
+def test_training_goes_on_from_the_ssd_when_drive_is_lost(world, monkeypatch):
     """The mount dies between two steps: the steps go on, the checkpoints wait, and are sent by the
     next command.
     """
-    lost = []
     log = []
+    train = loop.train
 
-    def train(*arguments, **options):
-        def look(line):
-            log.append(str(line))
-            if getattr(line, "step", 0) == 1 and not lost:
-                lost.append(world.mount.fail(lost=True))
+    def look(line):
+        log.append(str(line))
+        if getattr(line, "step", 0) == 1:
+            world.mount.fail(lost=True)
 
-        return loop_train(*arguments, **{**options, "log": look})
-
-    loop_train = loop.train
     assert world.run("copy")[0] == 0
-    loop.train = train
-    try:
-        status, shown, _ = world.run("train")
-    finally:
-        loop.train = loop_train
-    assert lost
+    monkeypatch.setattr(
+        loop, "train", lambda *arguments, **options: train(*arguments, **{**options, "log": look})
+    )
+    status, shown, _ = world.run("train")
     assert status == 2, shown
     assert f"step {STEPS}/{STEPS}" in log[-1]
     assert re.search(r"note: Drive does not answer: checkpoint checkpoint-\d+\.pt waits in", shown)

@@ -46,11 +46,6 @@ def test_a_file_that_several_want_at_once_is_read_once(tmp_path, kind):
     assert file.reads.value == 1
 
 
-def test_files_of_other_names_are_other_files(tmp_path):
-    cache = FileCache(tmp_path)
-    assert [cache.read(name, name.encode) for name in ("a/x", "b/x")] == [b"a/x", b"b/x"]
-
-
 def test_a_read_that_fails_keeps_nothing(tmp_path):
     def fail():
         raise FileNotFoundError("gone")

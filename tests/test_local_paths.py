@@ -133,6 +133,14 @@ REMOTE_CALLS = {
     "train val_shards": lambda url: colab_utils.train("shards", "run", val_shards=url),
 }
 
+ALL_CALLS = CALLS | REMOTE_CALLS
+
+
+def clean(place):
+    """Remove what a function makes where no server or home folder hinders it."""
+    for name in ("images/no", "ssd", "drive", "runs"):
+        shutil.rmtree(place / name, ignore_errors=True)
+
 
 @pytest.mark.parametrize("url", ["HDFS://bucket/x", Path("gs://bucket/x")], ids=repr)
 @pytest.mark.parametrize("entry", CALLS)
@@ -147,23 +155,21 @@ def test_a_url_whose_package_is_missing_is_told_before_anything_is_made(place, e
         REMOTE_CALLS[entry](Path(UNKNOWN))
 
 
-@pytest.mark.parametrize("entry", {**CALLS, **REMOTE_CALLS})
+@pytest.mark.parametrize("entry", ALL_CALLS)
 def test_a_folder_called_tilde_is_never_made(place, monkeypatch, entry):
     """Each function reads or writes in the home folder instead, or refuses what is not there."""
     home = place / "images" / "no" / "home"
     monkeypatch.setenv("HOME", str(home))
     with suppress(ColabUtilsError, OSError, TypeError):
-        (CALLS | REMOTE_CALLS)[entry]("~/x")
-    shutil.rmtree(place / "images" / "no", ignore_errors=True)
-    for name in ("ssd", "drive", "runs"):
-        shutil.rmtree(place / name, ignore_errors=True)
+        ALL_CALLS[entry]("~/x")
+    clean(place)
 
 
-@pytest.mark.parametrize("entry", {**CALLS, **REMOTE_CALLS})
+@pytest.mark.parametrize("entry", ALL_CALLS)
 def test_every_function_refuses_a_drive_that_is_not_mounted(place, monkeypatch, entry):
     monkeypatch.setattr(drive, "is_colab", lambda: True)
     with pytest.raises(ColabUtilsError, match=r"Google Drive is not mounted.*drive\.mount"):
-        (CALLS | REMOTE_CALLS)[entry]("gdrive/MyDrive/x")
+        ALL_CALLS[entry]("gdrive/MyDrive/x")
 
 
 class RefusingHandler(BaseHTTPRequestHandler):
@@ -172,8 +178,7 @@ class RefusingHandler(BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_error(int(self.path.split("/")[1]))
 
-    def do_HEAD(self):
-        self.do_GET()
+    do_HEAD = do_GET  # noqa: N815
 
     def log_message(self, *arguments):
         pass
@@ -190,7 +195,7 @@ def refusing_server():
 
 # Of these, one says that the file is missing, and one that the server refuses.
 @pytest.mark.parametrize("status", [404, 403])
-@pytest.mark.parametrize("entry", {**CALLS, **REMOTE_CALLS})
+@pytest.mark.parametrize("entry", ALL_CALLS)
 def test_no_message_holds_the_secrets_of_a_url(place, refusing_server, entry, status):
     """A traceback stays in the output of a notebook that is shared: neither the error, nor one
     that it comes from, nor a warning shows a password or a signature.
@@ -200,13 +205,12 @@ def test_no_message_holds_the_secrets_of_a_url(place, refusing_server, entry, st
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
-            (CALLS | REMOTE_CALLS)[entry](url)
+            ALL_CALLS[entry](url)
         except (ColabUtilsError, OSError, TypeError) as error:
             shown = traceback.format_exception(error)
     shown += [str(warning.message) for warning in warned]
     assert not re.search("S3CRET|TOPSIG|mount Drive", "".join(shown))
-    for name in ("ssd", "drive", "runs"):
-        shutil.rmtree(place / name, ignore_errors=True)
+    clean(place)
 
 
 @pytest.mark.parametrize("images", ["s3://bucket/export.zip", "s3://bucket/images"])

@@ -55,13 +55,6 @@ def test_read_file_waits_for_opening_and_for_every_byte(photo, clock, tmp_path):
     assert clock.slept == [pytest.approx(10.0 + 1000 / 100)]
 
 
-def test_without_a_slowed_folder_nothing_waits(photo, clock):
-    assert read_file(photo) == photo.read_bytes()
-    with DriveFile(photo) as file:
-        assert file.pread(10, 500) == photo.read_bytes()[500:510]
-    assert clock.slept == []
-
-
 def test_the_time_of_the_real_read_is_part_of_the_wait(photo, clock, monkeypatch, tmp_path):
     slow_down(tmp_path, SLOW)
 

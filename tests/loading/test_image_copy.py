@@ -24,7 +24,6 @@ from colab_utils import copy_images, files
 from colab_utils.data.coco import read_coco
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
-from colab_utils.processes import start_thread
 from colab_utils.shards.lock import lock_here
 from colab_utils.slow_drive import DriveProfile, slow_down
 from tests.file_server import FileServer
@@ -254,12 +253,9 @@ def test_a_disk_that_gets_full_is_one_line_and_leaves_whole_files(source, ssd, m
 def test_a_web_server_gives_the_files_that_a_json_names(source, ssd, tmp_path):
     annotations = write_json(tmp_path / "names.json", ["a/b/2.jpg", "0.jpg", "9.jpg"])
     with FileServer(source, tmp_path / "faults.json") as server:
-        start_thread(server.serve_forever, "server")
-        url = f"http://127.0.0.1:{server.server_port}"
-        report = copy_images(url, ssd, annotations=annotations)
+        report = copy_images(server.url, ssd, annotations=annotations)
         with pytest.raises(ColabUtilsError, match=r"cannot be listed|no file to copy"):
-            copy_images(url, tmp_path / "other")
-        server.shutdown()
+            copy_images(server.url, tmp_path / "other")
     assert {*snapshot(ssd)} == {"a/b/2.jpg", "0.jpg"}
     assert [entry.file_name for entry in report.missing] == ["9.jpg"]
 

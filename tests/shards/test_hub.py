@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 
 import pytest
 
@@ -41,12 +40,8 @@ def local(data, tmp_path_factory):
 def hub(tmp_path):
     folder = tmp_path / "hub"
     folder.mkdir()
-    with HubServer(folder) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with HubServer(folder, tmp_path / "none") as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def run(hub, *arguments):

@@ -16,7 +16,6 @@ from colab_utils import finish_shards, write_shards
 from colab_utils.__main__ import main
 from colab_utils.course.sample_data import make_dataset
 from colab_utils.errors import ColabUtilsError
-from colab_utils.processes import start_thread
 from colab_utils.shards.index import read_index
 from colab_utils.shards.verify import verify_shards
 from colab_utils.slow_drive import slow_down
@@ -194,14 +193,12 @@ def test_no_password_and_no_signature_is_left_in_the_folder(dataset, folder, tmp
     """They stand in the addresses of the images and of the JSON."""
     (dataset[0] / sorted(os.listdir(dataset[0]))[0]).write_bytes(b"no image")
     with FileServer(tmp_path, tmp_path / "none") as server:
-        start_thread(server.serve_forever, "server")
-        host = f"127.0.0.1:{server.server_port}"
-        images = f"http://me:s3cret@{host}/images"
-        annotations = f"http://me:s3cret@{host}/annotations.json?signature=s1gned"
+        url = server.url.replace("//", "//me:s3cret@")
+        images = f"{url}/images"
+        annotations = f"{url}/annotations.json?signature=s1gned"
         for number in (1, 2):
             write((images, annotations), folder, part=(number, 2), max_bad=1)
         report = finish_shards(images, annotations, shards=folder, max_bad=1)
-        server.shutdown()
     assert (report.images, len(report.skipped)) == (11, 1)
     contents = b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
     assert b"s3cret" not in contents

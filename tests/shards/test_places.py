@@ -3,7 +3,6 @@
 import errno
 import json
 import shutil
-import threading
 from pathlib import Path
 
 import pytest
@@ -216,19 +215,16 @@ def test_shards_images_and_annotations_come_from_a_web_server(photos, local, tmp
     shutil.copy(photos.annotations, folder / "a.json")
     faults = tmp_path / "faults.json"
     faults.write_text(json.dumps({"cut": True, "times": 3}))
-    server = FileServer(folder, faults)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_port}"
-    copy_shards(f"{url}/shards", tmp_path / "ssd")
-    assert snapshot(tmp_path / "ssd") == snapshot(local)
-    assert verify_shards(f"{url}/shards").bad == ()
-    places = (f"{url}/my photos", f"{url}/a.json?signature=secret")
-    write_shards(*places, shards=tmp_path / "shards", workers=2, **SETTINGS)
-    assert snapshot(tmp_path / "shards") == snapshot(local)
-    with pytest.raises(ColabUtilsError, match="can only be read"):
-        copy_shards(local, f"{url}/new")
-    server.shutdown()
-    server.server_close()
+    with FileServer(folder, faults) as server:
+        url = server.url
+        copy_shards(f"{url}/shards", tmp_path / "ssd")
+        assert snapshot(tmp_path / "ssd") == snapshot(local)
+        assert verify_shards(f"{url}/shards").bad == ()
+        places = (f"{url}/my photos", f"{url}/a.json?signature=secret")
+        write_shards(*places, shards=tmp_path / "shards", workers=2, **SETTINGS)
+        assert snapshot(tmp_path / "shards") == snapshot(local)
+        with pytest.raises(ColabUtilsError, match="can only be read"):
+            copy_shards(local, f"{url}/new")
     with pytest.raises(DriveLostError, match="the server failed"):
         copy_shards(f"{url}/shards", tmp_path / "other")
 
