@@ -54,9 +54,8 @@ if TYPE_CHECKING:
     from colab_utils.loading.loader import make_loader
     from colab_utils.loading.opening import open_dataset
     from colab_utils.shards.copy import copy_shards
-    from colab_utils.shards.parts import finish_shards
     from colab_utils.shards.verify import verify_shards
-    from colab_utils.shards.write import write_shards
+    from colab_utils.shards.write import finish_shards, write_shards
     from colab_utils.training.model import build_mask_rcnn, load_trained_model
     from colab_utils.training.train import train
 
@@ -73,7 +72,7 @@ _MODULES = {
     "copy_images": "colab_utils.loading.image_copy",
     "copy_shards": "colab_utils.shards.copy",
     "diagnose": "colab_utils.diagnosis.diagnose",
-    "finish_shards": "colab_utils.shards.parts",
+    "finish_shards": "colab_utils.shards.write",
     "load_trained_model": "colab_utils.training.model",
     "make_loader": "colab_utils.loading.loader",
     "open_dataset": "colab_utils.loading.opening",

@@ -6,9 +6,9 @@ The life of a sample, from COCO JSON to a batch on the device:
    flat arrays. An annotation stays JSON text until its image is needed.
 2. **Masks** (`colab_utils.data.masks`): `encode_segmentation` turns each polygon into RLE.
    `pack_masks` turns the RLE into packed masks: each is cropped to its own box, one bit a pixel.
-3. **Image** (`colab_utils.shards.stored_images`): `store_image` keeps the original bytes, or
-   shrinks an image that is larger than training needs. `make_record`
-   (`colab_utils.shards.records`) makes the image's JSON for the shard.
+3. **Image** (`colab_utils.shards.records`): `store_image` keeps the original bytes, or
+   shrinks an image that is larger than training needs. `make_record` makes the image's JSON for the
+   shard.
 4. **Shard** (`colab_utils.shards.write`, `jobs`, `arrays`, `index`): `write_shards` puts image and
    record into a tar that WebDataset reads. Beside the tar it writes a file of arrays: offsets,
    boxes, labels and packed masks. `index.json` is written last.

@@ -29,9 +29,14 @@ from colab_utils.loading.samples import CocoSamples
 from colab_utils.os_errors import explain_os_error
 from colab_utils.places import Place, open_place
 from colab_utils.reader import Reader
-from colab_utils.shards.arrays import ShardArrays, load_arrays, rebuild_arrays
+from colab_utils.shards.arrays import (
+    ShardArrays,
+    join_shards,
+    load_arrays,
+    make_tables,
+    rebuild_arrays,
+)
 from colab_utils.shards.index import ShardIndex, ShardInfo, read_index
-from colab_utils.shards.tables import join_shards, make_tables
 from colab_utils.streams import is_remote
 from colab_utils.units import format_count
 

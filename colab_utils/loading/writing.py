@@ -33,9 +33,9 @@ from colab_utils.processes import (
 from colab_utils.running import JobProgress
 from colab_utils.shards.copy import Copying
 from colab_utils.shards.index import ShardIndex, ShardInfo, write_index
-from colab_utils.shards.jobs import ShardJob, write_in_turn
+from colab_utils.shards.jobs import ShardRun, name_shard, write_in_turn
 from colab_utils.shards.lock import hold_folder
-from colab_utils.shards.write import ShardRun, begin_folder, check_bad, join_index, write_all
+from colab_utils.shards.write import begin_folder, check_bad, join_index, write_all
 
 # The lowest priority: training goes before.
 _PRIORITY = 19
@@ -96,8 +96,10 @@ class ShardWriter:
             raise self._failure
 
     def _write_all(self) -> None:
-        run = ShardRun(self.ssd, self.images, self.dataset, self.recipe)
-        done = write_all(run, partial(self._write_once, run), self.max_bad)
+        run = ShardRun(
+            self.ssd, self.images, self.dataset, self.recipe, self.max_bad, cache=self.cache
+        )
+        done = write_all(run, partial(self._write_once, run))
         index = join_index(run, done)
         write_index(self.ssd, index)
         self._try_on_drive(lambda drive: write_index(drive, index))
@@ -106,18 +108,17 @@ class ShardWriter:
         """Write and send all shards that are not finished; return an index of each shard."""
         done: list[ShardIndex] = []
         is_patient = is_on_drive(self.images)
-        for index in write_in_turn(
-            self.images.absolute(), self._list_jobs(run), self._progress, streams=self.streams
-        ):
+        shards = self._list_shards(run)
+        for index in write_in_turn(run, shards, self._progress, streams=self.streams):
             done.append(index)
             self.done[[_WRITTEN, _CPU_S]] = len(done), process_time()
-            check_bad(self.dataset, done, self.max_bad, is_patient=is_patient)
+            check_bad(run, done, is_patient=is_patient)
             if index.images:
                 self._try_on_drive(partial(self._send, index.shards[0]))
         return done
 
-    def _list_jobs(self, run: ShardRun) -> Iterator[ShardJob]:
-        """Yield the job of each shard.
+    def _list_shards(self, run: ShardRun) -> Iterator[tuple[Any, ...]]:
+        """Yield the arguments of `ShardRun.make_job` for each shard.
 
         Finished shards of an earlier session are copied from Drive. Later, Drive is not asked for
         other shards: it may hang, and the shards can be written without it.
@@ -130,9 +131,8 @@ class ShardWriter:
                 finished = set(store.list_names("shard-*.arrays"))
         shards = run.list_shards()
         for number in self.order:
-            job = run.make_job(*shards[number])
-            has_finished = job.path.with_suffix(".arrays").name in finished
-            yield job._replace(cache=self.cache, drive=drive if has_finished else None)
+            name = name_shard(self.ssd, number).with_suffix(".arrays").name
+            yield *shards[number], drive if name in finished else None
 
     def _try_on_drive(self, call: Callable[[Place], object]) -> None:
         """Call a function that writes into the folder on Drive. After an error, nothing more is

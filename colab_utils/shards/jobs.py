@@ -4,10 +4,13 @@ import tarfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from colab_utils.data.coco import CocoDataset
 from colab_utils.drive import DriveLostError, explain_write
@@ -19,6 +22,7 @@ from colab_utils.running import JobProgress
 from colab_utils.shards.arrays import ArraysBuilder, describe_shard, dump_arrays
 from colab_utils.shards.copy import Copying
 from colab_utils.shards.index import ShardIndex, SkippedImage, make_index
+from colab_utils.shards.plan import split_images
 from colab_utils.shards.records import name_image, read_image, try_sample
 
 if TYPE_CHECKING:
@@ -46,20 +50,46 @@ class ShardJob(NamedTuple):
     """The tar to write."""
     dataset: CocoDataset
     """The images of this shard alone."""
-    recipe: dict[str, Any]
-    drive: Place | None = None
+    drive: Place | None
     """Folder that may hold the finished shard. If it does, the shard is copied from there."""
-    keeps_empty: bool = False
-    """Whether to keep the arrays of a shard that has no usable image. They tell another machine
-    that this shard is done.
+
+
+@dataclass(frozen=True)
+class ShardRun:
+    """The writing of a dataset's shards, or of one part of them, into a folder."""
+
+    folder: Place
+    images: Place
+    dataset: CocoDataset
+    recipe: dict[str, Any]
+    max_bad: float
+    """The share or the number of images, and of objects, that may be bad."""
+    part: tuple[int, int] | None = None
+    """Number of the part, from 1, and number of all parts; None if all shards are written.
+
+    The arrays of a part's shard are kept if the shard has no usable image. They tell another
+    machine that this shard is done.
     """
     cache: "FileCache | None" = None
     """Keeps the image files; None if they are not kept."""
 
+    def list_shards(self) -> list[tuple[int, NDArray[np.int64]]]:
+        """Return number and images of each shard to write; see `split_images`."""
+        number, parts = self.part or (1, 1)
+        shards = enumerate(split_images(self.recipe, len(self.dataset)))
+        return list(shards)[number - 1 :: parts]
+
+    def make_job(
+        self, number: int, places: NDArray[np.int64], drive: Place | None = None
+    ) -> ShardJob:
+        """Return the job of a shard: its number, its images, and where it may be finished."""
+        path = name_shard(self.folder.absolute(), number)
+        return ShardJob(path, self.dataset.select(places), drive)
+
 
 def write_in_turn(
-    images: Place,
-    jobs: Iterable[ShardJob],
+    run: ShardRun,
+    shards: Iterable[tuple[Any, ...]],
     progress: JobProgress,
     *,
     streams: int | str = "auto",
@@ -70,8 +100,9 @@ def write_in_turn(
     ones are read: each file on Drive takes long to open, so reading must not pause between shards.
 
     Args:
-        images: the image folder.
-        jobs: the shards. A job is taken before the jobs before it are done.
+        run: what is written.
+        shards: the arguments of `ShardRun.make_job` for each shard. A shard is taken before the
+            shards before it are done.
         progress: counts the images, and ends the work.
         streams: number of files that are read at the same time.
 
@@ -79,12 +110,13 @@ def write_in_turn(
         ColabUtilsError: if a shard cannot be written.
         DriveLostError: if Drive went away.
     """
-    store = open_store(images, progress.stop)
+    store = open_store(run.images.absolute(), progress.stop)
     finished: list[ShardIndex] = []
 
     def list_files() -> Iterator[tuple[ShardJob, int]]:
-        for job in jobs:
-            index = _find_or_copy(images, job, progress)
+        for shard in shards:
+            job = run.make_job(*shard)
+            index = _find_or_copy(run, job, progress)
             if index is None:
                 yield from ((job, i) for i in range(len(job.dataset)))
             else:
@@ -93,31 +125,28 @@ def write_in_turn(
 
     def read(file: tuple[ShardJob, int]) -> bytes:
         job, i = file
-        return read_image(store, job.dataset, i, cache=job.cache)
+        return read_image(store, job.dataset, i, cache=run.cache)
 
     with (
         closing(Reader(read, store, streams=streams)) as reader,
         closing(reader.read_all(list_files())) as readings,
     ):
         for job, files in groupby(readings, key=lambda reading: reading.name[0]):
-            yield _write_shard(images, job, files, progress)
+            yield _write_shard(run, job, files, progress)
             while finished:
                 yield finished.pop()
     yield from finished
 
 
 def _write_shard(
-    images: Place,
-    job: ShardJob,
-    files: Iterable[Reading],
-    progress: JobProgress,
+    run: ShardRun, job: ShardJob, files: Iterable[Reading], progress: JobProgress
 ) -> ShardIndex:
     """Write a shard; return an index of it.
 
     The arrays are written before the tar. Their head holds the checksum of the tar. A shard whose
     images are all bad has no tar.
     """
-    tar, arrays = _build_shard(images, job, files, progress)
+    tar, arrays = _build_shard(run, job, files, progress)
     index = _parse_shard_index(arrays)
     folder = job.path.parent
     # If the run was stopped, this raises an error: another run may be writing already.
@@ -125,7 +154,7 @@ def _write_shard(
     # Arrays come first, since a tar without arrays could be a file of the user.
     with explain_write(folder):
         store = open_store(folder, progress.stop)
-        if index.images or job.keeps_empty:
+        if index.images or run.part:
             store.write(job.path.with_suffix(".arrays"), arrays)
         if index.images:
             store.write(job.path, *tar)
@@ -143,22 +172,19 @@ def read_shard_index(store: Store, name: str) -> ShardIndex | None:
         return None
 
 
-def find_shard(
-    store: Store, name: str, fingerprint: str, recipe: dict[str, Any]
-) -> ShardIndex | None:
+def find_shard(store: Store, name: str, run: ShardRun) -> ShardIndex | None:
     """Return an index of one finished shard; None if the shard is missing, cut short, or of other
     data or settings.
 
     Args:
         store: the folder of the shards.
         name: the name of the tar.
-        fingerprint: the fingerprint of the annotations.
-        recipe: how the images are stored.
+        run: the data and the settings.
     """
     index = read_shard_index(store, name.replace(".tar", ".arrays"))
     if index is None or index.shards[0].name != name:
         return None
-    if index.fingerprint != fingerprint or index.recipe != recipe:
+    if index.fingerprint != run.dataset.fingerprint or index.recipe != run.recipe:
         return None
     if index.images and not store.has_files(index.files()):
         return None
@@ -183,23 +209,28 @@ def are_still_bad(index: ShardIndex, images: Place, dataset: CocoDataset) -> boo
         )
 
 
-def _find_or_copy(images: Place, job: ShardJob, progress: JobProgress) -> ShardIndex | None:
+def _find_or_copy(run: ShardRun, job: ShardJob, progress: JobProgress) -> ShardIndex | None:
     """Return an index of a shard that an earlier run finished; None if it has to be written.
 
     If only ``job.drive`` holds the shard, it is copied from there, unless it is damaged.
     """
     folder = job.path.parent
+
+    def find(place: Place) -> ShardIndex | None:
+        index = find_shard(open_store(place, progress.stop), job.path.name, run)
+        return index if index and are_still_bad(index, run.images, job.dataset) else None
+
     with explain_write(folder):
-        index = _find_finished(images, job, open_store(folder, progress.stop))
+        index = find(folder)
     if index is not None or job.drive is None:
         return index
-    index = _find_finished(images, job, open_store(job.drive, progress.stop))
+    index = find(job.drive)
     if index is None:
         return None
     copying = Copying(job.drive, folder, stop=progress.stop, overwrite=True)
     try:
-        for name, size, checksum in index.files():
-            copying.copy_file(name, size, checksum)
+        for file in index.files():
+            copying.copy_file(*file)
     except DriveLostError:
         raise
     except ColabUtilsError:
@@ -207,15 +238,8 @@ def _find_or_copy(images: Place, job: ShardJob, progress: JobProgress) -> ShardI
     return index
 
 
-def _find_finished(images: Place, job: ShardJob, store: Store) -> ShardIndex | None:
-    index = find_shard(store, job.path.name, job.dataset.fingerprint, job.recipe)
-    if index is None or not are_still_bad(index, images, job.dataset):
-        return None
-    return index
-
-
 def _build_shard(
-    images: Place, job: ShardJob, files: Iterable[Reading], progress: JobProgress
+    run: ShardRun, job: ShardJob, files: Iterable[Reading], progress: JobProgress
 ) -> tuple[list[bytes], bytes]:
     """Build a shard in memory; return the pieces of its tar and the content of its arrays file."""
     # The pieces stay in a list: joining them would copy them, and they are megabytes.
@@ -227,12 +251,12 @@ def _build_shard(
     faults = Counter[str]()
     for i, reading in enumerate(files):
         progress.add(1)
-        sample = try_sample(reading.take, job.dataset, i, job.recipe)
+        sample = try_sample(reading.take, job.dataset, i, run.recipe)
         if isinstance(sample, SkippedImage):
             skipped.append(sample)
-            if job.cache is not None:
+            if run.cache is not None:
                 # Once the file is repaired, its bytes must be read anew.
-                job.cache.forget(name_image(images, job.dataset, i))
+                run.cache.forget(name_image(run.images, job.dataset, i))
             continue
         starts = []
         for member in sample.members:
@@ -245,7 +269,7 @@ def _build_shard(
     tar.append(bytes(2 * tarfile.BLOCKSIZE))
     head = {
         "fingerprint": job.dataset.fingerprint,
-        "recipe": job.recipe,
+        "recipe": run.recipe,
         "name": job.path.name,
         "images": len(job.dataset) - len(skipped),
         "annotations": annotations,

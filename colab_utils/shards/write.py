@@ -6,15 +6,12 @@ ones.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 from typing import Any, Literal
-
-import numpy as np
-from numpy.typing import NDArray
 
 from colab_utils.data.coco import CocoDataset
 from colab_utils.data.defects import count_allowed, describe_faults, require_sound_objects
@@ -24,9 +21,11 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.files import open_store
 from colab_utils.machine import count_cores
 from colab_utils.places import Place, identify_place, open_place
+from colab_utils.processes import ThreadPool
 from colab_utils.progress import show_progress
 from colab_utils.require import require_count, require_max_bad, require_part
-from colab_utils.running import JobProgress, run_jobs
+from colab_utils.running import run_jobs
+from colab_utils.shards.copy import COPY_STREAMS
 from colab_utils.shards.folder_state import confirm_finished, inspect_folder
 from colab_utils.shards.index import (
     INDEX_NAME,
@@ -36,8 +35,8 @@ from colab_utils.shards.index import (
     Storage,
     write_index,
 )
-from colab_utils.shards.jobs import ShardJob, name_shard, write_in_turn
-from colab_utils.shards.lock import hold_folder
+from colab_utils.shards.jobs import ShardRun, find_shard, name_shard, write_in_turn
+from colab_utils.shards.lock import hold_folder, remove_leftovers
 from colab_utils.shards.plan import (
     make_recipe,
     open_annotations,
@@ -49,6 +48,8 @@ from colab_utils.streams import require_streams
 from colab_utils.units import format_bytes, format_count
 
 _MOST_WORKERS = 2**16
+# A message lists at most this many missing shards.
+_NAMED = 100
 
 
 @dataclass(frozen=True)
@@ -89,33 +90,6 @@ class ShardReport:
         if self.faults:
             text += f"; defects: {describe_faults(self.faults)}. Run check to see which."
         return text
-
-
-@dataclass(frozen=True)
-class ShardRun:
-    """The writing of a dataset's shards, or of one part of them, into a folder."""
-
-    folder: Place
-    images: Place
-    dataset: CocoDataset
-    recipe: dict[str, Any]
-    part: tuple[int, int] | None = None
-    """Number of the part, from 1, and number of all parts; None if all shards are written."""
-
-    def list_shards(self) -> list[tuple[int, NDArray[np.int64]]]:
-        """Return number and images of each shard to write; see `split_images`."""
-        number, parts = self.part or (1, 1)
-        shards = enumerate(split_images(self.recipe, len(self.dataset)))
-        return list(shards)[number - 1 :: parts]
-
-    def make_job(self, number: int, places: NDArray[np.int64]) -> ShardJob:
-        """Return the job of a shard: its number, and its images."""
-        return ShardJob(
-            path=name_shard(self.folder.absolute(), number),
-            dataset=self.dataset.select(places),
-            recipe=self.recipe,
-            keeps_empty=self.part is not None,
-        )
 
 
 def write_shards(
@@ -211,15 +185,15 @@ def write_shards(
         with hold_folder(folder) if part is None else nullcontext(), explain_write(folder):
             recipe = begin_folder(folder, images, dataset, recipe)
             open_store(folder).make()
-            run = ShardRun(folder, images, dataset, recipe, part)
-            done = write_all(run, partial(_watch, run, processes, streams, max_bad), max_bad)
+            run = ShardRun(folder, images, dataset, recipe, max_bad, part)
+            done = write_all(run, partial(_watch, run, processes, streams))
             if part is not None:
-                return make_report(join_index(run, done), dataset, started_s)
-            index = finish_folder(run, done)
-    return make_report(index, dataset, started_s)
+                return _make_report(join_index(run, done), dataset, started_s)
+            index = _finish_folder(run, done)
+    return _make_report(index, dataset, started_s)
 
 
-def make_report(index: ShardIndex, dataset: CocoDataset, started_s: float) -> ShardReport:
+def _make_report(index: ShardIndex, dataset: CocoDataset, started_s: float) -> ShardReport:
     """Return the report of the shards of an index."""
     return ShardReport(
         images=index.images,
@@ -261,60 +235,43 @@ def begin_folder(
     return recipe
 
 
-def write_all(
-    run: ShardRun, write: Callable[[], list[ShardIndex]], max_bad: float
-) -> list[ShardIndex]:
+def write_all(run: ShardRun, write: Callable[[], list[ShardIndex]]) -> list[ShardIndex]:
     """Write the shards of a run; return an index of each.
 
     Args:
         run: the run.
         write: writes the shards that are not finished, and returns an index of each shard.
-        max_bad: the share or the number of bad images, and of bad objects, that is allowed.
 
     Raises:
         ColabUtilsError: if too many images or objects are bad, a shard cannot be written, or the
             system ended a process.
     """
     done = write()
-    missing = [image.file_name for image in _join_skipped(done) if image.reason == MISSING]
+    skipped = join_index(run, done).skipped
+    missing = [image.file_name for image in skipped if image.reason == MISSING]
     if open_store(run.images).find_again(missing):
         # Drive did not show these images for a while. Only their shards are written again.
         done = write()
-    check_bad(run.dataset, done, max_bad)
+    check_bad(run, done)
     return done
 
 
-def _watch(run: ShardRun, processes: int, streams: int | str, max_bad: float) -> list[ShardIndex]:
+def _watch(run: ShardRun, processes: int, streams: int | str) -> list[ShardIndex]:
     """Show a progress bar while shards are written; return an index of each."""
     done: list[ShardIndex] = []
-    # Drive may show a file late, so missing images are looked for again at the end.
-    is_patient = is_on_drive(run.images)
     # The largest come first, so that all processes are busy until the end.
     shards = sorted(run.list_shards(), key=lambda shard: len(shard[1]), reverse=True)
     total = sum(len(places) for _, places in shards)
-    runs = run_jobs(partial(_write, run, streams), shards, processes)
+    runs = run_jobs(partial(write_in_turn, run, streams=streams), shards, processes)
     with show_progress("preprocess", total=total, unit="image") as bar, closing(runs):
         for finished, images_done in runs:
             done += finished
-            count = sum(index.images + len(index.skipped) for index in done)
-            # The images of unfinished shards count, too.
-            bar.update(max(count, images_done) - bar.n)
-            check_bad(run.dataset, done, max_bad, is_patient=is_patient)
+            bar.update(images_done - bar.n)
+            check_bad(run, done, is_patient=is_on_drive(run.images))
     return done
 
 
-def _write(
-    run: ShardRun,
-    streams: int | str,
-    shards: Iterator[tuple[int, NDArray[np.int64]]],
-    progress: JobProgress,
-) -> Iterator[ShardIndex]:
-    """Write these shards in a process of its own; see `run_jobs`."""
-    jobs = (run.make_job(number, places) for number, places in shards)
-    return write_in_turn(run.images.absolute(), jobs, progress, streams=streams)
-
-
-def finish_folder(run: ShardRun, done: Collection[ShardIndex]) -> ShardIndex:
+def _finish_folder(run: ShardRun, done: Collection[ShardIndex]) -> ShardIndex:
     """Write the index of a folder whose shards are all written.
 
     Raises:
@@ -346,34 +303,26 @@ def join_index(run: ShardRun, done: Iterable[ShardIndex]) -> ShardIndex:
         recipe=run.recipe,
         categories=tuple(run.dataset.categories),
         shards=tuple(shard for index in done for shard in index.shards if shard.images),
-        skipped=_join_skipped(done),
-        faults=dict(_sum_faults(done)),
+        skipped=tuple(image for index in done for image in index.skipped),
+        faults=dict(sum((Counter(index.faults) for index in done), Counter[str]())),
     )
 
 
-def check_bad(
-    dataset: CocoDataset,
-    done: Collection[ShardIndex],
-    max_bad: float,
-    *,
-    is_patient: bool = False,
-) -> None:
+def check_bad(run: ShardRun, done: Iterable[ShardIndex], *, is_patient: bool = False) -> None:
     """Check that finished shards have no more bad images or objects than are allowed.
 
     Args:
-        dataset: all images and objects.
+        run: the run, with all images and objects.
         done: the indexes of the finished shards.
-        max_bad: the share or the number of images, and of objects, that may be bad.
         is_patient: whether to leave out missing images, because Drive may show them later.
 
     Raises:
         ColabUtilsError: if more are bad.
     """
-    skipped = _join_skipped(done)
-    if is_patient:
-        skipped = tuple(image for image in skipped if image.reason != MISSING)
-    images = len(dataset)
-    allowed = count_allowed(images, max_bad)
+    index = join_index(run, done)
+    skipped = [image for image in index.skipped if not (is_patient and image.reason == MISSING)]
+    images = len(run.dataset)
+    allowed = count_allowed(images, run.max_bad)
     if len(skipped) > allowed:
         examples = "; ".join(f"{image.file_name}: {image.reason}" for image in skipped[:3])
         raise ColabUtilsError(
@@ -381,13 +330,77 @@ def check_bad(
             f"be bad ({examples}). Repair them, or their annotations with `check --repair "
             "OUT.json`, or allow more with max_bad (preprocess: --max-bad)."
         )
-    objects = len(dataset.ids) - dataset.crowds
-    require_sound_objects(_sum_faults(done), objects, max_bad)
+    objects = len(run.dataset.ids) - run.dataset.crowds
+    require_sound_objects(index.faults, objects, run.max_bad)
 
 
-def _join_skipped(indexes: Iterable[ShardIndex]) -> tuple[SkippedImage, ...]:
-    return tuple(image for index in indexes for image in index.skipped)
+def finish_shards(
+    images: str | Place,
+    annotations: str | Place,
+    *,
+    shards: str | Place,
+    max_bad: float = 0.01,
+) -> ShardReport:
+    """Write the index of shards whose parts are all written; see `write_shards`.
+
+    `finish_shards` does not wait for shards that are still being written. You may call it again.
+
+    Args:
+        images: the image folder.
+        annotations: COCO instance JSON.
+        shards: the folder of the shards.
+        max_bad: the share or the number of bad images, and of bad objects, that all parts together
+            may have; see `write_shards`.
+
+    Raises:
+        ColabUtilsError: if shards are missing (the message lists them), too many images or objects
+            are bad, or the folder holds other data.
+
+    Example:
+        >>> import tempfile
+        >>> from colab_utils.course.sample_data import make_dataset
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     made = make_dataset(folder + "/data", n=3, width=64, height=64, workers=1)
+        ...     shards = folder + "/shards"
+        ...     for part in (2, 2), (1, 2):
+        ...         _ = write_shards(made.images, made.annotations, shards=shards, part=part)
+        ...     print(finish_shards(made.images, made.annotations, shards=shards).images)
+        3
+    """
+    started_s = perf_counter()
+    images = open_place(images)
+    folder = open_place(shards)
+    max_bad = require_max_bad(max_bad)
+    dataset = open_annotations(images, annotations)
+    state = inspect_folder(folder)
+    if state.index is None:
+        raise ColabUtilsError(f"There are no shards in {folder}. Write their parts first.")
+    state.require(dataset, {})
+    index = confirm_finished(state, images, dataset)
+    if index is None:
+        run = ShardRun(folder, images, dataset, state.recipe, max_bad)
+        done = _find_all(run)
+        check_bad(run, done)
+        index = _finish_folder(run, done)
+        remove_leftovers(open_store(folder))
+    return _make_report(index, dataset, started_s)
 
 
-def _sum_faults(indexes: Iterable[ShardIndex]) -> Counter[str]:
-    return sum((Counter(index.faults) for index in indexes), Counter[str]())
+def _find_all(run: ShardRun) -> list[ShardIndex]:
+    """Return an index of each shard.
+
+    Raises:
+        ColabUtilsError: if shards are missing, or have another recipe than the first one.
+    """
+    store = open_store(run.folder)
+    names = [name_shard(run.folder, number).name for number, _ in run.list_shards()]
+    with ThreadPool(COPY_STREAMS) as pool:
+        indexes = list(pool.map(lambda name: find_shard(store, name, run), names))
+    missing = [str(number) for number, index in enumerate(indexes) if index is None]
+    if missing:
+        raise ColabUtilsError(
+            f"{len(missing):,} of {len(names):,} shards are missing in {run.folder}, or were "
+            f"made with other settings: number {', '.join(missing[:_NAMED])}. Write their parts, "
+            "or all parts, again: finished shards are left as they are. Then finish again."
+        )
+    return [index for index in indexes if index is not None]

@@ -27,7 +27,7 @@ TESTS = (
     "tests/data",
     "tests/shards/test_arrays.py",
     "tests/shards/test_index.py",
-    "tests/shards/test_stored_images.py",
+    "tests/shards/test_records.py",
     "tests/shards/test_write.py",
     "tests/loading/test_batch.py",
     "tests/loading/test_dataset.py",

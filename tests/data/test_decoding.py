@@ -30,7 +30,7 @@ from colab_utils.data.decoding import (
 )
 from colab_utils.data.orientation import decode_upright
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.shards.stored_images import store_image
+from colab_utils.shards.records import store_image
 from tests.pictures import make_exif, make_png, save
 
 

@@ -35,7 +35,7 @@ from colab_utils.running import JobProgress
 from colab_utils.shards import plan, write
 from colab_utils.shards.copy import Copying
 from colab_utils.shards.index import read_index, write_index
-from colab_utils.shards.jobs import write_in_turn
+from colab_utils.shards.jobs import ShardRun, write_in_turn
 from colab_utils.shards.lock import WRITER_NAME, hold_folder
 from colab_utils.shards.plan import make_recipe
 from colab_utils.shards.records import read_image
@@ -291,9 +291,8 @@ def write_old_shards(dataset, folder, min_size):
     recipe["images_per_shard"] = 2
     coco = open_coco(dataset.images, dataset.annotations)
     folder.mkdir()
-    run = write.ShardRun(folder, dataset.images, coco, recipe)
-    shards = [run.make_job(number, places) for number, places in run.list_shards()]
-    done = [*write_in_turn(dataset.images, shards, JobProgress())]
+    run = ShardRun(folder, dataset.images, coco, recipe, 0)
+    done = [*write_in_turn(run, run.list_shards(), JobProgress())]
     write_index(folder, write.join_index(run, done))
 
 

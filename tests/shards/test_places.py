@@ -17,9 +17,8 @@ from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.folder_state import inspect_folder
 from colab_utils.shards.index import read_index
 from colab_utils.shards.lock import hold_folder
-from colab_utils.shards.parts import finish_shards
 from colab_utils.shards.verify import verify_shards
-from colab_utils.shards.write import write_shards
+from colab_utils.shards.write import finish_shards, write_shards
 from tests.faulty_server import FaultyFileSystem, fail_from, fail_times
 from tests.file_server import FileServer
 from tests.snapshots import snapshot

@@ -24,8 +24,7 @@ from colab_utils.data.orientation import decode_upright
 from colab_utils.data.sizes import plan_size
 from colab_utils.errors import ColabUtilsError
 from colab_utils.shards.arrays import convert_boxes
-from colab_utils.shards.records import dump_record, make_record
-from colab_utils.shards.stored_images import store_image
+from colab_utils.shards.records import dump_record, make_record, store_image
 from tests.coco_files import make_object
 from tests.pictures import make_chunk, make_exif, make_png, save
 
