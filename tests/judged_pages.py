@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from html import unescape
+from html.parser import HTMLParser
 
 GAIN = re.compile(
     r"The step waits (\d+)% → (\d+)% of the time, and trains ([\d.,]*\d) times as many images/s as "
@@ -13,6 +14,29 @@ NO_GAIN = re.compile(
     r"The step waits (\d+)% of the time with the (.+?)(?:: no other way is (\d+)% faster)?$"
 )
 COLUMNS = {"images/s": "images_per_second", "first batch, s": "first_batch_s"}
+
+
+class Page(HTMLParser):
+    """What a page loads, where it leads, and what it says."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.loads = []
+        self.links = []
+        self.text = ""
+        self.tags = []
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        for name, value in attributes:
+            if name in ("src", "srcset", "data") or (tag, name) == ("link", "href"):
+                self.loads.append(value)
+            if (tag, name) == ("a", "href"):
+                self.links.append(value)
+
+    def handle_data(self, data):
+        self.text += data
 
 
 def list_timed(content):

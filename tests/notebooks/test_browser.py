@@ -14,15 +14,14 @@ import os
 import socket
 import subprocess
 import sys
-import sysconfig
 import time
 import urllib.request
-import venv
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.colab.environments import lay_over
 from tests.notebooks.test_run_notebooks import TINY
 from tools.cells import ROOT, write_workshop
 from tools.run_notebooks import inject_parameters
@@ -96,15 +95,9 @@ def handed_out(tmp_path_factory):
 @contextmanager
 def serve(folder, files):
     """JupyterLab over a folder; its kernels run in a new environment that lacks the package."""
-    environment = files / "environment"
-    venv.create(environment, with_pip=False)
-    own = sysconfig.get_path(
-        "purelib", vars={"base": str(environment), "platbase": str(environment)}
-    )
-    Path(own, "shared.pth").write_text(sysconfig.get_path("purelib"))
     kernel = {
         "argv": [
-            str(environment / "bin" / "python"),
+            str(lay_over(files / "environment", Path(sys.executable))),
             "-m",
             "ipykernel_launcher",
             "-f",

@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-import ast
-import json
+import re
 from contextlib import suppress
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from tests.notebooks.test_rules import FOLDER
-
-
-def read_functions():
-    """Return the code of the two functions, as the notebook has it."""
-    notebook = json.loads((FOLDER / "01_detect_bottleneck.ipynb").read_text(encoding="utf-8"))
-    cells = ["".join(cell["source"]) for cell in notebook["cells"]]
-    source = next(cell for cell in cells if "def find_busy(" in cell)
-    wanted = ("measure_cores", "find_busy", "cores_seen")
-    parts: list[str] = []
-    for node in ast.parse(source).body:
-        name = getattr(node, "name", "")
-        if isinstance(node, ast.Assign):
-            name = ast.unparse(node.targets[0])
-        if name in wanted:
-            parts.append(ast.unparse(node))
-    return "\n".join(parts)
+from tests.notebooks.test_exercises import read_cells
 
 
 @pytest.fixture
@@ -48,7 +31,9 @@ def machine():
         "workspace": state,
         "EMULATED_STEP_MS": 100,
     }
-    exec(read_functions(), names)
+    source = "\n".join(read_cells("01").values())
+    functions = re.search(r"^def measure_cores\(.*?(?=^def label\()", source, re.M | re.S)
+    exec(functions[0], names)
     state.find_busy = names["find_busy"]
     return state
 

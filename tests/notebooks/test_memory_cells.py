@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gc
-import json
 from types import SimpleNamespace
 
 import torch
 
-from tests.notebooks.test_rules import FOLDER
+from tests.notebooks.test_exercises import read_cells
 
 
 class Doubler(torch.nn.Module):
@@ -23,29 +22,20 @@ class Doubler(torch.nn.Module):
         return self.layer(torch.stack(images)).exp().sum()
 
 
-def read_counting_cells():
-    notebook = json.loads((FOLDER / "04_train_mask_rcnn.ipynb").read_text(encoding="utf-8"))
-    names = ("def keep(", "def begin_count(", "def kept_mb(")
-    sources = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    return [source for source in sources if any(name in source for name in names)]
-
-
 def count_tensors():
     gc.collect()
     return sum(issubclass(type(value), torch.Tensor) for value in gc.get_objects())
 
 
 def test_what_was_counted_is_freed():
-    cells = read_counting_cells()
-    assert len(cells) == 1
+    [source] = [cell for cell in read_cells("04").values() if "def kept_mb(" in cell]
     names = {
         "torch": torch,
         "image": torch.ones(1000),
         "target": {},
         "to_device": lambda images, targets: (images, targets),
     }
-    for source in cells:
-        exec(source, names)
+    exec(source, names)
     net = Doubler()
     names["kept_mb"](net, 250, 320)
     held = count_tensors()

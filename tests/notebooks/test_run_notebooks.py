@@ -8,14 +8,13 @@ import json
 import re
 import sys
 from html import unescape
-from html.parser import HTMLParser
 
 import pytest
 
 from colab_utils.comparison import COURSE_STRATEGIES
 from colab_utils.course.questions import QUESTIONS
 from colab_utils.errors import ColabUtilsError
-from tests.judged_pages import check_page
+from tests.judged_pages import Page, check_page
 from tools.pages import write_notebook_page
 from tools.run_notebooks import inject_parameters, run_demo
 
@@ -34,28 +33,6 @@ TINY = {
     "RUN_S": 0,
     "REPEATS": 1,
 }
-
-
-class Page(HTMLParser):
-    """What a page loads, where it leads, and what it says."""
-
-    def __init__(self, path):
-        super().__init__()
-        self.loads = []
-        self.links = []
-        self.text = ""
-        self.folded = 0
-        self.feed(path.read_text(encoding="utf-8"))
-
-    def handle_starttag(self, tag, attributes):
-        attributes = dict(attributes)
-        self.loads += [attributes[key] for key in ("src", "srcset") if key in attributes]
-        self.loads += [attributes["href"]] if tag == "link" else []
-        self.links += [attributes["href"]] if tag == "a" and "href" in attributes else []
-        self.folded += tag == "details"
-
-    def handle_data(self, data):
-        self.text += data
 
 
 # The five notebooks have ten minutes of work on a machine that is busy with other tests.
@@ -231,7 +208,7 @@ def test_the_pages_show_code_figures_and_links(demo):
         assert "What you should see" in page.text
         assert any(source.startswith("data:image/png") for source in page.loads)
         # The set-up and the solution are folded.
-        assert page.folded >= 2
+        assert page.tags.count("details") >= 2
         neighbours = [demo.notebooks[n].page.name for n in (number - 1, number + 1) if 0 <= n < 5]
         assert set(neighbours) <= set(page.links)
 

@@ -5,20 +5,19 @@ stops.
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import types
-import venv
 from pathlib import Path
 
 import pytest
 
+from tests.colab.environments import lay_over
 from tests.colab.runtimes import read_runtime, read_runtimes
+from tests.notebooks.test_exercises import read_cells
 from tools.cells import ROOT, build_wheel, carry_wheel, main, read_setup_cell, write_setup_cells
 
 # Mail and learning platforms take such a notebook, and Colab opens it at once.
@@ -36,28 +35,10 @@ sys.exit(not done.success)
 """
 
 
-def set_source(address):
-    """The setup cell that installs from another address."""
-    return re.sub(r"^SOURCE = .*$", f'SOURCE = "{address}"', read_setup_cell(), flags=re.MULTILINE)
-
-
-def read_cells(path):
-    return {
-        cell["id"]: "".join(cell["source"])
-        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]
-    }
-
-
 @pytest.fixture
 def bare_python(tmp_path):
     """An environment in which all is installed that Colab has, and colab_utils is not."""
-    folder = tmp_path / "env"
-    venv.create(folder, with_pip=False)
-    own = sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
-    # The links to packages under development that lie there, too, are followed in the environment's
-    # own folder alone.
-    Path(own, "shared.pth").write_text(sysconfig.get_path("purelib"))
-    return folder / "bin" / "python"
+    return lay_over(tmp_path / "env", Path(sys.executable))
 
 
 @pytest.fixture
@@ -108,21 +89,27 @@ def workshop(tmp_path_factory):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_every_notebook_has_this_setup_cell(path):
-    assert read_cells(path)["setup"] == read_setup_cell(), "run make setup-cells"
+    assert read_cells(path.stem)["setup"] == read_setup_cell(), "run make setup-cells"
 
 
-def test_setup_cells_are_written_where_they_differ(tmp_path):
+def test_setup_cells_and_drawings_are_written_where_they_differ(tmp_path):
     for folder in ("notebooks", "docs"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
+    # Whoever changes a drawing must write it into its cell.
+    assert write_setup_cells(tmp_path) == [], "run make setup-cells"
     names = sorted(path.name for path in (tmp_path / "notebooks").iterdir())
-    write_setup_cells(tmp_path)
-    assert write_setup_cells(tmp_path) == []
     path = tmp_path / "notebooks" / NOTEBOOKS[1].name
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace("import subprocess", "import os"), encoding="utf-8")
     assert write_setup_cells(tmp_path) == [path]
     assert path.read_text(encoding="utf-8") == text
     assert sorted(entry.name for entry in path.parent.iterdir()) == names
+    texts = "".join(path.read_text() for path in tmp_path.glob("notebooks/*.ipynb"))
+    drawn = re.findall(r'\(data:image/svg\+xml;base64,\S* \\"(\w+)\\"\)', texts)
+    drawings = [path.stem for path in (tmp_path / "docs" / "drawings").glob("*.svg")]
+    assert sorted(drawn) == sorted(drawings)
+    (tmp_path / "docs" / "drawings" / f"{drawn[0]}.svg").write_text("<svg/>")
+    assert len(write_setup_cells(tmp_path)) == 1
 
 
 def test_a_checkout_around_the_notebook_is_used(run_cell):
@@ -132,29 +119,33 @@ def test_a_checkout_around_the_notebook_is_used(run_cell):
     assert re.fullmatch(r"Python 3\.\d+, torch 2\.\d+\.", met)
 
 
-def test_a_copy_without_the_package_says_how_to_get_one_that_has_it(run_cell):
-    status, printed = run_cell(read_setup_cell())
-    assert status == 1
-    assert printed.count("\n") == 0, printed
-    assert printed.startswith("This copy of the notebook does not carry the package colab_utils.")
-    assert "by its badge" in printed
-
-
-def test_a_failed_install_is_one_sentence(run_cell, tmp_path):
+def test_a_setup_that_fails_is_one_sentence(run_cell, tmp_path, wheel):
     missing = tmp_path / "no-such-0.1-py3-none-any.whl"
-    status, printed = run_cell(set_source(missing))
-    assert status == 1
-    assert printed.count("\n") == 0, printed
-    assert printed.startswith(f"pip did not install {missing}: ERROR: ")
-    assert "run this cell again" in printed
-
-
-def test_a_missing_package_is_one_sentence(run_cell, wheel):
-    status, printed = run_cell(carry_wheel(read_setup_cell(), wheel), missing=["pycocotools"])
-    assert status == 1
-    assert printed.count("\n") == 0, printed
-    assert printed.startswith("pycocotools cannot be imported (ModuleNotFoundError: ")
-    assert "CPU or T4 GPU" in printed
+    for source, lacks, start, cure in (
+        (
+            read_setup_cell(),
+            [],
+            "This copy of the notebook does not carry the package colab_utils.",
+            "by its badge",
+        ),
+        (
+            re.sub("(?m)^SOURCE = .*$", f'SOURCE = "{missing}"', read_setup_cell()),
+            [],
+            f"pip did not install {missing}: ERROR: ",
+            "run this cell again",
+        ),
+        (
+            carry_wheel(read_setup_cell(), wheel),
+            ["pycocotools"],
+            "pycocotools cannot be imported (ModuleNotFoundError: ",
+            "CPU or T4 GPU",
+        ),
+    ):
+        status, printed = run_cell(source, missing=lacks)
+        assert status == 1
+        assert printed.count("\n") == 0, printed
+        assert printed.startswith(start)
+        assert cure in printed
 
 
 @pytest.fixture
@@ -223,33 +214,32 @@ def test_the_oldest_runtime_of_the_setup_is_that_of_the_table():
 
 
 def test_the_notebooks_of_a_workshop_carry_the_package(run_cell, bare_python, workshop, tmp_path):
-    handed_out = sorted(workshop[1].iterdir())
+    printed, out = workshop
+    assert all(f"{path.name} (" in printed for path in NOTEBOOKS)
+    assert "Upload notebook" in printed
+    handed_out = sorted(out.iterdir())
     assert [path.name for path in handed_out] == [path.name for path in NOTEBOOKS]
     assert max(path.stat().st_size for path in handed_out) < MOST_BYTES
-    for mine, theirs in zip(NOTEBOOKS, handed_out, strict=True):
-        cells = read_cells(theirs)
+    for path in handed_out:
+        cells = read_cells(path.stem, path.parent)
         first = next(iter(cells))
         # A badge leads nowhere before the first push.
         assert "OWNER/REPO" not in cells[first]
         assert "https://" not in cells["setup"]
-        for name, source in read_cells(mine).items():
+        for name, source in read_cells(path.stem).items():
             assert name in (first, "setup") or cells[name] == source
     folder = tmp_path / "MyDrive"
     # A plain folder of that name is no package.
     (folder / "colab_utils" / "shards").mkdir(parents=True)
-    status, printed = run_cell(read_cells(handed_out[0])["setup"], folder=folder)
+    status, printed = run_cell(read_cells("01", out)["setup"], folder=folder)
     used = printed.splitlines()[-1].split()
     assert (status, used[1]) == (0, "ShardDataset")
     # The package is the installed one, and not that of the checkout.
     assert Path(used[0]).is_relative_to(bare_python.parents[1])
 
 
-def test_the_checkout_stays_clean(wheel):
-    assert wheel.name.startswith("colab_utils-")
-    assert not (ROOT / "build").exists()
-
-
 def test_a_cell_without_a_place_for_the_wheel_is_refused(wheel):
+    assert not (ROOT / "build").exists()
     with pytest.raises(Exception, match=r"The setup cell has 0 lines SOURCE = \.\.\."):
         carry_wheel("import sys", wheel)
 
@@ -258,12 +248,6 @@ def test_a_cell_without_a_place_for_the_wheel_is_refused(wheel):
 def test_a_command_that_is_none_is_refused_in_one_line(arguments, capsys):
     assert main(arguments) == 2
     assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_make_workshop_says_what_it_wrote(workshop):
-    printed, _ = workshop
-    assert all(f"{path.name} (" in printed for path in NOTEBOOKS)
-    assert "Upload notebook" in printed
 
 
 def test_an_interrupt_says_what_is_safe_and_ends_the_run():
@@ -298,16 +282,3 @@ def test_an_error_of_ours_is_one_line_in_a_notebook(capsys):
     shown = capsys.readouterr().out.strip().splitlines()
     assert len(shown) == 1
     assert shown[0].startswith("ColabUtilsError: SCENE must be one of bad day, good day")
-
-
-def test_drawings_lie_in_the_notebooks(tmp_path):
-    # Whoever changes a drawing must write it into its cell.
-    for folder in ("notebooks", "docs"):
-        shutil.copytree(ROOT / folder, tmp_path / folder)
-    assert write_setup_cells(tmp_path) == [], "run make setup-cells"
-    texts = "".join(path.read_text() for path in tmp_path.glob("notebooks/*.ipynb"))
-    names = re.findall(r'\(data:image/svg\+xml;base64,\S* \\"(\w+)\\"\)', texts)
-    drawings = [path.stem for path in (tmp_path / "docs" / "drawings").glob("*.svg")]
-    assert sorted(names) == sorted(drawings)
-    (tmp_path / "docs" / "drawings" / f"{names[0]}.svg").write_text("<svg/>")
-    assert len(write_setup_cells(tmp_path)) == 1

@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.show import charts
 from colab_utils.show.charts import plot_bars
 from colab_utils.show.pictures import draw_samples
-
-
-def read_bars(figure):
-    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    return dict(
-        zip(
-            labels,
-            [patch.get_width() for patch in figure.axes[0].patches],
-            strict=True,
-        )
-    )
-
-
-def read_texts(figure):
-    return [text.get_text() for text in figure.axes[0].texts]
+from tests.comparisons import read_bars, read_texts
 
 
 @pytest.mark.parametrize(
@@ -50,11 +37,6 @@ def make_spans(*begins, step=0.5):
     return [(begin, begin + step) for begin in begins]
 
 
-def read_frames(figure):
-    """Where the white frame of each row of steps ends."""
-    return [patch.get_width() for patch in figure.axes[0].patches]
-
-
 def test_the_first_seconds_count_as_the_spans_do():
     rows = {
         "plain loop": make_spans(2, 4.5, 7),
@@ -71,39 +53,33 @@ def test_the_first_seconds_count_as_the_spans_do():
     assert [paths[0].get_extents().intervalx.tolist() for paths in drawn] == [[2, 2.5], [0, 0.5]]
 
 
-def test_one_row_says_how_long_it_waits():
-    figure = charts.plot_first_seconds({"plain loop": make_spans(2, 4.5)})
-    assert figure.get_suptitle() == "The step waits 80% of the time"
-    assert charts.plot_first_seconds({"x": make_spans(2)}, title="Mine").get_suptitle() == "Mine"
-
-
 def test_what_ended_early_is_not_waiting_and_what_is_cut_counts_as_far_as_it_is_seen():
     figure = charts.plot_first_seconds(
         {"short": make_spans(0.5), "long": make_spans(0, 3, 3.75)}, seconds=4
     )
     # The loops wait 0.5 of 1 s, and 2.75 of 4 s.
     assert read_texts(figure) == ["waits 50%, 1 batch", "waits 69%, 2 batches"]
-    assert read_frames(figure) == [1, 4]
+    # The white frame of each row ends where its loop did.
+    assert [patch.get_width() for patch in figure.axes[0].patches] == [1, 4]
 
 
 def test_copies_are_blue_and_neither_wait_nor_end_the_picture():
-    figure = charts.plot_first_seconds(
-        {"copy": make_spans(0, 9, step=1), "training": make_spans(1, 1.5)}
-    )
+    rows = {"copy": make_spans(0, 9, step=1), "training": make_spans(1, 1.5)}
+    assert charts.plot_first_seconds(rows, title="Mine").get_suptitle() == "Mine"
+    figure = charts.plot_first_seconds(rows)
     assert read_texts(figure) == ["waits 50%, 2 batches"]
     assert figure.get_suptitle() == "The step waits 50% of the time"
     assert figure.axes[0].get_xlim() == (0, 2)
-    copy, steps = figure.axes[0].collections
-    blue = copy.get_facecolor()[0]
-    orange = steps.get_facecolor()[0]
-    assert blue[2] > blue[0]
-    assert orange[0] > orange[2]
+    colours = [to_hex(bars.get_facecolor()[0]).upper() for bars in figure.axes[0].collections]
+    assert colours == [charts.BLUE, charts.ORANGE]
 
 
 @pytest.mark.parametrize("rows", [{}, {"plain loop": []}, {"copy": [(0, 1)]}])
-def test_no_steps_is_said(rows):
+def test_nothing_to_draw_is_said(rows):
     with pytest.raises(ColabUtilsError, match="There are no steps to draw"):
         charts.plot_first_seconds(rows)
+    with pytest.raises(ColabUtilsError, match="There are no values to draw"):
+        plot_bars({}, title="", unit="")
 
 
 def find_crossings(figure):
@@ -158,11 +134,6 @@ def test_what_is_far_apart_becomes_points_on_a_logarithmic_axis():
     assert [*find_crossings(figure)] == []
 
 
-def test_no_bars_is_said():
-    with pytest.raises(ColabUtilsError, match="There are no values to draw"):
-        plot_bars({}, title="", unit="")
-
-
 def test_a_long_title_is_broken_not_cut():
     title = plot_bars({"a": 1.0}, title="word " * 40, unit="").get_suptitle()
     assert title.count("word") == 40
@@ -207,20 +178,10 @@ def test_names_in_figures_are_shown_as_they_are():
         assert not [text for text in texts if "$" in text.get_text() and text.get_parse_math()]
 
 
-@pytest.mark.parametrize(
-    ("draw", "words"),
-    [
-        (
-            lambda: plot_bars({"Drive": 16.0, "SSD": 480.0}, title="SSD wins", unit="images/s"),
-            "SSD wins. Drive: 16. SSD: 480",
-        ),
-        (
-            lambda: charts.plot_first_seconds({"copy": [(0, 1)], "loop": [(1, 2)]}),
-            "The step waits 50% of the time. loop: waits 50%, 1 batch",
-        ),
-    ],
-)
-def test_a_figure_has_its_numbers_as_words(draw, words):
-    figure = draw()
-    _, metadata = figure._repr_mimebundle_()
-    assert metadata == {"image/png": {"alt": words}}
+def test_a_figure_has_its_numbers_as_words():
+    bars = plot_bars({"Drive": 16.0, "SSD": 480.0}, title="SSD wins", unit="images/s")
+    _, metadata = bars._repr_mimebundle_()
+    assert metadata == {"image/png": {"alt": "SSD wins. Drive: 16. SSD: 480"}}
+    steps = charts.plot_first_seconds({"copy": [(0, 1)], "loop": [(1, 2)]})
+    words = "The step waits 50% of the time. loop: waits 50%, 1 batch"
+    assert steps.alternative_text == words
