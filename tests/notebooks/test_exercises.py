@@ -361,6 +361,11 @@ def test_05_judges_advice_and_each_guess_by_the_measurement(
     values["tell"]("lists are slow", guess, is_true, is_false, "3 ms")
     printed = capsys.readouterr().out
     assert verdict in printed
-    here = printed.partition(".")[0].lower()
-    row = {"advice": "lists are slow", "your guess": guess, "here": here, "measured": "3 ms"}
-    assert values["sheet"] == [row]
+    assert values["sheet"] == [
+        {
+            "advice": "lists are slow",
+            "your guess": guess,
+            "here": printed.partition(".")[0].lower(),
+            "measured": "3 ms",
+        }
+    ]

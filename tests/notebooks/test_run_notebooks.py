@@ -50,19 +50,27 @@ def results(demo):
     return {path.stem: json.loads(path.read_text()) for path in folder.iterdir()}
 
 
-def test_all_five_ran_in_order(demo):
+@pytest.fixture
+def executed(demo):
+    """The pages of the five notebooks and their cells of code."""
     # At the top, this import would take two seconds of every process that collects tests.
     import nbformat
 
-    assert [run.page.name[:2] for run in demo.notebooks] == ["01", "02", "03", "04", "05"]
-    for run in demo.notebooks:
-        cells = [
+    return {
+        run.page: [
             cell
             for cell in nbformat.read(run.notebook, as_version=4).cells
             if cell.cell_type == "code"
         ]
+        for run in demo.notebooks
+    }
+
+
+def test_all_five_ran_in_order(demo, executed):
+    assert [page.name[:2] for page in executed] == ["01", "02", "03", "04", "05"]
+    for cells in executed.values():
         assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
-        assert run.seconds > 0
+    assert all(run.seconds > 0 for run in demo.notebooks)
 
 
 def test_01_measures_the_plain_loop_by_hand(results):
@@ -111,16 +119,14 @@ def test_02_packs_and_loses_nothing_on_the_way_to_shards(results):
     assert result["storage"] == "shrink"
 
 
-def test_every_figure_has_its_numbers_as_alternative_text(demo):
-    import nbformat
-
-    for run in demo.notebooks:
-        for cell in nbformat.read(run.notebook, as_version=4).cells:
-            for output in cell.get("outputs", ()):
-                if "image/png" in output.get("data", {}):
-                    text = output.metadata["image/png"]["alt"]
-                    assert re.search("[0-9]", text)
-                    assert text in unescape(run.page.read_text(encoding="utf-8"))
+def test_every_figure_has_its_numbers_as_alternative_text(executed):
+    for page, cells in executed.items():
+        shown = unescape(page.read_text(encoding="utf-8"))
+        for output in (output for cell in cells for output in cell.outputs):
+            if "image/png" in output.get("data", {}):
+                text = output.metadata["image/png"]["alt"]
+                assert re.search("[0-9]", text)
+                assert text in shown
 
 
 def test_03_copies_once_and_reads_faster(results):
@@ -197,20 +203,18 @@ def test_the_run_contradicts_neither_the_receipt_nor_the_index(demo):
     check_page(demo.index, comparison)
 
 
-def test_the_pages_need_no_network(demo):
-    for path in (demo.index, *(run.page for run in demo.notebooks)):
-        assert all(source.startswith("data:") for source in Page(path).loads), path.name
-
-
-def test_the_pages_show_code_figures_and_links(demo):
+def test_the_pages_need_no_network_and_show_code_figures_and_links(demo):
+    assert all(source.startswith("data:") for source in Page(demo.index).loads)
+    names = [run.page.name for run in demo.notebooks]
     for number, run in enumerate(demo.notebooks):
         page = Page(run.page)
+        assert all(source.startswith("data:") for source in page.loads), run.page
         assert "What you should see" in page.text
         assert any(source.startswith("data:image/png") for source in page.loads)
         # The set-up and the solution are folded.
         assert page.tags.count("details") >= 2
-        neighbours = [demo.notebooks[n].page.name for n in (number - 1, number + 1) if 0 <= n < 5]
-        assert set(neighbours) <= set(page.links)
+        neighbours = {*names[max(0, number - 1) : number], *names[number + 1 : number + 2]}
+        assert neighbours <= set(page.links)
 
 
 def test_the_checkout_is_not_touched(demo):
@@ -221,24 +225,28 @@ def test_the_checkout_is_not_touched(demo):
 # The tests below run small notebooks of their own, for what a demo does when things go wrong.
 
 
-def write_notebooks(folder, *sources):
+@pytest.fixture
+def run(tmp_path):
+    """Run a demo of one small notebook in the folder ``out``."""
     import nbformat
     import nbformat.v4 as v4
 
+    folder = tmp_path / "notebooks"
     folder.mkdir()
-    for number, source in enumerate(sources, start=1):
+
+    def call(source="pass", more=(), **options):
         cells = [
-            v4.new_markdown_cell(f"# {number}. Small\n\n[next](02_small.ipynb)", id="title"),
+            v4.new_markdown_cell("# 1. Small", id="title"),
             v4.new_code_cell(
                 "LIMIT = 3\nNAME = ''", id="parameters", metadata={"tags": ["parameters"]}
             ),
             v4.new_code_cell(source, id="work"),
+            *more,
         ]
-        nbformat.write(
-            v4.new_notebook(cells=cells),
-            folder / f"{number:02d}_small.ipynb",
-        )
-    return folder
+        nbformat.write(v4.new_notebook(cells=cells), folder / "01_small.ipynb")
+        return run_demo(tmp_path / "out", **{"notebooks": folder} | options)
+
+    return call
 
 
 def test_of_a_folded_cell_the_page_folds_the_code_and_shows_the_output(tmp_path):
@@ -255,88 +263,73 @@ def test_of_a_folded_cell_the_page_folds_the_code_and_shows_the_output(tmp_path)
     assert "what you found" not in folded
 
 
-def test_settings_are_injected_after_the_tagged_cell(tmp_path):
+def test_settings_are_injected_after_the_tagged_cell(run):
     import nbformat
 
-    notebooks = write_notebooks(tmp_path / "notebooks", "print(LIMIT == 7, 'NAME' in dir())")
-    report = run_demo(tmp_path / "out", notebooks=notebooks, parameters={"LIMIT": 7})
+    report = run("print(LIMIT == 7, 'NAME' in dir())", parameters={"LIMIT": 7})
     cells = nbformat.read(report.notebooks[0].notebook, as_version=4).cells
     assert [cell.source for cell in cells[1:3]] == ["LIMIT = 3\nNAME = ''", "LIMIT = 7"]
     assert cells[3].outputs[0].text == "True True\n"
 
 
-def test_labs_are_left_out_on_request(tmp_path):
+def test_labs_are_left_out_on_request(run):
     import nbformat
     import nbformat.v4 as v4
 
-    folder = tmp_path / "notebooks"
-    [path] = write_notebooks(folder, "print('the spine')").glob("*.ipynb")
-    notebook = nbformat.read(path, as_version=4)
-    spine = [cell.id for cell in notebook.cells]
-    notebook.cells.append(v4.new_markdown_cell("## Lab A: more"))
-    notebook.cells.append(v4.new_code_cell("raise ValueError('a lab')"))
-    nbformat.write(notebook, path)
-    report = run_demo(tmp_path / "out", notebooks=folder, labs=False)
-    run = nbformat.read(report.notebooks[0].notebook, as_version=4)
-    assert [cell.id for cell in run.cells] == spine
+    lab = v4.new_code_cell("raise ValueError('a lab')")
+    cells = [v4.new_markdown_cell("## Lab A: more"), lab]
+    report = run("print('the spine')", cells, labs=False)
+    notebook = nbformat.read(report.notebooks[0].notebook, as_version=4)
+    assert [cell.id for cell in notebook.cells] == ["title", "parameters", "work"]
     with pytest.raises(ColabUtilsError, match="a lab"):
-        run_demo(tmp_path / "out", notebooks=folder)
+        run("print('the spine')", cells)
 
 
-def test_a_failing_notebook_names_itself_and_its_cell_and_keeps_its_page(tmp_path):
-    notebooks = write_notebooks(
-        tmp_path / "notebooks", "print('so far')\nraise ValueError('one line\\nthe last line')"
-    )
-    with pytest.raises(ColabUtilsError) as error:
-        run_demo(tmp_path / "out", notebooks=notebooks)
-    message = str(error.value)
-    assert "\n" not in message
-    for part in ("01_small", "'work'", "the last line", str(tmp_path / "out" / "01_small.html")):
-        assert part in message
-    assert "so far" in Page(tmp_path / "out" / "01_small.html").text
-    assert not (tmp_path / "out" / "index.html").exists()
+def test_a_failing_notebook_names_itself_and_its_cell_and_keeps_its_page(run, tmp_path):
+    page = tmp_path / "out" / "01_small.html"
+    with pytest.raises(ColabUtilsError, match=r"01_small.*'work'.*the last line") as error:
+        run("print('so far')\nraise ValueError('one line\\nthe last line')")
+    assert "\n" not in str(error.value)
+    assert str(page) in str(error.value)
+    assert "so far" in Page(page).text
+    assert not page.with_name("index.html").exists()
 
 
-def test_a_kernel_that_dies_is_said(tmp_path):
-    notebooks = write_notebooks(tmp_path / "notebooks", "import os; os._exit(1)")
+def test_a_kernel_that_dies_is_said(run):
     with pytest.raises(ColabUtilsError, match=r"01_small.*'work'.*died"):
-        run_demo(tmp_path / "out", notebooks=notebooks)
+        run("import os; os._exit(1)")
 
 
-def test_a_second_demo_replaces_its_own_files_only(tmp_path):
+def test_a_second_demo_replaces_its_own_files_only(run, tmp_path):
     source = "import os; os.makedirs('empty/folder'); open('made.txt', 'w').close()"
-    notebooks = write_notebooks(tmp_path / "notebooks", source)
-    out = tmp_path / "out"
-    first = run_demo(out, notebooks=notebooks)
-    mine = [out / "mine.txt", first.work / "mine.txt"]
+    first = run(source)
+    mine = [tmp_path / "out" / "mine.txt", first.work / "mine.txt"]
     for path in mine:
         path.write_text("keep me")
-    second = run_demo(out, notebooks=notebooks)
+    second = run(source)
     assert all(path.read_text() == "keep me" for path in mine)
     assert [path.name for path in first.work.iterdir()] == ["mine.txt"]
     assert (second.work / "made.txt").exists()
-    third = run_demo(out, notebooks=notebooks)
+    third = run(source)
     assert third.index.exists()
     assert not second.work.exists()
 
 
-def test_files_of_somebody_else_are_not_overwritten(tmp_path):
-    notebooks = write_notebooks(tmp_path / "notebooks", "pass")
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "index.html").write_text("mine")
+def test_files_of_somebody_else_are_not_overwritten(run, tmp_path):
+    mine = tmp_path / "out" / "index.html"
+    mine.parent.mkdir()
+    mine.write_text("mine")
     with pytest.raises(ColabUtilsError, match=r"holds index\.html, which no demo made"):
-        run_demo(out, notebooks=notebooks)
-    assert [path.name for path in out.iterdir()] == ["index.html"]
-    assert (out / "index.html").read_text() == "mine"
+        run()
+    assert [*mine.parent.iterdir()] == [mine]
+    assert mine.read_text() == "mine"
 
 
-def test_progress_bars_leave_one_line_on_the_page(tmp_path):
+def test_progress_bars_leave_one_line_on_the_page(run):
     source = (
         "import sys\nfor n in range(5): print(f'\\rbar {n}', end='', file=sys.stderr, flush=True)"
     )
-    report = run_demo(tmp_path / "out", notebooks=write_notebooks(tmp_path / "notebooks", source))
-    text = Page(report.notebooks[0].page).text
+    text = Page(run(source).notebooks[0].page).text
     assert "bar 4" in text
     assert "bar 3" not in text
 
@@ -354,17 +347,16 @@ def test_progress_bars_leave_one_line_on_the_page(tmp_path):
         ({"notebooks": "no/such/folder"}, "Clone the repository"),
     ],
 )
-def test_bad_arguments_are_said_before_anything_runs(tmp_path, arguments, message):
-    arguments = {"notebooks": write_notebooks(tmp_path / "notebooks", "pass"), **arguments}
+def test_bad_arguments_are_said_before_anything_runs(run, tmp_path, arguments, message):
     with pytest.raises(ColabUtilsError, match=message):
-        run_demo(tmp_path / "out", **arguments)
+        run(**arguments)
     assert not (tmp_path / "out").exists()
 
 
-def test_missing_nbclient_is_said(tmp_path, monkeypatch):
+def test_missing_nbclient_is_said(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "nbclient", None)
     with pytest.raises(ColabUtilsError, match="pip install nbclient"):
-        run_demo(tmp_path / "out", notebooks=write_notebooks(tmp_path / "notebooks", "pass"))
+        run()
 
 
 def test_a_notebook_without_settings_is_said():
