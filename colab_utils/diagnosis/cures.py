@@ -1,7 +1,7 @@
 """The causes of a slow loop, and of a batch that does not come, with what to do about each."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from colab_utils.diagnosis.processes import Activity
 from colab_utils.loading.workers import WorkerJob
@@ -91,33 +91,27 @@ def make_cause(id: str, share: float, why: str, *, cure: str = "", **words: Any)
     return Cause(id, share, why, CURES[cure or id].format(**words))
 
 
-class _Finding(NamedTuple):
-    """The words for a verdict, and what to do about it."""
-
-    text: str
-    cure: str
-
-
+# The words for each verdict, and what to do about it.
 FINDINGS = {
     # What to do about a dead worker depends on how it ended. `Stall.cure` says it.
-    "dead": _Finding("ended ({call})", ""),
-    "read": _Finding(
+    "dead": ("ended ({call})", ""),
+    "read": (
         "is stuck in a read ({call} of {file})",
         "Leave this file out, copy it to the disk, or remount Drive.",
     ),
-    "lock": _Finding(
+    "lock": (
         "waits for a lock",
         "The lock was held when the worker was forked: start threads after the workers.",
     ),
-    "lost": _Finding(
+    "lost": (
         "is idle, but its batch never arrived",
         "If /dev/shm is full, use smaller batches or make_loader.",
     ),
-    "waiting": _Finding(
+    "waiting": (
         "waits in {call}",
         "Find out why this call does not end. It needs a timeout.",
     ),
-    "slow": _Finding(
+    "slow": (
         "is at work, only slow",
         "Wait, or make this sample smaller.",
     ),
@@ -150,8 +144,7 @@ class Stall:
             who = "this process"
         else:
             who = f"worker {self.job.worker} (pid {self.job.pid})"
-        finding = FINDINGS[self.verdict].text
-        what = finding.format(call=self.seen.call or "a call", file=self.file)
+        what = FINDINGS[self.verdict][0].format(call=self.seen.call or "a call", file=self.file)
         waited = f"No batch came for {self.waited_s:.3g} s"
         return f"{waited}: {who} {what}{self._describe_place()}."
 

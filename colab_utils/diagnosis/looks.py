@@ -176,12 +176,11 @@ class Looks:
             self.places["other"].add("", _leave_loader(seen.stack))
         self.places[phase].add(kind, () if kind else seen.stack)
         samples = self._monitor.list_samples()
-        busy = Counter[str]()
-        for part, kind_there, *stack in self._monitor.take_stacks():
-            busy[part] = 1
+        stacks = self._monitor.take_stacks()
+        for part, kind_there, *stack in stacks:
             self.places[part].add(kind_there, stack)
         if phase == "wait":
-            self._busy.update(busy)
+            self._busy.update({part for part, *_ in stacks})
         is_own = loading is not thread or (kind == SAMPLE and not samples)
         if is_own and not _QUEUES.search("\n".join(seen.stack)):
             self.waits[find_wait(os.getpid(), loading.native_id or 0)] += 1

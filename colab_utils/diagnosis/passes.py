@@ -8,14 +8,14 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from time import perf_counter, sleep
 from typing import Any
 
 from colab_utils.diagnosis.cures import FINDINGS, Stall
 from colab_utils.diagnosis.looks import HANDOFF, WORKERS, name_place
-from colab_utils.diagnosis.processes import Activity, list_other_workers, waiting
+from colab_utils.diagnosis.processes import BLAMES, Activity, list_other_workers, waiting
 from colab_utils.diagnosis.summary import LoopRecord
 from colab_utils.diagnosis.system_calls import (
     count_open_files,
@@ -90,7 +90,6 @@ class Pass:
         self._raises = watched.on_stall == "raise"
         self._monitor = self._record.monitor
         self._batches: Any = None
-        self._opened_s = 0.0
         self._count = 0
         self._over = threading.Event()
         self._oom_kills = count_oom_kills()
@@ -101,13 +100,11 @@ class Pass:
         # Our own loader knows the batches that it has asked its workers for.
         self._knows_jobs = hasattr(self._loader, "list_jobs")
 
-    def note_other(self) -> None:
-        """Note that another loader is begun."""
+    def note_other(self) -> bool:
+        """Note that another loader is begun. Return whether all batches of this one have come; of a
+        stream, this is not known.
+        """
         self._record.note_other()
-
-    @property
-    def is_complete(self) -> bool:
-        """Return whether all batches have come. It is not known of a stream."""
         # A loader need not have a length.
         with suppress(Exception):
             return not self._record.is_stream and self._count >= len(self._loader)
@@ -120,8 +117,10 @@ class Pass:
         try:
             with self._record.measure_pass(self._loader):
                 wait = self._ask()
-                yield self._fetch(wait)
-                if perf_counter() - self._opened_s > _GAP_S:
+                batches = self._fetch(wait)
+                opened_s = perf_counter()
+                yield batches
+                if perf_counter() - opened_s > _GAP_S:
                     self._record.phase = ""
                     wait = self._ask()
                 while (batch := self._fetch(wait)) is not _END:
@@ -203,14 +202,10 @@ class Pass:
     def _name_sample(self, error: Exception) -> None:
         """Say at which sample the loader raised an error. Our own loaders say it themselves."""
         sample = None if self._knows_jobs else self._monitor.find_failed(error)
-        if sample is None:
-            return
-        text = error.args[0] if error.args else None
-        if isinstance(text, str) and text.startswith("Caught "):
-            # These are torch's own words, so they may have a beginning.
-            error.args = (type(text)(f"Sample {sample} failed. {text}"), *error.args[1:])
-        else:
-            error.add_note(f"Sample {sample} of the dataset raised this error.")
+        note = BLAMES.format(sample)
+        # The text of a worker's error has the note already.
+        if sample is not None and note not in str(error):
+            error.add_note(note)
 
     def _describe_files(self, *, is_sure: bool = False) -> str:
         """Say that a process has used up the files that it may open; "" if it has not."""
@@ -239,14 +234,11 @@ class Pass:
             outer_handler = signal.signal(INTERRUPT, self._interrupt)
         self._wait = wait
         try:
-            if self._count:
-                return next(self._batches)
             # A generator forks its workers at its first batch.
-            with quiet_fork():
+            with nullcontext() if self._count else quiet_fork():
                 if self._batches is not None:
                     return next(self._batches)
                 self._batches = self._open(self._loader)
-                self._opened_s = perf_counter()
                 return self._batches
         finally:
             self._wait = None
@@ -338,7 +330,7 @@ class Pass:
         else:
             verdict, seen = self._observe(wait, job.pid)
             # Where files are used up, a worker may be idle, wait, or ask again and again.
-            cure = self._describe_files() or FINDINGS[verdict].cure
+            cure = self._describe_files() or FINDINGS[verdict][1]
         file = find_file(self._monitor.dataset, seen.sample)
         if verdict == "read":
             file = seen.path

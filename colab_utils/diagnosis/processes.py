@@ -45,9 +45,9 @@ OWN_THREADS = "several threads of a worker"
 # known.
 NO_SAMPLE = -1
 _UNNUMBERED = -2
-# A worker notes this on an error of its dataset. torch sends the text to this process.
-_BLAMES = "Sample {} of the dataset raised this error."
-_BLAMED = re.compile(_BLAMES.format(r"(\d+)"))
+BLAMES = "Sample {} of the dataset raised this error."
+"""A worker notes this on an error of its dataset. torch sends the text to this process."""
+_BLAMED = re.compile(BLAMES.format(r"(\d+)"))
 # The notes of one worker.
 _ROW = np.dtype(
     [
@@ -136,7 +136,7 @@ class _SampleNotes:
             number = self._row["sample"]
             # The first of several samples is not blamed for the others.
             if number >= 0 and (count == 1 or number != sample):
-                error.add_note(_BLAMES.format(number))
+                error.add_note(BLAMES.format(number))
             raise
         finally:
             # A worker that calls sys.exit() ends at this sample.

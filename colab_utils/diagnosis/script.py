@@ -58,8 +58,7 @@ class _Batches:
 
     def end_if_complete(self) -> None:
         """End the pass if all batches have come: a framework need not ask for one more."""
-        self._pass.note_other()
-        if self._pass.is_complete:
+        if self._pass.note_other():
             # Another thread may ask for one at this moment.
             with suppress(ValueError):
                 self._batches.close()

@@ -16,12 +16,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import IterableDataset
 
 from colab_utils.diagnosis.causes import find_causes, find_lost_share
-from colab_utils.diagnosis.cures import Cause
+from colab_utils.diagnosis.cures import Cause, Stall
 from colab_utils.diagnosis.looks import BACKWARD, Looks
 from colab_utils.diagnosis.memory_growth import Growth, MemoryLog, find_growth
-from colab_utils.diagnosis.processes import WorkerMonitor
+from colab_utils.diagnosis.processes import SampleTimes, WorkerMonitor
 from colab_utils.diagnosis.timing import CpuClock, CpuUse, count_images, count_workers
-from colab_utils.diagnosis.waits import LoopFacts
 from colab_utils.loading.clock import LoopClock
 from colab_utils.loading.ranks import find_ranks
 from colab_utils.progress import is_notebook
@@ -120,7 +119,7 @@ class Summary:
         return "\n".join(lines)
 
 
-class LoopRecord(LoopFacts):
+class LoopRecord:
     """Everything that is recorded while a watched loop runs.
 
     Args:
@@ -128,6 +127,17 @@ class LoopRecord(LoopFacts):
         line: File and line of the code that watches it, or iterates over it.
 
     Attributes:
+        workers: Number of worker processes of the loader.
+        restarts: Whether the workers start again in each pass.
+        is_slowed: Whether the dataset's folder is slowed by `slow_down`, which sleeps in each read.
+        looks: Looks at the loop and its workers.
+        use: Use of the cores in all passes.
+        times: Times of samples in workers.
+        growth: How memory grows; None if it does not.
+        seen: The samples that workers were loading while the loop waited for a batch, by the number
+            of the batch.
+        stalls: Every stall so far.
+        left_at_once: Number of passes that the loop left after one batch.
         clock: Times of batches.
         is_stream: Whether the dataset has no indices.
         monitor: What workers note of their samples.
@@ -161,10 +171,16 @@ class LoopRecord(LoopFacts):
         # The batches and the ids of the causes of the last summary that was printed.
         self._printed: tuple[int, list[str] | None] = (0, None)
         self._worker_pids = set[int]()
-        workers = self._settings[0]
-        restarts = workers > 0 and not getattr(loader, "persistent_workers", True)
-        is_slowed = _is_slowed(getattr(self.monitor.dataset, "folder", None))
-        super().__init__(workers, restarts, is_slowed, Looks(self.monitor))
+        self.workers: int = self._settings[0]
+        self.restarts = self.workers > 0 and not getattr(loader, "persistent_workers", True)
+        self.is_slowed = _is_slowed(getattr(self.monitor.dataset, "folder", None))
+        self.looks = Looks(self.monitor)
+        self.use = CpuUse()
+        self.times = SampleTimes()
+        self.growth: Growth | None = None
+        self.seen = dict[int, tuple[int, ...]]()
+        self.stalls: list[Stall] = []
+        self.left_at_once = 0
 
     def goes_on(self, loader: Any, *, is_like: bool = False) -> bool:
         """Return whether a loader is the recorded one, made anew: it has the same dataset, workers
@@ -271,17 +287,19 @@ class LoopRecord(LoopFacts):
         parts_s = split_micro_batches(parts_s)
         waits, steps, between = parts_s.T
         is_first = np.isin(np.arange(len(waits)), clock.firsts)
-        start_s = float(waits[is_first].sum())
         loop_s = float(parts_s.sum())
         whole_s = max(loop_s + clock.ends_s, 1e-9)
-        parts: tuple[Part, ...] = (
+        causes = find_causes(waits, between, is_first, loop_s, self)
+        shares = {"step": 1.0}
+        if "prepare" in [cause.id for cause in causes]:
+            share = self.looks.measure_preparation()[0]
+            shares = {"before the model": share, "step": 1 - share}
+        parts = (
             _make_part("wait", waits[~is_first], whole_s),
-            _make_part("step", steps, whole_s),
+            *(_make_part(name, share * steps, whole_s) for name, share in shares.items()),
             _make_part("between steps", between, whole_s),
         )
-        causes = find_causes(waits, between, is_first, loop_s, self)
-        if "prepare" in [cause.id for cause in causes]:
-            parts = _split_step(parts, self.looks.measure_preparation()[0])
+        start_s = float(waits[is_first].sum())
         ranks = find_ranks()
         return Summary(
             verdict=_describe(causes, parts, start_s / whole_s, self.looks),
@@ -381,8 +399,9 @@ def split_micro_batches(parts_s: _Array) -> _Array:
         parts_s: Wait, step, and time between steps of each batch, seconds, float64 [batches, 3].
 
     Example:
-        >>> split_micro_batches(np.array([[0, 0.7, 0], [0, 0.1, 0.6]])).round(1).tolist()
-        [[0.0, 0.1, 0.6], [0.0, 0.1, 0.6]]
+        >>> parts_s = np.array([[0, 0.7, 0], [0, 0.1, 0.6], [0, 0.1, 0], [0, 9, 0]])
+        >>> split_micro_batches(parts_s).round(1).tolist()
+        [[0.0, 0.1, 0.6], [0.0, 0.1, 0.6], [0.0, 0.1, 0.0], [0.0, 8.4, 0.6]]
     """
     is_stepped = parts_s[:, 2] > 0
     if not is_stepped.any():
@@ -395,14 +414,6 @@ def split_micro_batches(parts_s: _Array) -> _Array:
 def _make_part(name: str, seconds: _Array, whole_s: float) -> Part:
     middle_and_late_ms = 1000 * np.percentile(seconds if len(seconds) else [0.0], (50, 95))
     return Part(name, float(seconds.sum()) / whole_s, *middle_and_late_ms.tolist())
-
-
-def _split_step(parts: Sequence[Part], share: float) -> tuple[Part, ...]:
-    """Split the part of a step that comes before the call of the model from the rest."""
-    wait, step, between = parts
-    times = np.array([step.share, step.median_ms, step.p95_ms])
-    before = Part("before the model", *(share * times).tolist())
-    return wait, before, Part("step", *((1 - share) * times).tolist()), between
 
 
 def _describe(causes: Sequence[Cause], parts: Sequence[Part], start: float, looks: Looks) -> str:

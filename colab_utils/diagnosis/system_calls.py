@@ -153,6 +153,8 @@ def classify_call(call: str, path: str) -> str:
     Example:
         >>> classify_call("read", "/data/1.jpg"), classify_call("read", "pipe:[7]")
         ('read', 'process')
+        >>> classify_call("folio_wait_bit_common", "")
+        'read'
     """
     if call == _FUTEX:
         return "thread"

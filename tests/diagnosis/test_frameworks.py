@@ -89,6 +89,15 @@ def assert_saw(watched, batches, passes=1):
     assert sum(part.share for part in summary.parts) <= 1.001
 
 
+def assert_unchanged(train):
+    """Training gets the same batches with and without watch, and each of them is seen."""
+    _, plain = train(lambda loader: loader)
+    watched, model = train(watch)
+    assert len(model.seen) == ITEMS
+    assert (model.seen, read_weights(model)) == (plain.seen, read_weights(plain))
+    assert_saw(watched, ITEMS, passes=2)
+
+
 # These tests run the frameworks.
 
 
@@ -128,19 +137,14 @@ ignore_lightning = pytest.mark.filterwarnings(
 
 @ignore_lightning
 @pytest.mark.parametrize("accumulated", [1, 3])
-def test_lightning_fits_a_watched_loader(accumulated, capsys):
+def test_lightning_fits_a_watched_loader(accumulated):
     def fit(around):
         loader = around(make_training()[2])
         module, trainer = make_lightning(accumulated)
         trainer.fit(module, loader)
         return loader, module.model
 
-    _, plain = fit(lambda loader: loader)
-    watched, model = fit(watch)
-    assert len(model.seen) == ITEMS
-    assert (model.seen, read_weights(model)) == (plain.seen, read_weights(plain))
-    assert_saw(watched, ITEMS, passes=2)
-    assert "images/s" in capsys.readouterr().err
+    assert_unchanged(fit)
 
 
 @ignore_lightning
@@ -179,20 +183,14 @@ def test_accelerate_prepares_a_loader_before_it_is_watched(accumulated, accelera
                     optimizer.zero_grad()
         return loader, model
 
-    _, plain = train(lambda loader: loader)
-    watched, model = train(watch)
-    assert len(model.seen) == ITEMS
-    assert (model.seen, read_weights(model)) == (plain.seen, read_weights(plain))
-    assert_saw(watched, ITEMS, passes=2)
+    assert_unchanged(train)
 
 
 @pytest.mark.parametrize("accumulated", [1, 4])
-def test_the_hugging_face_trainer_trains_with_a_watched_loader(
-    accumulated, accelerators, tmp_path, capsys
-):
+def test_the_hugging_face_trainer_trains_with_a_watched_loader(accumulated, accelerators, tmp_path):
     transformers = pytest.importorskip("transformers")
 
-    def train(watches):
+    def train(around):
         model = make_training()[0]
         settings = transformers.TrainingArguments(
             str(tmp_path),
@@ -205,18 +203,12 @@ def test_the_hugging_face_trainer_trains_with_a_watched_loader(
             disable_tqdm=True,
         )
         trainer = transformers.Trainer(model, settings, train_dataset=NUMBERS)
-        if watches:
-            make_loader = trainer.get_train_dataloader
-            trainer.get_train_dataloader = lambda: watch(make_loader())
+        make_loader = trainer.get_train_dataloader
+        trainer.get_train_dataloader = lambda: around(make_loader())
         trainer.train()
         return trainer.callback_handler.train_dataloader, model
 
-    _, plain = train(False)
-    watched, model = train(True)
-    assert len(model.seen) == ITEMS
-    assert (model.seen, read_weights(model)) == (plain.seen, read_weights(plain))
-    assert_saw(watched, ITEMS, passes=2)
-    assert "images/s" in capsys.readouterr().err
+    assert_unchanged(train)
 
 
 RANK = """

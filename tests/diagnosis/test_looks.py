@@ -18,17 +18,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from colab_utils.diagnosis.looks import MODEL, OTHER_LOADER, SAMPLE, Looks
-from colab_utils.diagnosis.processes import WorkerMonitor, list_other_workers
-from colab_utils.diagnosis.system_calls import classify_call, find_wait, measure_memory_part
+from colab_utils.diagnosis.processes import WorkerMonitor
+from colab_utils.diagnosis.system_calls import find_wait, measure_memory_part
 from colab_utils.diagnosis.watch import watch
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import open_store, read_file
 from colab_utils.reader import Reader
 from tests.diagnosis.loops import Samples, burn, watch_pass
-
-
-def test_the_kernel_waits_for_a_page_of_a_mapped_file():
-    assert classify_call("folio_wait_bit_common", "") == "read"
 
 
 def _find_wait_of(act):
@@ -96,11 +92,9 @@ def test_workers_that_are_not_forked_are_listed_and_their_start_is_no_sample(met
             assert not looks.waits
             looks.take("wait", threading.current_thread())
         assert looks.waits.total() == 1
-        assert list_other_workers() == [process.pid]
     finally:
         process.kill()
         process.join()
-    assert list_other_workers() == []
 
 
 @pytest.mark.parametrize("work_s", [0.0, 0.5])
@@ -315,27 +309,14 @@ class _Batched(Dataset):
         return [torch.zeros(2)] * len(indices)
 
 
-def test_a_page_that_is_written_to_counts_as_ones_own():
-    block = bytearray(os.urandom(1_000_000) * 40)
-    ask = multiprocessing.Event()
-
-    def write():
-        ask.wait()
-        block[::4096] = bytes(len(block[::4096]))
-        time.sleep(60)
-
-    process = multiprocessing.get_context("fork").Process(target=write)
+def test_a_page_that_processes_share_counts_in_parts():
+    block = os.urandom(40_000_000)
+    alone = measure_memory_part(os.getpid())
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
     process.start()
-    try:
-        shared = measure_memory_part(process.pid)
-        ask.set()
-        until_s = time.monotonic() + 10
-        while measure_memory_part(process.pid) < shared + 18e6 and time.monotonic() < until_s:
-            time.sleep(0.01)
-        assert measure_memory_part(process.pid) - shared == pytest.approx(20e6, rel=0.2)
-    finally:
-        process.kill()
-        process.join()
+    assert alone - measure_memory_part(os.getpid()) > len(block) / 3
+    process.kill()
+    process.join()
     assert measure_memory_part(process.pid) == 0
 
 
@@ -457,16 +438,9 @@ def test_workers_are_listed_from_the_oldest_sample_on():
     assert [*monitor.list_samples()] == [102, 105, 101]
 
 
-@pytest.mark.parametrize(
-    ("file", "place"),
-    [
-        (torch.autograd.profiler.__file__, ""),
-        ("mine/sampler.py", "the workers"),
-    ],
-)
-def test_a_look_at_the_profiler_of_a_loader_says_nothing(file, place):
+def test_a_look_at_the_profiler_of_a_loader_says_nothing():
     over = threading.Event()
-    waits = compile("over.wait()", file, "exec")
+    waits = compile("over.wait()", torch.autograd.profiler.__file__, "exec")
     thread = threading.Thread(target=exec, args=(waits, {"over": over}))
     thread.start()
     time.sleep(0.1)
@@ -474,5 +448,5 @@ def test_a_look_at_the_profiler_of_a_loader_says_nothing(file, place):
     looks.take("wait", thread)
     over.set()
     thread.join()
-    assert looks.places["wait"].kinds == {place: 1}
+    assert looks.places["wait"].kinds == {"": 1}
     assert looks.places["wait"].find_line() == ("", 0)

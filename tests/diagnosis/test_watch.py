@@ -7,10 +7,12 @@ import os
 import resource
 import signal
 import socket
+import sys
 import threading
 import time
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -27,7 +29,7 @@ from torch.utils.data import (
 )
 
 from colab_utils.course.sample_data import BuiltinDataset
-from colab_utils.diagnosis import passes, processes
+from colab_utils.diagnosis import passes
 from colab_utils.diagnosis.watch import WatchedLoader, watch
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.coco_folder import CocoFolder
@@ -79,7 +81,6 @@ _KINDS = {
     "processes": partial(make_loader, workers=2, shuffle=False),
     "alone": partial(make_loader, workers=0, shuffle=False),
 }
-_WITH_WORKERS = ("torch", "processes")
 
 
 def _list_ids(watched):
@@ -160,8 +161,6 @@ def test_a_read_that_hangs_is_named_with_its_sample(tmp_path, kind):
         assert _list_ids(watched) == list(range(8))
     release.join()
     (stall,) = watched.stalls
-    assert stall.verdict == "read"
-    assert (stall.seen.sample, stall.file, stall.seen.call) == (BAD, str(fifo), "openat")
     # In torch's own loader only the sample that is being loaded is seen, not its batch.
     assert stall.job.indices == ((BAD,) if "torch" in kind else (2, 3))
     is_alone = kind.endswith("alone")
@@ -171,12 +170,6 @@ def test_a_read_that_hangs_is_named_with_its_sample(tmp_path, kind):
     assert TIMEOUT_S <= stall.waited_s < TIMEOUT_S + 5
 
 
-def _run_in_thread(act):
-    thread = threading.Thread(target=act)
-    thread.start()
-    thread.join()
-
-
 def _watch_sleeper():
     sleeper = (time.sleep(4 * TIMEOUT_S) for _ in range(1))
     return watch(sleeper, timeout_s=TIMEOUT_S, on_stall="raise")
@@ -184,42 +177,20 @@ def _watch_sleeper():
 
 def test_raise_in_another_thread_waits_for_the_loader():
     watched = _watch_sleeper()
-    errors = []
-
-    def run():
-        try:
-            list(watched)
-        except ColabUtilsError as error:
-            errors.append(str(error))
-
-    with pytest.warns(ColabUtilsWarning, match="waits in clock_nanosleep"):
-        _run_in_thread(run)
-    assert errors == [str(stall) for stall in watched.stalls]
+    with (
+        pytest.warns(ColabUtilsWarning, match="waits in clock_nanosleep"),
+        ThreadPoolExecutor(1) as pool,
+    ):
+        error = pool.submit(list, watched).exception()
+    assert isinstance(error, ColabUtilsError)
+    assert [str(error)] == [str(stall) for stall in watched.stalls]
 
 
 def test_a_pass_that_another_thread_began_is_watched_where_it_waits():
-    watched = _watch_sleeper()
-    begun = []
-    _run_in_thread(lambda: begun.append(iter(watched)))
+    with ThreadPoolExecutor(1) as pool:
+        batches = pool.submit(iter, _watch_sleeper()).result()
     with pytest.raises(ColabUtilsError, match="waits in clock_nanosleep"):
-        next(begun[0])
-
-
-class _Pool:
-    """A loader that never notices that its worker ended."""
-
-    def __iter__(self):
-        child = os.fork()
-        if not child:
-            time.sleep(60)
-            os._exit(0)
-        try:
-            while True:
-                time.sleep(0.1)
-                yield from ()
-        finally:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+        next(batches)
 
 
 class _Stream(IterableDataset):
@@ -258,8 +229,6 @@ def _receive():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        # The loader does not notice that its worker waits for ever.
-        (_Pool, r"worker 0 \(pid \d+\) waits in clock_nanosleep"),
         # A stream stops in a worker.
         (partial(DataLoader, _Stream(), num_workers=1), r"worker 0 .*waits in clock_nanosleep"),
         # A sampler that hangs is no fault of the workers.
@@ -293,37 +262,28 @@ def test_raise_ends_any_wait(make, words):
     _end_workers()
 
 
-@pytest.mark.parametrize("kind", _WITH_WORKERS)
-def test_a_killed_worker_is_an_error_with_the_verdict(tmp_path, kind):
+@pytest.mark.parametrize(
+    ("kind", "act", "words"),
+    [
+        ("torch", _kill_self, r"killed by signal: Killed\).*too little memory: use fewer workers"),
+        ("processes", _kill_self, "killed by signal: Killed"),
+        ("torch", partial(sys.exit, 3), r"exit code 3\).*load with workers=0"),
+    ],
+)
+def test_a_worker_that_ends_is_an_error_with_the_verdict(tmp_path, kind, act, words):
     watched = watch(
         _KINDS[kind](
-            Subset(_Photos(tmp_path, act=_kill_self), [0, 1, 2, 4, BAD]),
+            Subset(_Photos(tmp_path, act=act), [0, 1, 2, 4, BAD]),
             batch_size=2,
         )
     )
-    with pytest.raises(
-        ColabUtilsError, match=r"worker \d \(pid \d+\) ended \(killed by signal: Killed\)"
-    ) as caught:
+    with pytest.raises(ColabUtilsError, match=rf"worker \d \(pid \d+\) ended \({words}") as caught:
         _list_ids(watched)
     message = str(caught.value)
     # The message names the sample of the dataset and not 4, its index in the Subset.
     assert f"at sample {BAD} ({tmp_path / str(BAD)}.txt)" in message
-    assert "too little memory: use fewer workers" in message
     assert "\n" not in message
-    _end_workers()
-
-
-def test_a_worker_that_dies_during_a_step(tmp_path):
-    dataset = _Photos(tmp_path, act=_kill_self)
-    watched = watch(_KINDS["processes"](dataset, batch_size=1), timeout_s=30)
-    batches = iter(watched)
-    for _ in range(BAD):
-        next(batches)
-    time.sleep(0.5)
-    with pytest.raises(ColabUtilsError, match="ended"):
-        next(batches)
-    (stall,) = watched.stalls
-    assert (stall.verdict, stall.seen.sample, stall.job.indices) == ("dead", BAD, (BAD,))
+    assert watched.stalls[0].verdict == "dead"
     _end_workers()
 
 
@@ -341,11 +301,9 @@ def test_a_lock_held_across_fork(tmp_path):
         on_stall="raise",
     )
     # The workers are forked while the lock is held.
-    with lock, pytest.raises(ColabUtilsError, match="waits for a lock"):
+    words = f"waits for a lock, at sample {BAD} .*start threads after the workers"
+    with lock, pytest.raises(ColabUtilsError, match=words):
         _list_ids(watched)
-    (stall,) = watched.stalls
-    assert (stall.verdict, stall.seen.sample) == ("lock", BAD)
-    assert "start threads after the workers" in str(stall)
 
 
 @pytest.mark.clock
@@ -385,7 +343,6 @@ def test_a_batch_that_finds_no_shared_memory():
         match=r"worker 0 .*is idle, but its batch never arrived.*If /dev/shm is full",
     ):
         list(watched)
-    assert watched.stalls[0].verdict == "lost"
     _end_workers()
 
 
@@ -446,7 +403,7 @@ def test_the_loaders_own_errors_come_through_and_name_the_sample(workers, batche
     with pytest.raises(KeyError, match="no such photo") as caught:
         list(watch(loader, timeout_s=20))
     text = str(caught.value) if workers else caught.value.__notes__[0]
-    assert text.startswith("Sample 2 ")
+    assert "Sample 2 of the dataset raised this error." in text
     _end_workers()
 
 
@@ -529,17 +486,6 @@ def test_the_sample_of_a_worker_that_torch_gives_up_is_named(tmp_path):
     with pytest.raises(ColabUtilsError, match=f"waits in clock_nanosleep, at sample {BAD} "):
         list(watch(loader))
     _end_workers()
-
-
-@pytest.mark.parametrize(
-    ("error", "sample"), [(SystemExit(3), BAD), (ValueError("bad"), processes.NO_SAMPLE)]
-)
-def test_a_worker_that_exits_stays_at_its_sample(error, sample):
-    monitor = processes.WorkerMonitor(None)
-    notes = processes._SampleNotes(monitor._rows[0])
-    with pytest.raises(type(error)), notes.mark_sample(BAD, 1):
-        raise error
-    assert monitor.list_samples() == {os.getpid(): sample}
 
 
 def test_a_worker_that_ended_between_two_passes_is_named(tmp_path):

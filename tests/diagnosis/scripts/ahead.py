@@ -1,7 +1,6 @@
 """Loaders as in timm: one iterator for all epochs, and a wrapper that takes a batch ahead."""
 
 import planted
-import torch
 from torch.utils.data import DataLoader
 
 
@@ -44,15 +43,10 @@ class PrefetchLoader:
 
 
 def main():
-    model = planted.Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loader = MultiEpochsLoader(planted.Photos(20), planted.BATCH_SIZE, num_workers=2)
     for _ in range(2):
-        for images, labels in PrefetchLoader(loader):
-            optimizer.zero_grad()
-            planted.loss(model(images), labels).backward()
-            optimizer.step()
-            planted.write_log()
+        for batch in PrefetchLoader(loader):
+            planted.train_on(*batch)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Each epoch makes its dataset and its loader anew, and accumulates gradients."""
 
 import planted
-import torch
 from torch.utils.data import DataLoader
 
 
@@ -10,14 +9,12 @@ def make_loader():
 
 
 def main():
-    model = planted.Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(2):
         for number, (images, labels) in enumerate(make_loader()):
-            (planted.loss(model(images), labels) / 2).backward()
+            (planted.loss(planted.model(images), labels) / 2).backward()
             if number % 2:
-                optimizer.step()
-                optimizer.zero_grad()
+                planted.optimizer.step()
+                planted.optimizer.zero_grad()
             planted.write_log()
 
 

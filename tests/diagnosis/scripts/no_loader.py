@@ -11,11 +11,5 @@ def get_batch():
     return torch.stack([data[start : start + 192] for start in starts]), starts % 2
 
 
-model = planted.Model()
-optimizer = torch.optim.AdamW(model.parameters())
 for _ in range(planted.BATCHES):
-    images, labels = get_batch()
-    planted.loss(model(images), labels).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    planted.write_log()
+    planted.train_on(*get_batch())

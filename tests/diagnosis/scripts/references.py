@@ -39,9 +39,7 @@ def main():
         torch.utils.data.RandomSampler(dataset), planted.BATCH_SIZE, drop_last=True
     )
     loader = DataLoader(dataset, batch_sampler=batches, num_workers=2, collate_fn=collate)
-    model = planted.Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    train_one_epoch(model, optimizer, loader, MetricLogger())
+    train_one_epoch(planted.model, planted.optimizer, loader, MetricLogger())
 
 
 if __name__ == "__main__":

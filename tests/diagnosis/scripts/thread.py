@@ -4,7 +4,6 @@ import queue
 import threading
 
 import planted
-import torch
 from torch.utils.data import DataLoader
 
 
@@ -24,14 +23,9 @@ class Prefetcher:
 
 
 def main():
-    model = planted.Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loader = DataLoader(planted.Photos(), planted.BATCH_SIZE, num_workers=2)
-    for images, labels in Prefetcher(loader):
-        optimizer.zero_grad()
-        planted.loss(model(images), labels).backward()
-        optimizer.step()
-        planted.write_log()
+    for batch in Prefetcher(loader):
+        planted.train_on(*batch)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,12 @@
 import planted
-import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 
 def main():
     accelerator = Accelerator(cpu=True)
-    model = planted.Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loader = DataLoader(planted.Photos(20), planted.BATCH_SIZE, shuffle=True, num_workers=2)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model, optimizer, loader = accelerator.prepare(planted.model, planted.optimizer, loader)
     for _ in range(2):
         for images, labels in loader:
             accelerator.backward(planted.loss(model(images), labels))
