@@ -16,11 +16,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import IterableDataset
 
 from colab_utils.diagnosis.causes import find_causes, find_lost_share
-from colab_utils.diagnosis.cures import Cause, Stall
+from colab_utils.diagnosis.cures import Cause
 from colab_utils.diagnosis.looks import BACKWARD, Looks
 from colab_utils.diagnosis.memory_growth import Growth, MemoryLog, find_growth
-from colab_utils.diagnosis.processes import SampleTimes, WorkerMonitor
+from colab_utils.diagnosis.processes import WorkerMonitor
 from colab_utils.diagnosis.timing import CpuClock, CpuUse, count_images, count_workers
+from colab_utils.diagnosis.waits import LoopFacts
 from colab_utils.loading.clock import LoopClock
 from colab_utils.loading.ranks import find_ranks
 from colab_utils.progress import is_notebook
@@ -119,7 +120,7 @@ class Summary:
         return "\n".join(lines)
 
 
-class LoopRecord:
+class LoopRecord(LoopFacts):
     """Everything that is recorded while a watched loop runs.
 
     Args:
@@ -127,17 +128,6 @@ class LoopRecord:
         line: File and line of the code that watches it, or iterates over it.
 
     Attributes:
-        workers: Number of worker processes of the loader.
-        restarts: Whether the workers start again in each pass.
-        is_slowed: Whether the dataset's folder is slowed by `slow_down`, which sleeps in each read.
-        looks: Looks at the loop and its workers.
-        use: Use of the cores in all passes.
-        times: Times of samples in workers.
-        growth: How memory grows; None if it does not.
-        seen: The samples that workers were loading while the loop waited for a batch, by the number
-            of the batch.
-        stalls: Every stall so far.
-        left_at_once: Number of passes that the loop left after one batch.
         clock: Times of batches.
         is_stream: Whether the dataset has no indices.
         monitor: What workers note of their samples.
@@ -171,16 +161,10 @@ class LoopRecord:
         # The batches and the ids of the causes of the last summary that was printed.
         self._printed: tuple[int, list[str] | None] = (0, None)
         self._worker_pids = set[int]()
-        self.workers: int = self._settings[0]
-        self.restarts = self.workers > 0 and not getattr(loader, "persistent_workers", True)
-        self.is_slowed = _is_slowed(getattr(self.monitor.dataset, "folder", None))
-        self.looks = Looks(self.monitor)
-        self.use = CpuUse()
-        self.times = SampleTimes()
-        self.growth: Growth | None = None
-        self.seen = dict[int, tuple[int, ...]]()
-        self.stalls: list[Stall] = []
-        self.left_at_once = 0
+        workers = self._settings[0]
+        restarts = workers > 0 and not getattr(loader, "persistent_workers", True)
+        is_slowed = _is_slowed(getattr(self.monitor.dataset, "folder", None))
+        super().__init__(workers, restarts, is_slowed, Looks(self.monitor))
 
     def goes_on(self, loader: Any, *, is_like: bool = False) -> bool:
         """Return whether a loader is the recorded one, made anew: it has the same dataset, workers

@@ -2,19 +2,19 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from colab_utils.diagnosis.cures import Cause, make_cause
+from colab_utils.diagnosis.cures import Cause, Stall, make_cause
 from colab_utils.diagnosis.looks import HANDOFF, LOADER_THREAD, THREAD, WORKERS, Looks
+from colab_utils.diagnosis.memory_growth import Growth
 from colab_utils.diagnosis.processes import SampleTimes
+from colab_utils.diagnosis.timing import CpuUse
 from colab_utils.machine import count_cores
 from colab_utils.units import format_bytes
-
-if TYPE_CHECKING:
-    from colab_utils.diagnosis.summary import LoopRecord
 
 Array = NDArray[Any]
 # Slow batches count as rare if they are at most this share of all batches.
@@ -63,6 +63,34 @@ _LOADED_BY = {
 }
 
 
+@dataclass(eq=False)
+class LoopFacts:
+    """What was noted of a loop, besides the times of its batches."""
+
+    workers: int
+    """Number of worker processes of the loader."""
+    restarts: bool
+    """Whether the workers start again in each pass."""
+    is_slowed: bool
+    """Whether the dataset's folder is slowed by `slow_down`, which sleeps in each read."""
+    looks: Looks
+    """Looks at the loop and its workers."""
+    use: CpuUse = field(default_factory=CpuUse)
+    """Use of the cores in all passes."""
+    times: SampleTimes = field(default_factory=SampleTimes)
+    """Times of samples in workers."""
+    growth: Growth | None = None
+    """How memory grows; None if it does not."""
+    seen: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """The samples that workers were loading while the loop waited for a batch, by the number of the
+    batch.
+    """
+    stalls: list[Stall] = field(default_factory=list)
+    """Every stall so far."""
+    left_at_once: int = 0
+    """Number of passes that the loop left after one batch."""
+
+
 def find_rare(seconds: Array) -> NDArray[np.int64]:
     """Return the numbers of the few batches that together take most of the time; none if the time
     is spread over many batches.
@@ -72,15 +100,15 @@ def find_rare(seconds: Array) -> NDArray[np.int64]:
     return large if 0 < len(large) <= _RARE * len(seconds) and holds else large[:0]
 
 
-def explain_starts(starts: Array, batches: int, loop_s: float, record: "LoopRecord") -> Cause:
+def explain_starts(starts: Array, batches: int, loop_s: float, facts: LoopFacts) -> Cause:
     """Explain why the first batch of each later pass is late: this process is busy with other code,
     workers start again, or any batch takes about as long to load. ``batches`` were loaded in all.
     """
     share = float(starts.sum()) / loop_s
     # A loop that ends by itself may leave one pass like this.
-    if record.left_at_once > max(1, len(starts) / 2):
+    if facts.left_at_once > max(1, len(starts) / 2):
         why = (
-            f"The loop left {record.left_at_once} passes after one batch, and waited "
+            f"The loop left {facts.left_at_once} passes after one batch, and waited "
             f"{starts.mean():.2g} s for each."
         )
         return make_cause("restarts", share, why, cure="iterator")
@@ -88,53 +116,53 @@ def explain_starts(starts: Array, batches: int, loop_s: float, record: "LoopReco
         f"Each pass after the first waits {starts.mean():.2g} s for its first batch (later "
         f"passes: {len(starts)})."
     )
-    line = record.looks.describe_line("start")
+    line = facts.looks.describe_line("start")
     if line:
         return make_cause("main_process", share, why + line)
-    load_s = record.times.wall_s / batches
+    load_s = facts.times.wall_s / batches
     if 2 * load_s > starts.mean():
         why += f" A worker takes {load_s:.2g} s to load any batch."
-    elif record.restarts:
+    elif facts.restarts:
         return make_cause("restarts", share, why)
     return make_cause("starts", share, why)
 
 
-def explain_waits(waits: Array, loop_s: float, record: "LoopRecord") -> Cause:
+def explain_waits(waits: Array, loop_s: float, facts: LoopFacts) -> Cause:
     """Explain why batches come late. The cause lies in this process, in the work after samples, in
     one slow sample, or in all samples.
     """
     share = float(waits.sum()) / loop_s
-    times = record.times
-    line = record.looks.describe_line("wait")
+    times = facts.times
+    line = facts.looks.describe_line("wait")
     if line:
         why = f"The loop is late because of what this process does before it takes a batch.{line}"
         return make_cause("main_process", share, why)
     at_work_s = times.wall_s + max(0.0, times.worker_cpu_s - times.cpu_s)
     is_idle = at_work_s < _IDLE * float(waits.sum())
     if not is_idle:
-        slow_sample = _explain_slow_sample(waits, share, record)
+        slow_sample = _explain_slow_sample(waits, share, facts)
         if slow_sample:
             return slow_sample
-        is_rare = at_work_s < _MOSTLY_IDLE * record.workers * loop_s
-        is_idle = is_rare and not record.looks.is_usual("sample")
-    part, looks = record.looks.measure_place("wait", HANDOFF)
+        is_rare = at_work_s < _MOSTLY_IDLE * facts.workers * loop_s
+        is_idle = is_rare and not facts.looks.is_usual("sample")
+    part, looks = facts.looks.measure_place("wait", HANDOFF)
     if is_idle and part >= _TAKES_IN:
         why = f"During waits, this process is busy receiving what workers send ({looks})."
         return make_cause("hand-off", part * share, why)
-    is_after = record.looks.is_usual("collate") and not record.looks.is_usual("sample")
+    is_after = facts.looks.is_usual("collate") and not facts.looks.is_usual("sample")
     if not times.samples or not (is_idle or is_after):
-        return _explain_samples(share, loop_s, record)
+        return _explain_samples(share, loop_s, facts)
     if is_after:
         why = "Workers are busy after their samples, in collate_fn or handing over batches."
-        return make_cause("collate", share, why + record.looks.describe_line("collate", "A worker"))
+        return make_cause("collate", share, why + facts.looks.describe_line("collate", "A worker"))
     why = "Workers are mostly idle, and the loop waits for a batch. The reason was not seen."
     return make_cause("wait", share, why, cure="idle")
 
 
-def _explain_samples(share: float, loop_s: float, record: "LoopRecord") -> Cause:
+def _explain_samples(share: float, loop_s: float, facts: LoopFacts) -> Cause:
     """Explain what takes most of the time of samples."""
-    times = record.times
-    evidence = weigh_evidence(record)
+    times = facts.times
+    evidence = weigh_evidence(facts)
     # A wait for a core may come together with a wait for a lock: while the worker that holds the
     # lock waits for a core, other workers wait for the lock. So the wait for a core counts only if
     # it takes more than half of the time. What waits for a core is at work.
@@ -155,9 +183,9 @@ def _explain_samples(share: float, loop_s: float, record: "LoopRecord") -> Cause
         if max(rest, key=rest.__getitem__) == "process":
             id = "other_process"
             cure = "turns"
-    why = _describe_evidence(evidence, times, record.looks)
-    place = record.looks.find_place("wait")
-    is_alone = not record.workers and place not in (WORKERS, HANDOFF)
+    why = _describe_evidence(evidence, times, facts.looks)
+    place = facts.looks.find_place("wait")
+    is_alone = not facts.workers and place not in (WORKERS, HANDOFF)
     if is_alone or place in (THREAD, LOADER_THREAD):
         why = f"{_LOADED_BY.get(place, _LOADED_BY[''])} {why}"
     # Workers load while this process trains, whatever a sample waits for.
@@ -165,17 +193,17 @@ def _explain_samples(share: float, loop_s: float, record: "LoopRecord") -> Cause
         cure = "alone"
     # A worker looks at its main thread four times a second, and another thread sends its batches.
     # So work after samples that fewer than one look a second saw is the sending.
-    if id == "collate" and record.looks.places[id].kinds.total() < evidence[id]:
+    if id == "collate" and facts.looks.places[id].kinds.total() < evidence[id]:
         id = "hand-off"
         cure = id
         why += " Workers were hardly seen in collate_fn, so it is the hand-off."
     if id == "work":
-        why += f" {record.use.own_s / loop_s:.1f} of {count_cores()} cores are busy with it."
+        why += f" {facts.use.own_s / loop_s:.1f} of {count_cores()} cores are busy with it."
     if id == "read" and times.samples:
         cure, speed = _explain_reads(times)
         why += speed
     phase = "collate" if id == "collate" else "sample"
-    why += record.looks.describe_line(phase, "A worker" if record.workers else "This process")
+    why += facts.looks.describe_line(phase, "A worker" if facts.workers else "This process")
     return make_cause(id, share, why, cure=cure)
 
 
@@ -196,12 +224,12 @@ def waits_for_cores(evidence: Mapping[str, float]) -> bool:
     return 2 * evidence.get("queue", 0.0) > sum(evidence.values())
 
 
-def weigh_evidence(record: "LoopRecord") -> dict[str, float]:
+def weigh_evidence(facts: LoopFacts) -> dict[str, float]:
     """Return how many seconds of the samples' time each key of `_EVIDENCE` takes. If no samples
     were timed, return looks in place of seconds.
     """
-    times = record.times
-    looks = record.looks
+    times = facts.times
+    looks = facts.looks
     count = looks.waits.total()
     is_seen = count >= _LEAST_LOOKS
     wall_s = times.wall_s
@@ -216,7 +244,7 @@ def weigh_evidence(record: "LoopRecord") -> dict[str, float]:
     if not is_seen:
         return {**evidence, "unseen": left_s}
     for seen in filter(None, [*looks.waits]):
-        name = "read" if record.is_slowed and seen == "sleep" else seen
+        name = "read" if facts.is_slowed and seen == "sleep" else seen
         seconds = min(left_s, wall_s * looks.waits[seen] / count)
         evidence[name] = evidence.get(name, 0.0) + seconds
         left_s -= seconds
@@ -252,13 +280,13 @@ def _round(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def _explain_slow_sample(waits: Array, share: float, record: "LoopRecord") -> Cause | None:
+def _explain_slow_sample(waits: Array, share: float, facts: LoopFacts) -> Cause | None:
     """Explain that one sample is slow, if most of the waiting time belongs to a few batches, and
     the loop waited for each of them while this sample was loaded.
     """
     late = defaultdict[int, list[int]](list)
     for number in find_rare(waits).tolist():
-        for sample in record.seen.get(number, ()):
+        for sample in facts.seen.get(number, ()):
             late[sample].append(number)
     parts = {sample: waits[late[sample]].sum() / waits.sum() for sample in late}
     slow = [sample for sample in late if len(late[sample]) > 1 and parts[sample] > _HOLDS]
