@@ -30,6 +30,13 @@ def photos(tmp_path_factory):
     return make_dataset(folder, n=30, width=160, height=128, objects=(1, 4), workers=1)
 
 
+@pytest.fixture(scope="module")
+def sixty(tmp_path_factory):
+    """Sixty small pictures, which make 15 shards of 0.05 MB. A module may slow them down."""
+    folder = tmp_path_factory.mktemp("sixty")
+    return make_dataset(folder, n=60, width=160, height=128, objects=(1, 4), workers=1)
+
+
 @pytest.fixture(scope="session")
 def local(photos, tmp_path_factory):
     """Their shards in a folder: read them, never change them."""

@@ -16,7 +16,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from colab_utils.course.sample_data import make_dataset
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import slow_down
 from tests.snapshots import snapshot
@@ -27,25 +26,11 @@ SETTINGS = {"shard_mb": 0.05, "storage": "keep", "streams": 1}
 
 
 @pytest.fixture(scope="module")
-def photos(tmp_path_factory):
-    """Sixty small pictures, which make 15 shards."""
-    folder = tmp_path_factory.mktemp("photos")
-    return make_dataset(folder, n=60, width=160, height=128, objects=(1, 4), workers=1)
-
-
-@pytest.fixture(scope="module")
-def expected(photos, tmp_path_factory):
+def expected(sixty, tmp_path_factory):
     """The files of a run on this machine alone."""
     folder = tmp_path_factory.mktemp("local") / "shards"
-    write_shards(photos.images, photos.annotations, shards=folder, workers=2, **SETTINGS)
+    write_shards(sixty.images, sixty.annotations, shards=folder, workers=2, **SETTINGS)
     return snapshot(folder)
-
-
-@pytest.fixture
-def slow_photos(photos):
-    """The same pictures, so slow that a worker can be killed in the middle."""
-    slow_down(photos.images, "typical")
-    return photos
 
 
 def read_example(first_line):
@@ -55,12 +40,12 @@ def read_example(first_line):
     return code
 
 
-def run_example(first_line, photos, folder, **names):
+def run_example(first_line, sixty, folder, **names):
     """Run an example with folders and addresses of this test in place of its own."""
     code = read_example(first_line)
     names |= {
-        '"photos"': repr(str(photos.images)),
-        '"photos.json"': repr(str(photos.annotations)),
+        '"photos"': repr(str(sixty.images)),
+        '"photos.json"': repr(str(sixty.annotations)),
         ': "shards"': f": {str(folder)!r}",
         "workers=1": f"workers=1, **{SETTINGS!r}",
     }
@@ -143,20 +128,22 @@ def dask(tmp_path):
     cluster.close()
 
 
-def run_on_dask(dask, photos, folder):
+def run_on_dask(dask, sixty, folder):
     from distributed import default_client
 
     names = {"tcp://scheduler:8786": dask.address}
     try:
-        run_example("from dask.distributed import Client", photos, folder, **names)
+        run_example("from dask.distributed import Client", sixty, folder, **names)
     finally:
         default_client().close()
 
 
-def test_a_killed_worker_of_dask_is_not_seen(slow_photos, expected, dask, tmp_path):
+def test_a_killed_worker_of_dask_is_not_seen(sixty, expected, dask, tmp_path):
+    # So slow that a worker can be killed in the middle.
+    slow_down(sixty.images, "typical")
     folder = tmp_path / "shards"
     with after_two_shards(folder, dask.kill_worker):
-        run_on_dask(dask, slow_photos, folder)
+        run_on_dask(dask, sixty, folder)
     assert snapshot(folder) == expected
 
 
@@ -173,20 +160,20 @@ def start_ray(ray, tries=4):
 
 
 @pytest.fixture(scope="module")
-def ray_of_slow_photos(photos):
+def ray_of_slow_photos(sixty):
     """Two workers of Ray, which read the pictures slowly."""
     ray = pytest.importorskip("ray")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("PYTHONPATH", str(ROOT))
-        slow_down(photos.images, "typical")
+        slow_down(sixty.images, "typical")
         start_ray(ray)
         yield ray
         ray.shutdown()
 
 
-def test_ray_writes_the_same_bytes(photos, expected, ray_of_slow_photos, tmp_path):
-    run_example("import ray", photos, tmp_path / "shards")
+def test_ray_writes_the_same_bytes(sixty, expected, ray_of_slow_photos, tmp_path):
+    run_example("import ray", sixty, tmp_path / "shards")
     assert snapshot(tmp_path / "shards") == expected
 
 
@@ -198,7 +185,7 @@ for job in $jobs; do wait $job || exit 1; done
 """
 
 
-def test_a_shell_writes_the_same_bytes(photos, tmp_path, monkeypatch):
+def test_a_shell_writes_the_same_bytes(sixty, tmp_path, monkeypatch):
     folder = tmp_path / "shards"
     (tmp_path / "sbatch").write_text(SBATCH)
     (tmp_path / "sbatch").chmod(0o755)
@@ -207,9 +194,9 @@ def test_a_shell_writes_the_same_bytes(photos, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     code = read_example("sbatch").replace("16", "3")
-    code = code.replace("--images DIR", f"--images {photos.images}")
-    code = code.replace("--annotations FILE", f"--annotations {photos.annotations}")
+    code = code.replace("--images DIR", f"--images {sixty.images}")
+    code = code.replace("--annotations FILE", f"--annotations {sixty.annotations}")
     code = code.replace("--shards DIR", f"--shards {folder} --storage shrink")
     subprocess.run(["bash", "-ec", code], check=True, cwd=tmp_path)
-    write_shards(photos.images, photos.annotations, shards=tmp_path / "alone")
+    write_shards(sixty.images, sixty.annotations, shards=tmp_path / "alone")
     assert snapshot(folder) == snapshot(tmp_path / "alone")

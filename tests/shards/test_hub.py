@@ -10,8 +10,6 @@ import sys
 
 import pytest
 
-from colab_utils.course.sample_data import make_dataset
-from colab_utils.shards.write import write_shards
 from tests.hub_server import HubServer
 from tests.snapshots import snapshot
 
@@ -20,20 +18,6 @@ pytestmark = pytest.mark.skipif(
     reason="no huggingface_hub: make test-formats installs it",
 )
 URL = "hf://datasets/me/data"
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    return make_dataset(folder, n=12, width=96, height=80, workers=1)
-
-
-@pytest.fixture(scope="module")
-def local(data, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("local") / "shards"
-    report = write_shards(data.images, data.annotations, shards=folder, shard_mb=0.05, workers=1)
-    assert report.shards > 1
-    return folder
 
 
 @pytest.fixture
@@ -55,11 +39,11 @@ def run(hub, *arguments):
     )
 
 
-def test_shards_are_written_there_verified_and_copied(hub, data, local, tmp_path):
-    shutil.copytree(data.images, hub.folder / "photos")
-    shutil.copy(data.annotations, hub.folder / "photos.json")
+def test_shards_are_written_there_verified_and_copied(hub, photos, local, tmp_path):
+    shutil.copytree(photos.images, hub.folder / "photos")
+    shutil.copy(photos.annotations, hub.folder / "photos.json")
     source = ["--images", f"{URL}/photos", "--annotations", f"{URL}/photos.json"]
-    options = ["--shards", f"{URL}/shards", "--shard-mb", 0.05, "--workers", 1]
+    options = ["--shards", f"{URL}/shards", "--shard-mb", 0.05, "--storage", "keep"]
     done = run(hub, "preprocess", *source, *options)
     assert done.returncode == 0, done.stderr
     assert snapshot(hub.folder / "shards") == snapshot(local)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import errno
 import json
 import os
 from dataclasses import replace
@@ -22,16 +21,8 @@ from tests.bad_reads import BadReads, alter, cut
 INFO = ShardInfo(
     "shard-000000.tar", 3, 9, 4096, "a" * 16, "shard-000000.arrays", 512, "b" * 16, "c" * 16
 )
-RECIPE = {
-    "storage": "keep",
-    "min_size": 800,
-    "max_size": 1333,
-    "shard_mb": 0.5,
-    "images_per_shard": 3,
-}
-INDEX = ShardIndex(
-    "f" * 32, RECIPE, ({"id": 1, "name": "car"},), (INFO,), (SkippedImage("a", "b"),)
-)
+CATEGORIES = ({"id": 1, "name": "car"},)
+INDEX = ShardIndex("f" * 32, {"storage": "keep"}, CATEGORIES, (INFO,), (SkippedImage("a", "b"),))
 
 
 def is_refused(folder, words):
@@ -76,58 +67,40 @@ CHANGED = "was changed since it was written"
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"format_version": 3},
-            "the format version 3, and this colab_utils reads 2. Update colab_utils",
-        ),
-        (
-            {"format_version": 1},
-            "Update colab_utils, or run preprocess again, into another folder",
-        ),
+        ({"format_version": 3}, "format version 3, and this colab_utils reads 2. Update colab_"),
+        ({"format_version": 1}, "or run preprocess again, into another folder"),
         ({"format": "somebody else's"}, "is not an index of colab_utils"),
+        ({"categories": [{"id": 1, "name": "cat"}]}, CHANGED),
+        ({"notes": "mine"}, CHANGED),
     ],
 )
-def test_an_index_of_another_version_or_program_is_refused(tmp_path, changes, message):
+def test_an_index_that_was_edited_or_is_of_another_program_is_refused(tmp_path, changes, message):
     write_index(tmp_path, INDEX)
     raw = json.loads((tmp_path / "index.json").read_text())
     (tmp_path / "index.json").write_text(json.dumps({**raw, **changes}))
     is_refused(tmp_path, message)
 
 
-def test_images_that_are_stored_in_another_way_are_refused(tmp_path):
-    """Older versions could store raw pixels."""
-    write_index(tmp_path, replace(INDEX, recipe={**INDEX.recipe, "storage": "pixels"}))
-    is_refused(tmp_path, "are stored as 'pixels', which this colab_utils does not read. Run")
+def rename(**names):
+    return {"shards": (replace(INFO, **names),)}
 
 
 @pytest.mark.parametrize(
-    "names",
+    ("changes", "message"),
     [
-        {"name": "../shard-000000.tar", "arrays_name": "../shard-000000.arrays"},
-        {"name": f"shard-{chr(0x663) * 6}.tar"},
-        {"arrays_name": "shard-000001.arrays"},
+        # A copy would write to these names.
+        (rename(name="../shard-000000.tar", arrays_name="../shard-000000.arrays"), CHANGED),
+        (rename(name=f"shard-{chr(0x663) * 6}.tar"), CHANGED),
+        (rename(arrays_name="shard-000001.arrays"), CHANGED),
+        # Older versions could store raw pixels.
+        ({"recipe": {"storage": "pixels"}}, "'pixels', which this colab_utils does not read. Run"),
     ],
 )
-def test_no_name_in_an_index_leads_out_of_its_folder(tmp_path, names):
-    """A copy would write there."""
-    write_index(tmp_path, replace(INDEX, shards=(replace(INFO, **names),)))
-    is_refused(tmp_path, CHANGED)
-
-
-@pytest.mark.parametrize(
-    "edit",
-    [
-        lambda raw: raw["categories"][0].update(name="cat"),
-        lambda raw: raw.update(notes="mine"),
-        lambda raw: raw.pop("xxh3_64"),
-    ],
-)
-def test_an_edited_index_is_refused(tmp_path, edit):
-    write_index(tmp_path, INDEX)
-    raw = json.loads((tmp_path / "index.json").read_text())
-    edit(raw)
-    (tmp_path / "index.json").write_text(json.dumps(raw))
-    is_refused(tmp_path, CHANGED)
+def test_an_index_that_leads_out_of_its_folder_or_is_of_an_older_version_is_refused(
+    tmp_path, changes, message
+):
+    write_index(tmp_path, replace(INDEX, **changes))
+    is_refused(tmp_path, message)
 
 
 def test_another_layout_of_the_same_index_is_the_same(tmp_path):
@@ -152,13 +125,11 @@ def test_an_index_is_written_and_read_with_any_name(tmp_path):
         b"\xff\xfe\x00",
         b"[]",
         b"[" * 100_000,
-        b'{"format": "colab_utils shards", "format_version": 2, "a": '
-        + b"[" * 900
-        + b"]" * 900
-        + b"}",
+        # It has no checksum.
+        b'{"format": "colab_utils shards", "format_version": 2}',
     ],
 )
-def test_an_index_that_is_no_json_is_refused(tmp_path, content):
+def test_what_is_no_index_is_refused(tmp_path, content):
     (tmp_path / "index.json").write_bytes(content)
     is_refused(tmp_path, "")
 
@@ -208,15 +179,4 @@ def test_an_index_that_is_never_read_well_is_not_called_changed(tmp_path, monkey
     write_index(tmp_path, INDEX)
     BadReads(monkeypatch, ".json", change, 1000)
     with pytest.raises(DriveLostError, match=r"index\.json .*what is done is safe"):
-        read_index(tmp_path)
-
-
-def test_a_lost_drive_is_named(tmp_path, monkeypatch):
-    write_index(tmp_path, INDEX)
-
-    def fail(*_, **__):
-        raise OSError(errno.ENOTCONN, "gone")
-
-    monkeypatch.setattr("builtins.open", fail)
-    with pytest.raises(DriveLostError):
         read_index(tmp_path)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 
 import pytest
 
 from colab_utils.drive import DriveLostError
-from colab_utils.errors import ColabUtilsError
 from colab_utils.shards.index import read_index
 from colab_utils.shards.verify import verify_shards
 
@@ -39,8 +37,6 @@ def flip(path):
     ("damage", "message"),
     [
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), "cut short"),
-        (lambda path: path.write_bytes(b""), "has 0 bytes"),
-        (lambda path: path.write_bytes(path.read_bytes() + b"x"), "cut short or changed"),
         (lambda path: path.unlink(), "is missing"),
         (lambda path: path.unlink() or path.symlink_to("/dev/zero"), "has 0 bytes"),
         (
@@ -59,15 +55,6 @@ def test_each_damage_is_named(shards, which, damage, message):
     assert message in report.bad[0].reason
     assert name in report.bad[0].reason
     assert "1 bad" in str(report)
-
-
-def test_a_newer_version_and_no_shards(shards, tmp_path):
-    raw = json.loads((shards / "index.json").read_text())
-    (shards / "index.json").write_text(json.dumps({**raw, "format_version": 3}))
-    with pytest.raises(ColabUtilsError, match="Update colab_utils"):
-        verify_shards(shards)
-    with pytest.raises(ColabUtilsError, match="There is no folder of shards at"):
-        verify_shards(tmp_path / "no")
 
 
 @pytest.mark.parametrize("number", [errno.ENOTCONN, errno.EACCES])
