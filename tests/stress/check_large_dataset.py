@@ -1,14 +1,13 @@
 """Check 5,000 images of COCO's size: seconds, and the peak memory of all processes together.
 
-    python tests/stress/check_large_dataset.py [--images DIR --annotations FILE]
+    python tests/stress/check_large_dataset.py
 
-The images of a small dataset (the built-in one) are linked under new names, so that each is a file
-of its own. Exits 1 beyond 60 s and beyond 500 MB.
+The images of the built-in dataset are linked under new names, so that each is a file of its own.
+Exits 1 beyond 60 s and beyond 500 MB.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -23,38 +22,23 @@ MAX_SECONDS = 60
 MAX_BYTES = 500e6
 
 
-def multiply_dataset(images: Path, annotations: Path, folder: Path) -> tuple[Path, Path]:
+def multiply_dataset(images: Path, annotations: Path) -> None:
     """Link the images under new names until there are 5,000, each with its annotations."""
     coco = json.loads(annotations.read_text())
     rows: list[dict] = []
     objects: list[dict] = []
-    (folder / "images").mkdir()
     for number, image in zip(range(1, IMAGES + 1), cycle(coco["images"])):
-        name = f"{number:012d}{Path(image['file_name']).suffix}"
-        source = images / image["file_name"]
-        target = folder / "images" / name
-        try:
-            os.link(source, target)
-        except OSError:
-            # The folder may lie on another disk, which no link can reach.
-            target.write_bytes(source.read_bytes())
+        name = f"{number:012d}-{image['file_name']}"
+        os.link(images / image["file_name"], images / name)
         rows.append({**image, "id": number, "file_name": name})
         for annotation in coco["annotations"]:
             if annotation["image_id"] == image["id"]:
                 objects.append({**annotation, "image_id": number, "id": len(objects) + 1})
-    (folder / "annotations.json").write_text(
-        json.dumps({**coco, "images": rows, "annotations": objects})
-    )
-    return folder / "images", folder / "annotations.json"
+    annotations.write_text(json.dumps({**coco, "images": rows, "annotations": objects}))
 
 
 def main() -> int:
     """Run it in this process and those that it forks."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--images", type=Path, help="an image folder (the built-in dataset)")
-    parser.add_argument("--annotations", type=Path, help="its COCO JSON")
-    options = parser.parse_args()
-
     import psutil
 
     from colab_utils import check_dataset
@@ -62,11 +46,8 @@ def main() -> int:
     from colab_utils.processes import list_pids
 
     with tempfile.TemporaryDirectory() as folder:
-        if not options.images:
-            made = make_dataset(Path(folder, "made"), n=160)
-            options.images = made.images
-            options.annotations = made.annotations
-        data = multiply_dataset(options.images, options.annotations, Path(folder))
+        made = make_dataset(folder, n=160)
+        multiply_dataset(made.images, made.annotations)
         over = threading.Event()
         used = [0]
 
@@ -83,7 +64,7 @@ def main() -> int:
         thread = threading.Thread(target=watch_memory)
         thread.start()
         began_s = perf_counter()
-        report = check_dataset(*data)
+        report = check_dataset(made.images, made.annotations)
         seconds = perf_counter() - began_s
         over.set()
         thread.join()

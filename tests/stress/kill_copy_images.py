@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import random
 import sys
-import time
 from pathlib import Path
 
 from colab_utils.slow_drive import DriveProfile, slow_down
 from tests.snapshots import snapshot
-from tests.stress.kill_preprocess import Kills, kill_session, run_kills, start_session
+from tests.stress.kill_preprocess import Kills, kill_rounds, run_kills
 
 FILES = 200
 # About a hundred files a second come with these streams, so that a kill meets a copy at work.
@@ -34,34 +33,12 @@ def make_source(folder: Path, chance: random.Random) -> Path:
 
 
 def count_rounds(asked: Kills) -> int:
-    """Kill the copy so many times; return in how many rounds.
-
-    Raises:
-        AssertionError: something is lost, or looks finished that is not.
-    """
+    """Kill the copy so many times; return in how many rounds."""
     source = make_source(asked.folder / "drive", asked.chance)
     slow_down(source, PROFILE)
-    expected = snapshot(source)
-    rounds = 0
-    done = 0
-    while done < asked.count:
-        target = asked.folder / f"ssd-{rounds}"
-        words = f"-m colab_utils copy --images {source} --to {target} --streams {STREAMS}"
-        command = [sys.executable, *words.split()]
-        is_killed = True
-        while is_killed:
-            session = start_session(command)
-            before = len([*target.rglob("*.jpg")])
-            while session.poll() is None and len([*target.rglob("*.jpg")]) == before:
-                time.sleep(0.01)
-            after_s = asked.chance.uniform(0, 1.5) if done < asked.count else 300
-            is_killed = kill_session(session, after_s, asked.chance)
-            done += is_killed
-            tree = snapshot(target)
-            tree.pop(".image.part", None)
-            assert tree.items() <= expected.items(), "a file has its name, and is not whole"
-        assert snapshot(target) == expected, f"round {rounds} is not equal to the source"
-        rounds += 1
+    words = f"copy --images {source} --streams {STREAMS} --to".split()
+    rounds = kill_rounds(asked, lambda target: [*words, str(target)])
+    assert snapshot(asked.folder / "undisturbed") == snapshot(source)
     return rounds
 
 

@@ -3,8 +3,8 @@ that is not.
 
     python -m tests.stress.kill_preprocess [--kills 200] [--seed 0] [--folder DIR]
 
-After each kill every finished shard must be byte-identical to that of an undisturbed run, and an
-index may be there only with all of them; the same command goes on. When it ends, all must be
+After each kill every file that has its name must be as in an undisturbed run, byte by byte, and
+an index may be there only with all of them; the same command goes on. When it ends, all must be
 identical, and it begins anew. Exits 1 at the first difference.
 """
 
@@ -29,32 +29,10 @@ from tests.snapshots import snapshot
 SHARD_MB = 0.05
 
 
-def make_command(data: Path, shards: Path) -> list[str]:
-    """Preprocess 60 images into about 20 shards."""
-    files = f"--images {data}/images --annotations {data}/annotations.json --shards {shards}"
-    words = f"-m colab_utils preprocess {files} --storage keep --shard-mb {SHARD_MB}"
-    return [sys.executable, *words.split()]
-
-
-def read_named(folder: Path) -> dict[str, bytes]:
-    """Return the content of what has a name of its own."""
-    return {name: data for name, data in snapshot(folder).items() if not name.startswith(".")}
-
-
-def find_difference(left: dict[str, bytes], expected: dict[str, bytes]) -> str:
-    """What is not as it should be after a kill; empty if all is well."""
-    for name, content in left.items():
-        if name != "writer.txt" and expected.get(name) != content:
-            return f"{name} differs from that of an undisturbed run"
-    if "index.json" in left and not expected.keys() <= left.keys():
-        return "there is an index, but not every shard"
-    return ""
-
-
 def start_session(command: list[str]) -> subprocess.Popen[str]:
-    """Start a command in a group of its own, which `kill_session` ends."""
+    """Start a command of the package in a group of its own, which `kill_session` ends."""
     return subprocess.Popen(
-        command,
+        [sys.executable, "-m", "colab_utils", *command],
         start_new_session=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -112,32 +90,48 @@ def run_kills(description: str | None, default: int, count_rounds: Callable[[Kil
     return 0
 
 
-def count_rounds(asked: Kills) -> int:
-    """Kill so many times; return in how many rounds."""
-    folder = asked.folder
-    make_dataset(folder / "data", n=60, width=160, height=128, objects=(1, 4), workers=1)
+def kill_rounds(asked: Kills, make_command: Callable[[Path], list[str]]) -> int:
+    """Run a command undisturbed, then kill it so many times; return in how many rounds.
+
+    Args:
+        asked: how many kills, and where. The undisturbed run is left in ``undisturbed``.
+        make_command: returns the command that fills a folder.
+
+    Raises:
+        AssertionError: something is lost, or looks finished that is not.
+    """
     began_s = time.perf_counter()
-    undisturbed = folder / "undisturbed"
-    subprocess.run(make_command(folder / "data", undisturbed), check=True, capture_output=True)
+    kill_session(start_session(make_command(asked.folder / "undisturbed")), 300, asked.chance)
     undisturbed_s = time.perf_counter() - began_s
-    expected = read_named(undisturbed)
+    expected = snapshot(asked.folder / "undisturbed")
     kills = 0
     rounds = 0
     while kills < asked.count:
-        shards = folder / f"round-{rounds}"
-        command = make_command(folder / "data", shards)
-        after_s = asked.chance.uniform(0.3, 1.05) * undisturbed_s
-        while kill_session(start_session(command), after_s, asked.chance):
-            kills += 1
-            difference = find_difference(read_named(shards), expected)
-            assert not difference, f"kill {kills}: {difference}"
-            after_s = asked.chance.uniform(0.3, 1.05) * undisturbed_s
-            if kills >= asked.count:
-                after_s = 300
-        assert read_named(shards) == expected, f"round {rounds}: not as an undisturbed run"
-        shutil.rmtree(shards)
+        target = asked.folder / f"round-{rounds}"
+        is_killed = True
+        while is_killed:
+            share = asked.chance.uniform(0.3, 1.05)
+            after_s = share * undisturbed_s if kills < asked.count else 300
+            is_killed = kill_session(start_session(make_command(target)), after_s, asked.chance)
+            kills += is_killed
+            left = {name: data for name, data in snapshot(target).items() if name[0] != "."}
+            left.pop("writer.txt", None)
+            assert left.items() <= expected.items(), f"kill {kills}: a file differs"
+            is_whole = "index.json" not in left or left == expected
+            assert is_whole, f"kill {kills}: there is an index, but not every shard"
+        assert left == expected, f"round {rounds}: not as an undisturbed run"
+        shutil.rmtree(target)
         rounds += 1
     return rounds
+
+
+def count_rounds(asked: Kills) -> int:
+    """Preprocess 60 images into about 20 shards, and kill that; return in how many rounds."""
+    data = asked.folder / "data"
+    make_dataset(data, n=60, width=160, height=128, objects=(1, 4), workers=1)
+    files = f"--images {data}/images --annotations {data}/annotations.json"
+    words = f"preprocess {files} --storage keep --shard-mb {SHARD_MB} --shards".split()
+    return kill_rounds(asked, lambda target: [*words, str(target)])
 
 
 if __name__ == "__main__":

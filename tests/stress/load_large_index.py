@@ -1,6 +1,6 @@
 """Memory of a loader over an index of 118,000 images: flat over ten epochs, and small in all.
 
-    python -m tests.stress.load_large_index [--epochs 10] [--folder /tmp]
+    python -m tests.stress.load_large_index
 
 Annotations of train2017's size (118,000 images, 7.3 objects each) behind small pictures, two worker
 processes. It fails if a worker's own memory grows by more than 5 MB after its first epoch (Python
@@ -11,10 +11,8 @@ pages that the training process stops sharing when its garbage is first collecte
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import shutil
 import sys
 import tempfile
 from dataclasses import replace
@@ -31,6 +29,7 @@ from colab_utils.shards.index import read_index, write_index
 from colab_utils.shards.write import write_shards
 from tests.coco_files import make_object
 
+EPOCHS = 10
 IMAGES = 1000
 COPIES = 118
 OBJECTS = 7.3
@@ -85,18 +84,11 @@ def measure_mb(process: psutil.Process, *kinds: str) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--epochs", type=int, default=10, help="default: 10")
-    parser.add_argument("--folder", type=Path, help="where to make the data; default: the system's")
-    options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(dir=options.folder))
-    try:
-        dataset = ShardDataset(make_shards(folder))
+    with tempfile.TemporaryDirectory() as folder:
+        dataset = ShardDataset(make_shards(Path(folder)))
         loader = make_loader(dataset, batch_size=8, workers=2, deliver="packed")
         workers: list[float] = []
-        for epoch in range(options.epochs):
+        for epoch in range(EPOCHS):
             started = perf_counter()
             images = sum(len(batch) for batch in loader)
             children = psutil.Process().children()
@@ -115,8 +107,6 @@ def main() -> int:
                 flush=True,
             )
         loader.close()
-    finally:
-        shutil.rmtree(folder)
     growth = max(workers[1:]) - workers[0]
     print(
         f"growth of the larger worker after its first epoch: {growth:.1f} MB (at most "

@@ -1,7 +1,7 @@
 """Make a JSON of COCO train2017's size and read it: seconds, peak memory, memory kept. Takes
 minutes and 3 GB.
 
-    python tests/stress/read_large_coco.py [--digits 2] [--folder /tmp]
+    python tests/stress/read_large_coco.py [--digits 2]
 
 ``--digits 17`` writes coordinates in full precision. Exits 1 beyond 60 s, beyond 3.5 GB at the
 peak, and where what is kept is 100 MB more than the JSON.
@@ -73,14 +73,13 @@ def main() -> int:
     parser.add_argument(
         "--digits", type=int, default=2, help="decimals of a coordinate (2; 17 is full precision)"
     )
-    parser.add_argument("--folder", help="where to write the JSON, 0.6 GB (a temporary folder)")
     options = parser.parse_args()
 
     import psutil
 
     from colab_utils.data.coco import read_coco
 
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "instances.json"
         # Another process makes the file, because the memory that this takes must not count.
         if os.fork() == 0:
