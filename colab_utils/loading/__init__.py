@@ -51,6 +51,6 @@ The life of a sample, from COCO JSON to a batch on the device:
     (`colab_utils.loading.transforms`). The buffer is used again when no tensor of the batch is
     left.
 
-`LoopClock` (`colab_utils.loading.clock`) measures how long the loop waits for each batch. What a
-worker was asked for, and how it ended, is in `colab_utils.loading.workers`.
+`LoopClock` (`colab_utils.loading.clock`) measures how long the loop waits for each batch. How a
+worker starts, what it was asked for, and how it ended, is in `colab_utils.loading.workers`.
 """

@@ -3,11 +3,9 @@ training uses the shards.
 """
 
 import os
-import threading
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import CancelledError
-from contextlib import suppress
-from functools import partial
+from concurrent.futures import CancelledError, wait
+from contextlib import closing, suppress
 from itertools import chain
 from pathlib import Path
 from time import monotonic, sleep
@@ -15,11 +13,11 @@ from typing import Any
 
 from colab_utils.drive import DriveLostError, explain_write, is_on_drive
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import open_store
 from colab_utils.loading.contract import Transforms
-from colab_utils.loading.dataset import ShardDataset, ShardFiles, load_shard
-from colab_utils.places import Place, open_place, require_local_path
-from colab_utils.processes import ThreadPool, start_thread
+from colab_utils.loading.dataset import ShardDataset, ShardFiles, load_shards
+from colab_utils.places import Place, PlaceLike, open_place, require_local_path
+from colab_utils.processes import pop_done, start_thread
+from colab_utils.reader import Reader
 from colab_utils.shards.copy import COPY_STREAMS, Copying, check_space, read_target
 from colab_utils.shards.folder_state import inspect_folder
 from colab_utils.shards.index import INDEX_NAME, ShardIndex, read_index, write_index
@@ -36,8 +34,8 @@ _STOP_S = 5.0
 # A process may need ten seconds to get the lock: in any of its threads, Python may end a loader
 # that was given up, and torch then waits five seconds for each worker.
 _GRACE_S = 30.0
-# Threads that read the tables of the shards. The tables of a shard lie at the start of the small
-# file beside it.
+# The tables of so many shards are read at the same time. Those of a shard lie at the start of the
+# small file beside it. On a bad day, it takes 606 ms to read them on Drive.
 _READERS = 32
 
 
@@ -55,18 +53,16 @@ def plan_windows(recipe: dict[str, Any], images: Sequence[int], seed: int) -> li
         seed: seed of the order.
     """
     windows: list[list[int]] = []
-    window: list[int] = []
     before = 0
     count = 0
     for number in order_shards(recipe, len(images), seed):
-        if window and (len(window) == COPY_STREAMS or count + images[number] > before):
-            windows.append(window)
-            window = []
-            before += count
-            count = 0
-        window.append(number)
         count += images[number]
-    return [*windows, window]
+        if not windows or len(windows[-1]) == COPY_STREAMS or count > before:
+            windows.append([])
+            before += count - images[number]
+            count = images[number]
+        windows[-1].append(number)
+    return windows
 
 
 class Arrival:
@@ -84,13 +80,13 @@ class Arrival:
         source: the folder of shards on Drive, or its URL.
         target: the folder to copy into.
         index: the index of the shards.
-        order: the numbers of the shards, in the order in which they are copied.
-        workers: number of threads that copy.
+        seed: seed of the order in which the shards are copied.
+        workers: number of shards that are copied at the same time.
 
     Attributes:
         arrived: the numbers of the shards that have arrived.
-        source: the store of the shards on Drive.
-        retries: counts how often Drive failed and was tried again.
+        windows: the shards in the order of the copy (see `plan_windows`).
+        copying: copies the files. Its ``source`` is the store of the shards on Drive.
 
     Raises:
         ColabUtilsError: too little free disk, or other files in ``target``.
@@ -102,26 +98,28 @@ class Arrival:
         target: Path,
         index: ShardIndex,
         *,
-        order: list[int],
+        seed: int,
         workers: int,
     ) -> None:
         self.target = target
         self.index = index
+        images = [shard.images for shard in index.shards]
+        self.windows = plan_windows(index.recipe, images, seed)
+        self._order = [*chain(*self.windows)]
         self.arrived: set[int] = set()
         self._workers = workers
-        self._order = order
-        self._waiting = iter(order)
-        self._lock = threading.Lock()
         self._error: ColabUtilsError | None = None
         read_target(source, target, index)
         check_space(target, [*index.files()], cached=is_on_drive(source))
         # A damaged file of an earlier copy is replaced, but not a file of the user.
-        overwrite = _has_copies(target, index)
-        self._job = Copying(source, target, overwrite=overwrite)
-        self.source = self._job.source
-        self.retries = self.source.retries
+        overwrite = False
+        # An error means that the shards there belong to nobody.
+        with suppress(ColabUtilsError):
+            earlier = inspect_folder(target).index
+            overwrite = earlier is not None and earlier.fingerprint == index.fingerprint
+        self.copying = Copying(source, target, overwrite=overwrite)
         with explain_write(target):
-            self._job.target.make()
+            self.copying.target.make()
         self._thread = start_thread(self._run, "arrival")
 
     def stop(self) -> None:
@@ -129,7 +127,7 @@ class Arrival:
 
         If a read or a write hangs, this method does not wait for its end.
         """
-        self.retries.stop.set()
+        self.copying.stop.set()
         self._thread.join(2 * _STOP_S)
 
     def wait(self) -> None:
@@ -162,24 +160,17 @@ class Arrival:
             yield None
 
     def _run(self) -> None:
+        """Bring all shards, and note the error that ends this."""
         try:
             with explain_write(self.target):
                 self._bring_all()
-        except CancelledError:
-            self._fail(ColabUtilsError("The copy of the shards was stopped."))
         except Exception as error:
-            self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        """Note the error that ends the copy, and end the other threads."""
-        kind = DriveLostError if isinstance(error, DriveLostError) else ColabUtilsError
-        reason = str(error).removesuffix(".")
-        with self._lock:
-            self._error = self._error or kind(
+            reason = str(error).removesuffix(".") or "The copy of the shards was stopped"
+            kind = DriveLostError if isinstance(error, DriveLostError) else ColabUtilsError
+            self._error = kind(
                 f"{reason}; {len(self.arrived)} of {len(self._order)} shards in "
                 f"{self.target} are safe, and the same call continues there"
             )
-        self.retries.stop.set()
 
     def _bring_all(self) -> None:
         """Copy all shards, or wait while another process of this machine copies them.
@@ -194,94 +185,45 @@ class Arrival:
                     self._copy_all()
                     return
             is_following = True
-            if self.retries.stop.wait(_LOOK_S):
+            if self.copying.stop.wait(_LOOK_S):
                 raise CancelledError
 
     def _is_brought(self) -> bool:
         """Note which shards another process has brought, and return whether it has finished."""
         for number in self._order:
-            files = self.index.shards[number].files()
-            if self._job.target.has_files(files):
+            if self.copying.target.has_files(self.index.shards[number].files()):
                 self.arrived.add(number)
         return self.is_complete and (self.target / INDEX_NAME).exists()
 
     def _copy_all(self) -> None:
-        """Copy all shards, the first one alone, and write the index."""
-        remove_leftovers(self._job.target)
-        self._copy_next()
-        others = []
-        # If the system starts no more threads, this one does all the work.
-        with suppress(ColabUtilsError):
-            for _ in range(self._workers - 1):
-                others.append(start_thread(self._copy_rest, "arrival"))
-        self._copy_rest()
-        for other in others:
-            while other.is_alive() and not self.retries.stop.is_set():
-                other.join(_LOOK_S)
-            # A copy that hangs is left alone.
-            other.join(_STOP_S)
-        if not self.is_complete:
-            raise CancelledError
-        write_index(self.target, self.index)
-
-    def _copy_rest(self) -> None:
-        try:
-            while self._copy_next():
-                pass
-        except CancelledError:
-            pass
-        except Exception as error:
-            self._fail(error)
-
-    def _copy_next(self) -> bool:
-        """Copy the next shard, and return whether there was one.
+        """Copy all shards, the first one alone, and write the index.
 
         Raises:
             CancelledError: the copy was stopped.
         """
-        with self._lock:
-            number = next(self._waiting, None)
-        if number is None:
-            return False
-        # Arrays come first, as they show the dataset of a tar.
+        remove_leftovers(self.copying.target)
+        first, *others = self._order
+        self._copy(first)
+        with closing(Reader(self._copy, self.copying.source, streams=self._workers)) as reader:
+            copies = {reading.content for reading in reader.ask(others)}
+            try:
+                while copies:
+                    for copy in pop_done(copies):
+                        copy.result()
+                    if self.copying.stop.is_set():
+                        raise CancelledError
+            finally:
+                # After an error, the other copies end after their next piece.
+                if copies:
+                    self.copying.stop.set()
+                    wait(copies, _STOP_S)
+        write_index(self.target, self.index)
+
+    def _copy(self, number: int) -> None:
+        """Copy a shard. Arrays come first, as they show the dataset of a tar."""
         for file in reversed(self.index.shards[number].files()):
-            if self.retries.stop.is_set():
-                # Without this error, the shard would count as arrived.
-                raise CancelledError
-            self._job.copy_file(*file)
+            self.copying.copy_file(*file)
         self.arrived.add(number)
-        return True
-
-
-def _has_copies(target: Path, index: ShardIndex) -> bool:
-    """Return whether an earlier copy has left shards of the same dataset in the target."""
-    # An error means that the shards there belong to nobody.
-    with suppress(ColabUtilsError):
-        state = inspect_folder(target)
-        return state.index is not None and state.index.fingerprint == index.fingerprint
-    return False
-
-
-def wait_for_file(path: Path, size: int) -> None:
-    """Wait until an `Arrival` of another process has brought a file.
-
-    Raises:
-        ColabUtilsError: no process brings files to the folder any more.
-    """
-    seen_s = monotonic()
-    store = open_store(path.parent)
-    wanted = [(path.name, size, "")]
-    while not store.has_files(wanted):
-        with lock_here(path.with_name(INDEX_NAME)) as is_free:
-            if not is_free:
-                seen_s = monotonic()
-        # On a disk that stalls, the last file may have come since the look above.
-        if monotonic() - seen_s > _GRACE_S and not store.has_files(wanted):
-            raise ColabUtilsError(
-                f"{path} has not arrived, and the process that brings shards to its folder has "
-                "ended. Make the dataset again: the work continues there."
-            )
-        sleep(_LOOK_S)
 
 
 class _ArrivingFiles(ShardFiles):
@@ -290,23 +232,21 @@ class _ArrivingFiles(ShardFiles):
     Args:
         target: The folder that the shards are copied into.
         missing: The size of each file that has not been seen there yet, by its name.
+        arrival: The copy that this process makes; None in other processes.
     """
 
-    _arrival: Arrival | None = None
-    _process = 0
+    folder: Path
 
-    def __init__(self, target: Path, missing: dict[str, int]) -> None:
+    def __init__(
+        self, target: Path, missing: dict[str, int], arrival: Arrival | None = None
+    ) -> None:
         super().__init__(target)
-        self._target = target
         self._missing = missing
-
-    def __reduce__(self) -> Any:
-        return _ArrivingFiles, (self._target, self._missing)
-
-    def follow(self, arrival: Arrival) -> None:
-        """Wait for the files of a copy that this process makes."""
         self._arrival = arrival
         self._process = os.getpid()
+
+    def __reduce__(self) -> Any:
+        return _ArrivingFiles, (self.folder, self._missing)
 
     def read_into(self, shard: int, name: str, start: int, buffer: Any) -> None:
         if name in self._missing:
@@ -314,9 +254,31 @@ class _ArrivingFiles(ShardFiles):
                 for _ in self._arrival.wait_for({shard}):
                     sleep(POLL_S)
             else:
-                wait_for_file(self._target / name, self._missing[name])
+                self._wait_for(name)
             self._missing.pop(name, None)
         super().read_into(shard, name, start, buffer)
+
+    def _wait_for(self, name: str) -> None:
+        """Wait until an `Arrival` of another process has brought a file.
+
+        Raises:
+            ColabUtilsError: no process brings files to the folder any more.
+        """
+        seen_s = monotonic()
+        while True:
+            with lock_here(self.folder / INDEX_NAME) as is_free:
+                if not is_free:
+                    seen_s = monotonic()
+            is_over = monotonic() - seen_s > _GRACE_S
+            # On a disk that stalls, the last file may have come since the look at the lock.
+            if self.store.has_files([(name, self._missing[name], "")]):
+                return
+            if is_over:
+                raise ColabUtilsError(
+                    f"{self.folder / name} has not arrived, and the process that brings shards to "
+                    "its folder has ended. Make the dataset again: the work continues there."
+                )
+            sleep(_LOOK_S)
 
 
 class ArrivingShards(ShardDataset):
@@ -338,7 +300,7 @@ class ArrivingShards(ShardDataset):
     Args:
         source: folder of shards, usually on Drive; or its URL, such as ``s3://bucket/shards``.
         target: folder to copy into, usually on the SSD.
-        workers: number of threads that copy. Each thread copies one shard at a time.
+        workers: number of shards that are copied at the same time, 1 to 256.
         seed: seed of the order in which the shards are copied.
         transforms: as for `ShardDataset`.
         contiguous_labels: map category ids to 1 to K.
@@ -361,7 +323,7 @@ class ArrivingShards(ShardDataset):
 
     def __init__(
         self,
-        source: str | Place,
+        source: PlaceLike,
         target: str | Path,
         *,
         workers: int = 4,
@@ -373,20 +335,13 @@ class ArrivingShards(ShardDataset):
         source = open_place(source)
         target = require_local_path(target)
         index = index or read_index(source)
-        windows = plan_windows(index.recipe, [shard.images for shard in index.shards], seed)
-        order = [*chain(*windows)]
-        arrival = Arrival(source, target, index, order=order, workers=workers)
-        load = partial(load_shard, arrival.source)
-        # On a bad day, it takes 606 ms to read the tables of a shard on Drive. For 150 shards, one
-        # thread would need 90 seconds.
-        with ThreadPool(_READERS) as pool:
-            try:
-                shards = list(pool.map(load, index.shards))
-            except BaseException:
-                arrival.stop()
-                raise
-        files = _ArrivingFiles(target, {name: size for name, size, _ in index.files()})
-        files.follow(arrival)
+        arrival = Arrival(source, target, index, seed=seed, workers=workers)
+        try:
+            shards = [*load_shards(arrival.copying.source, index, streams=_READERS)]
+        except BaseException:
+            arrival.stop()
+            raise
+        files = _ArrivingFiles(target, {name: size for name, size, _ in index.files()}, arrival)
         self._open(files, index, shards, transforms, contiguous_labels=contiguous_labels)
         self.arrival = arrival
-        self.windows = windows
+        self.windows = arrival.windows

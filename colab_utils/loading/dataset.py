@@ -89,7 +89,7 @@ class ShardFiles:
             )
 
 
-def load_shard(store: Store, shard: ShardInfo) -> ShardArrays:
+def _load_shard(store: Store, shard: ShardInfo) -> ShardArrays:
     """Return the arrays of a shard.
 
     If the arrays are missing or damaged, they are made again from the tar, with a warning.
@@ -121,10 +121,12 @@ def load_shard(store: Store, shard: ShardInfo) -> ShardArrays:
         return rebuild_arrays(path, shard, store)
 
 
-def _load_shards(store: Store, index: ShardIndex) -> Iterator[ShardArrays]:
+def load_shards(
+    store: Store, index: ShardIndex, *, streams: int | str = "auto"
+) -> Iterator[ShardArrays]:
     """Yield the arrays of all shards. Several shards are read at the same time."""
-    load = partial(load_shard, store)
-    with closing(Reader(load, store)) as reader:
+    load = partial(_load_shard, store)
+    with closing(Reader(load, store, streams=streams)) as reader:
         for reading in reader.read_all(index.shards):
             yield reading.take()
 
@@ -179,7 +181,7 @@ class ShardDataset(CocoSamples):
         folder = open_place(folder)
         files = ShardFiles(folder)
         index = read_index(folder)
-        shards = _load_shards(files.store, index)
+        shards = load_shards(files.store, index)
         self._open(
             files,
             index,

@@ -1,20 +1,19 @@
 """The nearest form of a dataset: shards on the SSD, on Drive, or loose files."""
 
 import shutil
-import warnings
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import xxhash
 
-from colab_utils.data.coco import CocoDataset
 from colab_utils.data.coco_json import read_content
 from colab_utils.data.defects import count_allowed
 from colab_utils.drive import is_on_drive
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableError
+from colab_utils.errors import ColabUtilsError, UnavailableError
 from colab_utils.file_cache import FileCache
 from colab_utils.files import open_store
 from colab_utils.loading.arriving import POLL_S, ArrivingShards, plan_windows
@@ -22,11 +21,12 @@ from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.ranks import find_ranks
 from colab_utils.loading.samples import CocoSamples
-from colab_utils.loading.writing import ShardWriter, Writing
-from colab_utils.places import Place, identify_place, open_place, require_local_path
+from colab_utils.loading.writing import UNSENT, ShardWriter, Writing, warn
+from colab_utils.places import Place, PlaceLike, identify_place, open_place, require_local_path
 from colab_utils.require import require_count, require_max_bad
 from colab_utils.shards.folder_state import find_common_recipe
-from colab_utils.shards.index import INDEX_NAME, ShardIndex, find_index, read_index
+from colab_utils.shards.index import ShardIndex, find_index
+from colab_utils.shards.jobs import ShardRun
 from colab_utils.shards.lock import WRITER_NAME, hold_folder
 from colab_utils.shards.plan import make_recipe, open_annotations, plan_recipe, split_images
 from colab_utils.streams import require_streams
@@ -39,10 +39,10 @@ _MARK_S = 5.0
 
 
 def open_dataset(
-    images: str | Place,
-    annotations: str | Place,
+    images: PlaceLike,
+    annotations: PlaceLike,
     *,
-    drive: str | Place | None,
+    drive: PlaceLike | None,
     ssd: str | Path,
     shard_mb: float = 128,
     streams: int | Literal["auto"] = "auto",
@@ -106,7 +106,6 @@ def open_dataset(
         3 images in 1 shard, 6 categories
     """
     images = open_place(images)
-    annotations = open_place(annotations)
     ssd = require_local_path(ssd)
     drive = None if drive is None else open_place(drive)
     if drive is not None and identify_place(drive) == identify_place(ssd):
@@ -116,36 +115,33 @@ def open_dataset(
     require_streams(streams)
     require_count("seed", seed, minimum=0)
     index = _find_complete(ssd)
-    ssd_has_shards = index is not None and open_store(ssd).has_files(index.files())
-    index_on_drive = None
+    is_here = index is not None and open_store(ssd).has_files(index.files())
+    on_drive = None
     instead = f"the shards in {ssd}, which were not compared with the annotations"
     try:
         _require_same(ssd, index, annotations)
         instead = f"the shards in {ssd}"
         if drive is not None:
-            index_on_drive = _find_complete(drive)
-            if index_on_drive != index:
-                _require_same(drive, index_on_drive, annotations)
+            on_drive = _find_complete(drive)
+            if on_drive != index:
+                _require_same(drive, on_drive, annotations)
     except UnavailableError as error:
-        drive = None
-        if ssd_has_shards:
-            _warn(error, instead)
-        elif is_on_drive(images):
+        if not is_here and is_on_drive(images):
             raise
-        else:
-            _warn_of_unsent(error)
-    if ssd_has_shards and (index_on_drive is not None or drive is None):
+        drive = None
+        warn(error, f"So training reads {instead}." if is_here else UNSENT)
+    if is_here and (drive is None or on_drive is not None):
         shutil.rmtree(ssd / _CACHE_NAME, ignore_errors=True)
         return _open_shards(ssd, seed, contiguous_labels)
-    if drive is not None and index_on_drive is not None:
+    if drive is not None and on_drive is not None:
         shutil.rmtree(ssd / _CACHE_NAME, ignore_errors=True)
         try:
             _remove_mark(ssd)
             return ArrivingShards(
-                drive, ssd, seed=seed, contiguous_labels=contiguous_labels, index=index_on_drive
+                drive, ssd, seed=seed, contiguous_labels=contiguous_labels, index=on_drive
             )
         except ColabUtilsError as error:
-            _warn(error, f"the shards in {drive} themselves, which is slower")
+            warn(error, f"So training reads the shards in {drive} themselves, which is slower.")
             return _open_shards(drive, seed, contiguous_labels)
     dataset = open_annotations(images, annotations)
     recipe = find_common_recipe([ssd] if drive is None else [drive, ssd], dataset) or recipe
@@ -153,32 +149,20 @@ def open_dataset(
     recipe = plan_recipe(images, dataset, recipe, cache)
     # The cache leaves room for the shards.
     cache.reserve_bytes += len(dataset) * recipe["shard_mb"] * 1e6 / recipe["images_per_shard"]
-    loose = LooseFiles(
-        images,
-        dataset,
-        recipe,
-        ssd=ssd,
-        cache=cache,
-        streams=streams,
-        seed=seed,
-        contiguous_labels=contiguous_labels,
-    )
-    opened = _open_shards(ssd, seed, contiguous_labels) if ssd_has_shards else loose
+    run = ShardRun(ssd, images, dataset, recipe, max_bad, cache=cache)
+    loose = LooseFiles(run, streams=streams, seed=seed, contiguous_labels=contiguous_labels)
+    opened = _open_shards(ssd, seed, contiguous_labels) if is_here else loose
     opened.max_bad = count_allowed(len(dataset), max_bad)
     _begin_writing(
         opened,
         ShardWriter(
-            ssd=ssd,
-            drive=drive if find_ranks().is_on_first_host else None,
-            images=images,
-            dataset=dataset,
-            recipe=recipe,
+            run,
+            drive if find_ranks().is_on_first_host else None,
             # Shards in which no image can be used are not among those that were opened.
             order=[*chain(*loose.windows)],
             cache=cache,
             streams=streams,
-            max_bad=max_bad,
-            is_written=ssd_has_shards,
+            is_written=is_here,
         ),
     )
     return opened
@@ -186,16 +170,12 @@ def open_dataset(
 
 def _begin_writing(dataset: CocoSamples, writer: ShardWriter) -> None:
     """Begin to write shards, or warn; one process of each machine does so."""
-    if not find_ranks().is_first_here:
-        return
-    try:
-        writing = Writing(writer)
-    except ColabUtilsError as error:
-        _warn(error, f"the files in {writer.images}, and this call writes no shards")
-        return
-    dataset.arrival = writing
-    if writing.refusal is not None:
-        _warn_of_unsent(writing.refusal)
+    if find_ranks().is_first_here:
+        try:
+            dataset.arrival = Writing(writer)
+        except ColabUtilsError as error:
+            reads = f"So training reads the files in {writer.run.images}"
+            warn(error, f"{reads}, and this call writes no shards.")
 
 
 class LooseFiles(CocoFolder):
@@ -213,33 +193,30 @@ class LooseFiles(CocoFolder):
 
     def __init__(
         self,
-        images: Place,
-        dataset: CocoDataset,
-        recipe: dict[str, Any],
+        run: ShardRun,
         *,
-        ssd: Path,
-        cache: FileCache,
         streams: int | str,
         seed: int,
         contiguous_labels: bool,
     ) -> None:
-        parts = split_images(recipe, len(dataset))
-        limits = {name: recipe[name] for name in ("min_size", "max_size")}
+        recipe = run.recipe
+        parts = split_images(recipe, len(run.dataset))
+        names = ("min_size", "max_size") if recipe["storage"] == "shrink" else ()
         super().__init__(
-            images,
-            dataset.select(np.concatenate(parts)),
+            run.images,
+            run.dataset.select(np.concatenate(parts)),
             contiguous_labels=contiguous_labels,
             streams=streams,
             exif=recipe.get("exif", "keep"),
-            cache=cache,
-            **({} if recipe["storage"] == "keep" else limits),
+            cache=run.cache,
+            **{name: recipe[name] for name in names},
         )
         self._is_reduced = recipe.get("reduced_decode", False)
         counts = [*map(len, parts)]
         self.shard_of = np.repeat(np.arange(len(parts)), counts)
         self.windows = plan_windows(recipe, counts, seed)
-        self._ssd = ssd
-        self._is_contiguous = contiguous_labels
+        self._open_shards = partial(_open_shards, run.folder, seed, contiguous_labels)
+        self._ssd = run.folder
 
     def __str__(self) -> str:
         return f"{format_count(len(self), 'loose file')}; {self.arrival or 'no shards are written'}"
@@ -249,12 +226,11 @@ class LooseFiles(CocoFolder):
         error = None if self.arrival is None else self.arrival.find_error()
         if error is not None and not self._is_told:
             self._is_told = True
-            warnings.warn(f"{error} Training goes on.", ColabUtilsWarning, stacklevel=2)
-        if self._shards is None and (self._ssd / INDEX_NAME).exists():
-            index = read_index(self._ssd)
-            if index.fingerprint == self.fingerprint and index.images == len(self):
-                self._shards = ShardDataset(self._ssd, contiguous_labels=self._is_contiguous)
-                self._shards.windows = self.windows
+            warn(error, "Training goes on.")
+        if self._shards is None:
+            index = find_index(self._ssd)
+            if index and (index.fingerprint, index.images) == (self.fingerprint, len(self)):
+                self._shards = self._open_shards()
         return self._shards or self
 
 
@@ -275,24 +251,16 @@ def _find_complete(folder: Place) -> ShardIndex | None:
     return None if index is None or index.partial else index
 
 
-def _require_same(folder: Place, index: ShardIndex | None, annotations: Place) -> None:
+def _require_same(folder: Place, index: ShardIndex | None, annotations: PlaceLike) -> None:
     """Raise an error if a folder has an index of another dataset."""
     if index is None:
         return
-    if index.fingerprint != xxhash.xxh3_128_hexdigest(read_content(annotations)):
+    content = read_content(open_place(annotations))
+    if index.fingerprint != xxhash.xxh3_128_hexdigest(content):
         raise ColabUtilsError(
             f"The shards in {folder} are of other annotations. Name another folder, or delete "
             "these shards if the annotations have changed."
         )
-
-
-def _warn_of_unsent(error: ColabUtilsError) -> None:
-    """Warn that shards are not sent to Drive."""
-    warnings.warn(
-        f"{error} The shards are not sent to Drive in this session. Training goes on.",
-        ColabUtilsWarning,
-        stacklevel=4,
-    )
 
 
 def _remove_mark(folder: Path) -> None:
@@ -301,15 +269,9 @@ def _remove_mark(folder: Path) -> None:
     Raises:
         ColabUtilsError: the writer is still at work.
     """
-    mark = folder / WRITER_NAME
     until_s = monotonic() + _MARK_S
-    while mark.exists() and monotonic() < until_s:
+    while (folder / WRITER_NAME).exists() and monotonic() < until_s:
         if find_ranks().is_first_here:
             with hold_folder(folder):
                 return
         sleep(POLL_S)
-
-
-def _warn(error: ColabUtilsError, instead: str) -> None:
-    text = f"{error} So training reads {instead}."
-    warnings.warn(text, ColabUtilsWarning, stacklevel=3)

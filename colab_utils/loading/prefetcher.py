@@ -1,11 +1,8 @@
 """Worker processes that load batches ahead of the training loop."""
 
-import gc
 import mmap
-import multiprocessing
 import os
 import pickle
-import signal
 import traceback
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,9 +21,15 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import PackedBatch, measure_layout, open_batch
 from colab_utils.loading.fetcher import Fetcher, Result
 from colab_utils.loading.shared_memory import SharedBufferPool
-from colab_utils.loading.workers import WorkerDiedError, WorkerJob, describe_exit, explain_death
+from colab_utils.loading.workers import (
+    WorkerDiedError,
+    WorkerJob,
+    describe_exit,
+    explain_death,
+    start_worker,
+)
 from colab_utils.machine import count_oom_kills
-from colab_utils.processes import end_process, end_with_parent, quiet_fork
+from colab_utils.processes import end_process, quiet_fork
 from colab_utils.reader import AHEAD_IMAGES
 
 PREFETCH = 2
@@ -95,16 +98,9 @@ class Worker:
     def __init__(self, fetcher: Fetcher, pool: SharedBufferPool, place: int, workers: int) -> None:
         self.at_work = np.frombuffer(mmap.mmap(-1, 8), np.int64)
         self.at_work[0] = -1
-        context = multiprocessing.get_context("fork")
-        with quiet_fork():
-            self.connection, worker_end = context.Pipe()
-            self.process = context.Process(
-                target=_serve,
-                args=(worker_end, fetcher, pool, self.at_work, place, workers),
-                daemon=True,
-            )
-            with worker_end:
-                self.process.start()
+        self.process, self.connection = start_worker(
+            _serve, fetcher, pool, self.at_work, place, workers
+        )
 
     def send(self, message: Load | list[int] | None) -> None:
         """Ask for a batch; or name samples whose files to read ahead, or None to drop them all.
@@ -135,12 +131,6 @@ def _serve(
     workers: int,
 ) -> None:
     """Load the requested batches, in a worker process, until the loader closes the pipe."""
-    # The parent handles Ctrl-C.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    end_with_parent()
-    # A garbage collection would touch, and so copy, all memory that is shared with the parent.
-    gc.freeze()
     torch.set_num_threads(1)
     # A dataset may ask torch in which worker it is, by ``torch.utils.data.get_worker_info()``.
     torch_worker._worker_info = torch_worker.WorkerInfo(

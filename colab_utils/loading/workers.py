@@ -1,13 +1,44 @@
-"""The batch that a worker process was asked for, and how a worker process ended."""
+"""How a worker process starts, the batch that it was asked for, and how it ended."""
 
+import gc
+import multiprocessing
 import re
 import shutil
 import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.machine import count_oom_kills, find_free_memory
+from colab_utils.processes import end_with_parent, quiet_fork
 from colab_utils.units import format_bytes
+
+
+def start_worker(serve: Callable[..., object], *arguments: Any) -> tuple[Any, Connection]:
+    """Start a process that calls ``serve(connection, *arguments)``; return it, and the other end of
+    the connection. The process ends with this one, and does not react to Ctrl-C.
+
+    Raises:
+        ColabUtilsError: The system starts no more processes.
+    """
+    context: Any = multiprocessing.get_context("fork")
+    with quiet_fork():
+        connection, worker_end = context.Pipe()
+        process = context.Process(target=_begin, args=(serve, worker_end, *arguments), daemon=True)
+        with worker_end:
+            process.start()
+    return process, connection
+
+
+def _begin(serve: Callable[..., object], *arguments: Any) -> None:
+    # The parent handles Ctrl-C.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    end_with_parent()
+    # A garbage collection would touch, and so copy, all memory that is shared with the parent.
+    gc.freeze()
+    serve(*arguments)
 
 
 class WorkerJob(NamedTuple):

@@ -1,35 +1,27 @@
 """The writing of shards from loose files in the background, while training reads the same files."""
 
-import gc
 import mmap
 import multiprocessing
 import os
-import signal
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from time import process_time
 from typing import Any
 
 import numpy as np
 
-from colab_utils.data.coco import CocoDataset
 from colab_utils.drive import explain_write, is_on_drive
-from colab_utils.errors import ColabUtilsError, describe_error
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, describe_error
 from colab_utils.file_cache import FileCache
 from colab_utils.files import open_store
+from colab_utils.loading.workers import start_worker
 from colab_utils.places import Place, identify_place
-from colab_utils.processes import (
-    end_process,
-    end_with_parent,
-    explain_lost_process,
-    explain_shared_memory,
-    quiet_fork,
-)
+from colab_utils.processes import end_process, explain_lost_process, explain_shared_memory
 from colab_utils.running import JobProgress
 from colab_utils.shards.copy import Copying
 from colab_utils.shards.index import ShardIndex, ShardInfo, write_index
@@ -45,71 +37,81 @@ _STOP_S = 3.0
 _writings: "weakref.WeakValueDictionary[tuple[int, str], Writing]" = weakref.WeakValueDictionary()
 # Places of the numbers that both processes share.
 _WRITTEN, _SENT, _CPU_S = range(3)
+UNSENT = "The shards are not sent to Drive in this session. Training goes on."
+
+
+def warn(error: ColabUtilsError, consequence: str) -> None:
+    """Warn of an error that training does not end for."""
+    warnings.warn(f"{error} {consequence}", ColabUtilsWarning, stacklevel=3)
 
 
 @dataclass
 class ShardWriter:
     """What a background process writes and sends; see `Writing`."""
 
-    ssd: Path
+    run: ShardRun
+    """The shards, with a complete recipe (see `plan_recipe`) and the cache."""
     drive: Place | None
     """Folder that each finished shard is sent to; None if no more shards are sent."""
-    images: Place
-    dataset: CocoDataset
-    recipe: dict[str, Any]
-    """The complete recipe of the shards; see `plan_recipe`."""
     order: list[int]
     """Numbers of the shards, in the order in which they are written."""
     cache: FileCache
     streams: int | str
-    max_bad: float
-    is_written: bool = False
-    """Whether all shards are in ``ssd``, so that they are only sent."""
+    is_written: bool
+    """Whether all shards are in the folder of the run, so that they are only sent."""
 
     def __post_init__(self) -> None:
         # Memory that both processes share: shards written, shards sent, and the CPU time.
         self.done = np.frombuffer(mmap.mmap(-1, 24), np.float64)
         self._failure: ColabUtilsError | None = None
 
-    def run(self, progress: JobProgress, begin: Callable[[Any], object]) -> None:
-        """Write and send all shards.
+    def serve(self, connection: Connection, stop: Any) -> None:
+        """Write shards in a process of its own, and say how that began and how it ended.
 
         Args:
-            progress: ends the work.
-            begin: is called when the folders are locked, with the reason why ``drive`` takes no
-                shards, or None.
+            connection: gets the error for which ``drive`` takes no shards, or None, when the
+                folders are locked; and in the end the error that ended the work, or None.
+            stop: event that ends the work.
+        """
+        os.nice(_PRIORITY)
+        self.cache.gives_way = True
+        self._progress = JobProgress(stop=stop)
+        error: ColabUtilsError | None = None
+        try:
+            self._write(connection)
+        except ColabUtilsError as failure:
+            error = failure
+        except Exception as failure:
+            error = ColabUtilsError(f"The writing of shards failed: {describe_error(failure)}")
+        connection.send([None, error])
+
+    def _write(self, connection: Connection) -> None:
+        """Write and send all shards.
 
         Raises:
             ColabUtilsError: shards cannot be written or sent, or the work was stopped.
         """
-        self._progress = progress
+        run = self.run
         with ExitStack() as stack:
-            stack.enter_context(hold_folder(self.ssd))
+            stack.enter_context(hold_folder(run.folder))
             if not self.is_written:
-                with explain_write(self.ssd):
-                    begin_folder(self.ssd, self.images, self.dataset, self.recipe)
+                with explain_write(run.folder):
+                    begin_folder(run.folder, run.images, run.dataset, run.recipe)
             self._try_on_drive(lambda drive: stack.enter_context(hold_folder(drive)))
-            begin(self._failure)
+            connection.send([self._failure, None])
             self._failure = None
-            self._write_all()
+            index = join_index(run, write_all(run, self._write_once))
+            write_index(run.folder, index)
+            self._try_on_drive(lambda drive: write_index(drive, index))
         if self._failure is not None:
             raise self._failure
 
-    def _write_all(self) -> None:
-        run = ShardRun(
-            self.ssd, self.images, self.dataset, self.recipe, self.max_bad, cache=self.cache
-        )
-        done = write_all(run, partial(self._write_once, run))
-        index = join_index(run, done)
-        write_index(self.ssd, index)
-        self._try_on_drive(lambda drive: write_index(drive, index))
-
-    def _write_once(self, run: ShardRun) -> list[ShardIndex]:
+    def _write_once(self) -> list[ShardIndex]:
         """Write and send all shards that are not finished; return an index of each shard."""
         done: list[ShardIndex] = []
-        is_patient = is_on_drive(self.images)
-        shards = self._list_shards(run)
-        for index in write_in_turn(run, shards, self._progress, streams=self.streams):
+        run = self.run
+        is_patient = is_on_drive(run.images)
+        for index in write_in_turn(run, self._list_shards(), self._progress, streams=self.streams):
             done.append(index)
             self.done[[_WRITTEN, _CPU_S]] = len(done), process_time()
             check_bad(run, done, is_patient=is_patient)
@@ -117,21 +119,19 @@ class ShardWriter:
                 self._try_on_drive(partial(self._send, index.shards[0]))
         return done
 
-    def _list_shards(self, run: ShardRun) -> Iterator[tuple[Any, ...]]:
+    def _list_shards(self) -> Iterator[tuple[Any, ...]]:
         """Yield the arguments of `ShardRun.make_job` for each shard.
 
         Finished shards of an earlier session are copied from Drive. Later, Drive is not asked for
         other shards: it may hang, and the shards can be written without it.
         """
         drive = self.drive
-        finished: set[str] = set()
-        if drive is not None:
-            with explain_write(drive):
-                store = open_store(drive, self._progress.stop)
-                finished = set(store.list_names("shard-*.arrays"))
-        shards = run.list_shards()
+        store = open_store(drive or self.run.folder, self._progress.stop)
+        with explain_write(store.place):
+            finished = store.list_names("shard-*.arrays")
+        shards = self.run.list_shards()
         for number in self.order:
-            name = name_shard(self.ssd, number).with_suffix(".arrays").name
+            name = name_shard(store.place, number).with_suffix(".arrays").name
             yield *shards[number], drive if name in finished else None
 
     def _try_on_drive(self, call: Callable[[Place], object]) -> None:
@@ -148,7 +148,7 @@ class ShardWriter:
             self.drive = None
 
     def _send(self, shard: ShardInfo, drive: Place) -> None:
-        sending = Copying(self.ssd, drive, stop=self._progress.stop, overwrite=True)
+        sending = Copying(self.run.folder, drive, stop=self._progress.stop, overwrite=True)
         # The arrays are sent first, because a tar alone does not show its dataset. If the session
         # ended after sending only a tar, the next session would refuse the folder.
         for file in reversed(shard.files()):
@@ -167,8 +167,7 @@ class Writing:
     An earlier writing of this process into the same folder is stopped: a notebook's cell that runs
     again opens its dataset anew, while the dataset before still lives.
 
-    Attributes:
-        refusal: why the folder on Drive takes no shards; None if it takes them.
+    If the folder on Drive takes no shards, a warning says why.
 
     Raises:
         ColabUtilsError: another process writes there, or the disk is too small.
@@ -177,40 +176,36 @@ class Writing:
     def __init__(self, writer: ShardWriter) -> None:
         self._done = writer.done
         self._shards = len(writer.order)
-        self._error: ColabUtilsError | None = None
-        self._is_over = False
-        key = (os.getpid(), identify_place(writer.ssd))
+        key = (os.getpid(), identify_place(writer.run.folder))
         earlier = _writings.get(key)
         if earlier is not None:
             earlier.stop()
-        context = multiprocessing.get_context("fork")
-        with explain_shared_memory(), quiet_fork():
-            stop = context.Event()
-            self._connection, other_end = context.Pipe()
-            self._process = context.Process(
-                target=_serve, args=(writer, stop, other_end), daemon=True
-            )
-            with other_end:
-                self._process.start()
+        with explain_shared_memory():
+            stop = multiprocessing.get_context("fork").Event()
+            self._process, self._connection = start_worker(writer.serve, stop)
         _writings[key] = self
         self._finalizer = weakref.finalize(self, _end, os.getpid(), stop, self._process)
-        self.refusal = self._receive()
-        if self._error is not None:
-            raise self._error
+        refusal, error = self._receive()
+        if error is not None:
+            raise error
+        if refusal is not None:
+            warn(refusal, UNSENT)
 
-    def _receive(self) -> ColabUtilsError | None:
-        """Return what the process says: why Drive takes no shards, or None."""
-        refusal = None
-        try:
-            refusal, self._error = self._connection.recv()
-        except (EOFError, OSError):
-            self._error = explain_lost_process()
-        return refusal
+    def _receive(self) -> list[ColabUtilsError | None]:
+        """Return what the process says: why Drive takes no shards, and why it has ended early."""
+        with suppress(EOFError, OSError):
+            messages: list[ColabUtilsError | None] = self._connection.recv()
+            return messages
+        return [None, explain_lost_process()]
+
+    @cached_property
+    def _error(self) -> ColabUtilsError | None:
+        """Return the error that ended the process; None if it has done its work."""
+        return self._receive()[1]
 
     def stop(self) -> None:
         """End at the next image. Finished shards stay, and a new writing continues after them."""
         if self._process.is_alive():
-            self._is_over = True
             self._error = ColabUtilsError(
                 "The writing of shards was stopped. Run the same again: it continues."
             )
@@ -223,16 +218,12 @@ class Writing:
             ColabUtilsError: the shards cannot be written or sent, or the writing was stopped.
         """
         self._process.join()
-        error = self.find_error()
-        if error is not None:
-            raise error
+        if self._error is not None:
+            raise self._error
 
     def find_error(self) -> ColabUtilsError | None:
         """Return the error that ended the writing; None if there is none so far."""
-        if not (self._is_over or self._process.is_alive()):
-            self._is_over = True
-            self._receive()
-        return self._error
+        return None if self._process.is_alive() else self._error
 
     def __str__(self) -> str:
         written, sent, cpu_s = self._done.tolist()
@@ -248,23 +239,3 @@ def _end(owner: int, stop: Any, process: Any) -> None:
         stop.set()
         process.join(_STOP_S)
         end_process(process)
-
-
-def _serve(writer: ShardWriter, stop: Any, connection: Connection) -> None:
-    """Write shards in a process of its own, and say how that began and how it ended."""
-    # The parent handles Ctrl-C.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    end_with_parent()
-    # A garbage collection would touch, and so copy, all memory that is shared with the parent.
-    gc.freeze()
-    os.nice(_PRIORITY)
-    writer.cache.gives_way = True
-    error: ColabUtilsError | None = None
-    try:
-        writer.run(JobProgress(stop=stop), lambda refusal: connection.send((refusal, None)))
-    except ColabUtilsError as failure:
-        error = failure
-    except Exception as failure:
-        error = ColabUtilsError(f"The writing of shards failed: {describe_error(failure)}")
-    connection.send((None, error))

@@ -17,6 +17,7 @@ from colab_utils.data.decoding import load_jpeg_decoder
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading import arriving
+from colab_utils.loading import dataset as dataset_module
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.opening import open_dataset
@@ -275,7 +276,7 @@ def mount(request, drive, tmp_path):
 def test_the_copy_does_not_wait_for_the_tables(drive, ssd, monkeypatch):
     copied = threading.Event()
     real_copy = Copying.copy_file
-    real_load = arriving.load_shard
+    real_load = dataset_module._load_shard
 
     def copy(self, *file):
         real_copy(self, *file)
@@ -286,7 +287,7 @@ def test_the_copy_does_not_wait_for_the_tables(drive, ssd, monkeypatch):
         return real_load(*arguments, **options)
 
     monkeypatch.setattr(Copying, "copy_file", copy)
-    monkeypatch.setattr(arriving, "load_shard", load)
+    monkeypatch.setattr(dataset_module, "_load_shard", load)
     dataset = ArrivingShards(drive, ssd)
     assert dataset.image_ids.tolist() == ShardDataset(drive).image_ids.tolist()
     dataset.stop()
@@ -294,7 +295,7 @@ def test_the_copy_does_not_wait_for_the_tables(drive, ssd, monkeypatch):
 
 def test_no_copy_goes_on_where_the_tables_cannot_be_read(drive, ssd, monkeypatch):
     fail = Mock(side_effect=ColabUtilsError("There are no tables."))
-    monkeypatch.setattr(arriving, "load_shard", fail)
+    monkeypatch.setattr(dataset_module, "_load_shard", fail)
     slow_down(drive, SLOW)
     with pytest.raises(ColabUtilsError, match="There are no tables"):
         ArrivingShards(drive, ssd)
@@ -320,7 +321,7 @@ def test_every_image_arrives_from_a_mount(mount, ssd, fault):
     for _ in range(2):
         assert_every_image(dataset, list_ids(loader))
     loader.close()
-    assert bool(dataset.arrival.retries.count) == ("errors" in fault)
+    assert bool(dataset.arrival.copying.source.retries.count) == ("errors" in fault)
     dataset.stop()
     assert verify_shards(ssd).bad == ()
 
@@ -370,8 +371,8 @@ def test_another_process_of_the_machine_waits_for_the_files(drive, ssd, close_ga
     gate.set()
     assert list_two_epochs(second) == list_two_epochs(first)
     second.wait()
-    assert first.arrival._job in copied
-    assert second.arrival._job not in copied
+    assert first.arrival.copying in copied
+    assert second.arrival.copying not in copied
     assert second.arrival.is_complete
     assert sorted(os.listdir(ssd)) == sorted(os.listdir(drive))
 
@@ -380,7 +381,7 @@ def test_where_the_process_that_copies_stops_another_one_goes_on(drive, ssd, clo
     gate = close_gate()
     first = ArrivingShards(drive, ssd, workers=1)
     second = ArrivingShards(drive, ssd, workers=1)
-    first.arrival.retries.stop.set()
+    first.arrival.copying.stop.set()
     gate.set()
     assert_every_image(second, list_ids(load(second)))
     second.wait()
