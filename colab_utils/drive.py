@@ -1,6 +1,5 @@
 """Google Drive as a mounted folder: what lies on it, and what to do when it fails."""
 
-import math
 import os
 import re
 import threading
@@ -239,7 +238,7 @@ class Retries:
     Args:
         stop: Event that ends all waits once it is set. A call that fails after that is not
             repeated. Default: a new event.
-        patience_s: Seconds that all waits of one call take at most. Default: 81 seconds.
+        is_patient: Whether a call is repeated at all. Default: True.
 
     Attributes:
         count: Number of repetitions so far, of all calls.
@@ -252,8 +251,8 @@ class Retries:
         ('read', 0)
     """
 
-    def __init__(self, stop: Any = None, patience_s: float = math.inf) -> None:
-        self.patience_s = patience_s
+    def __init__(self, stop: Any = None, is_patient: bool = True) -> None:
+        self.is_patient = is_patient
         self.count = 0
         self._place = ""
         # Until this time no other warning is given.
@@ -269,33 +268,30 @@ class Retries:
         Raises:
             DriveLostError: Every attempt failed. Other errors are raised at once.
         """
-        left_s = self.patience_s
-        for wait_s in RETRY_WAITS_S:
-            left_s -= wait_s
-            if left_s < 0:
-                break
+        waits_s = iter(RETRY_WAITS_S if self.is_patient else ())
+        while True:
             try:
                 return call()
             except DriveLostError as error:
+                wait_s = next(waits_s, None)
+                if wait_s is None:
+                    # A caller that repeats its own calls would wait for as long again, each time.
+                    error.may_pass = False
+                    raise
                 if self.stop.is_set() or not error.may_pass:
                     raise
                 self.count += 1
                 self._place = error.place
                 if wait_s >= _LONG_WAIT_S:
-                    self._announce(sum(left for left in RETRY_WAITS_S if left >= wait_s))
+                    self._announce()
                 if self.on_failure is not None:
                     self.on_failure()
                 self.stop.wait(wait_s)
-        try:
-            return call()
-        except DriveLostError as error:
-            # A caller that repeats its own calls would wait for as long again, each time.
-            error.may_pass = False
-            raise
 
-    def _announce(self, seconds: float) -> None:
-        """Warn that a call waits for so long. Threads that wait together give one warning."""
+    def _announce(self) -> None:
+        """Warn of the long waits. Threads that wait together give one warning."""
         if monotonic() >= self._announce_s:
+            seconds = sum(wait_s for wait_s in RETRY_WAITS_S if wait_s >= _LONG_WAIT_S)
             self._announce_s = monotonic() + seconds
             warnings.warn(
                 f"{self._place} fails, and is tried again for {seconds:.0f} seconds",
@@ -304,16 +300,16 @@ class Retries:
             )
 
     def run_listed(self, path: Any, call: Callable[[], _Result]) -> _Result:
-        """Return the result of ``call``, which reads a file that should be there; see `run`.
+        """Return the result of ``call``, which reads a file that should be there.
 
         If the file seems to be missing, `find_again` looks for it.
         """
         try:
-            return self.run(call)
+            return call()
         except FileNotFoundError:
             if not self.find_again([path]):
                 raise
-        return self.run(call)
+        return call()
 
     def find_again(self, paths: Sequence[Any]) -> set[Any]:
         """Look again for files that seem to be missing, and return those that are there after all.
@@ -362,18 +358,15 @@ def try_again(call: _Call) -> _Call:
     @wraps(call)
     def run(store: Any, name: Any = "", *arguments: Any, **options: Any) -> Any:
         path = store.locate(name)
-        guarded = store.guard(path)(call)
-        return store.retries.run(partial(guarded, store, path, *arguments, **options))
+        return store.attempt(path, partial(call, store, path, *arguments, **options))
 
     return cast(_Call, run)
 
 
 def _is_absent(path: Any) -> bool:
     """Return whether a file cannot be opened. Drive may list a file that cannot be opened."""
-    if not isinstance(path, os.PathLike):
-        # A server can be trusted: unlike Drive, it gives the same answer every time.
-        return True
-    with suppress(OSError):
+    # The system opens no URL. A server, unlike Drive, gives the same answer every time.
+    with suppress(OSError, TypeError):
         os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
         return os.path.isdir(path)
     return True

@@ -7,7 +7,6 @@ import errno
 import fnmatch
 import hashlib
 import io
-import math
 import os
 import stat
 import threading
@@ -78,7 +77,7 @@ def read_file(path: PlaceLike) -> bytes:
         >>> len(read_file(__file__)) > 1000
         True
     """
-    return open_store(path).read(_to_place(path))
+    return open_store(path).read("")
 
 
 def read_whole(path: str | Path, *, most_bytes: float = MOST_BYTES) -> bytes:
@@ -148,31 +147,43 @@ def parse_file(
 
 
 class PieceFile(io.IOBase):
-    """A file that is read in pieces. Threads may share it.
+    """A file of this machine or of Drive that is read in pieces. Threads may share it; Linux only.
 
-    In a slowed folder, reads take as long as the folder's profile says: a read waits for
-    `DriveProfile.draw_open_s`, unless it starts where the last read ended.
+    It is opened with the first read, and opened anew if Drive failed. In a slowed folder, reads
+    take as long as the folder's profile says: a read waits for `DriveProfile.draw_open_s`, unless
+    it starts where the last read ended.
 
-    Close the file when you are done, or use it as a context manager.
+    Close the file when you are done, or use it as a context manager. `Store.open` makes it.
 
     Args:
         path: the file.
-        retries: how a read is tried again if Drive or the server fails. By default the first error
-            is raised.
+        store: tries each read again if Drive or the server fails.
 
-    Raises:
+    Each method raises:
         DriveLostError: Drive got disconnected, its storage failed, or the server failed.
         UnavailableError: this machine has too little memory, or too many open files; or the server
             refuses.
         OSError: any other error, such as a missing file, as Python raised it.
     """
 
-    def __init__(self, path: Place, retries: Retries | None) -> None:
+    def __init__(self, path: Any, store: Any) -> None:
+        # The last descriptor is read; -1 is none. The others belong to a mount that was lost.
+        self._descriptors = [-1]
+        # The descriptor with which a read failed last.
+        self._lost = -1
         self.path = path
         self.profile = find_profile(path)
-        self.retries = retries
+        self._store = store
         # Where the last read ended: a read that starts there does not wait for an opening.
         self._next: int | None = None
+
+    def close(self) -> None:
+        """Close the file. A second call does nothing."""
+        while self._descriptors:
+            # On a lost mount, `os.close` raises an error, but the descriptor is closed.
+            with suppress(OSError):
+                os.close(self._descriptors.pop())
+        super().close()
 
     def pread(self, n: int, offset: int) -> bytes:
         """Read ``n`` bytes from ``offset``; fewer only at the end of the file."""
@@ -200,66 +211,24 @@ class PieceFile(io.IOBase):
 
     def find_size(self) -> int:
         """Return the size of the file in bytes."""
-        return self._run(self._find_size)
+        return self._run(lambda: self.path.stat().st_size)
 
     def _run(self, call: Callable[[], _Result]) -> _Result:
-        return call() if self.retries is None else self.retries.run_listed(self.path, call)
+        attempt: Callable[[], _Result] = partial(self._store.attempt, self.path, call)
+        return self._store.retries.run_listed(self.path, attempt)
 
     def _read_some(self, view: memoryview, offset: int) -> int:
         """Read bytes into the buffer; return their number, which is 0 at the end of the file."""
-        raise NotImplementedError
-
-    def _find_size(self) -> int:
-        raise NotImplementedError
-
-
-class DriveFile(PieceFile):
-    """A file on a disk or on Drive that is read in pieces; Linux only.
-
-    If Drive failed, the file is opened anew. The arguments are those of `PieceFile`.
-
-    Example:
-        >>> with DriveFile(__file__) as file:
-        ...     file.pread(3, 0) == read_file(__file__)[:3]
-        True
-    """
-
-    def __init__(self, path: str | Path, retries: Retries | None = None) -> None:
-        # The last descriptor is read. The others belong to a mount that was lost.
-        self._descriptors: list[int] = []
-        # The descriptor with which a read failed last.
-        self._lost = -1
-        require_linux("read files in pieces")
-        super().__init__(Path(path), retries)
-        self._run(self._open)
-
-    def close(self) -> None:
-        """Close the file. A second call does nothing."""
-        while self._descriptors:
-            # On a lost mount, `os.close` raises an error, but the descriptor is closed.
-            with suppress(OSError):
-                os.close(self._descriptors.pop())
-        super().close()
-
-    def _read_some(self, view: memoryview, offset: int) -> int:
         if self._descriptors[-1] == self._lost:
+            require_linux("read files in pieces")
             # After a remount, the old descriptor still belongs to the lost mount.
-            self._open()
+            self._descriptors.append(_open_at_once(self.path, os.O_RDONLY))
         descriptor = self._descriptors[-1]
         try:
-            with guard_drive(self.path):
-                return os.preadv(descriptor, [view], offset)
-        except DriveLostError:
+            return os.preadv(descriptor, [view], offset)
+        except OSError:
             self._lost = descriptor
             raise
-
-    def _find_size(self) -> int:
-        with guard_drive(self.path):
-            return os.fstat(self._descriptors[-1]).st_size
-
-    def _open(self) -> None:
-        with guard_drive(self.path):
-            self._descriptors.append(_open_at_once(str(self.path), os.O_RDONLY))
 
 
 class UrlFile(PieceFile):
@@ -272,31 +241,29 @@ class UrlFile(PieceFile):
             read.
     """
 
-    def __init__(self, path: UrlPath, store: Any, block_bytes: int) -> None:
-        super().__init__(path, store.retries)
-        self._store = store
+    def __init__(self, path: Place, store: Any, block_bytes: int) -> None:
+        super().__init__(path, store)
         self._block_bytes = block_bytes
         # Start and content of the last request. One tuple holds both, so that another thread never
         # sees the start of one request with the content of another.
         self._block = (0, b"")
-        self._size: int | None = None
+        self._size: int = store.find_size(path)
+
+    def find_size(self) -> int:
+        """Return the size of the file when it was opened."""
+        return self._size
 
     def _read_some(self, view: memoryview, offset: int) -> int:
         start, block = self._block
         if not start <= offset < start + len(block):
             start = offset
             # Some servers refuse a request that goes beyond the end of the file.
-            wanted = min(max(len(view), self._block_bytes), self._find_size() - start)
+            wanted = min(max(len(view), self._block_bytes), self._size - start)
             block = self._store.read_range(self.path, start, wanted) if wanted > 0 else b""
             self._block = (start, block)
         piece = memoryview(block)[offset - start :][: len(view)]
         view[: len(piece)] = piece
         return len(piece)
-
-    def _find_size(self) -> int:
-        if self._size is None:
-            self._size = int(self._store.find_size(self.path))
-        return self._size
 
 
 def name_temporary(path: Path) -> Path:
@@ -383,8 +350,8 @@ class FileStamp(NamedTuple):
 
     bytes: int
     """The size of the file; -1 if there is no file."""
-    modified_ns: int
-    """When the file was last written to, in nanoseconds since 1970; 0 if there is no file."""
+    modified_s: float
+    """When the file was last written to, in seconds since 1970; 0 if there is no file."""
 
 
 def drop_cached(path: Path) -> None:
@@ -406,7 +373,7 @@ class Store:
     Args:
         place: The folder, which need not exist.
         stop: Event that ends all waits. Default: a new event.
-        patience_s: Seconds for which a call that fails is tried again. Default: 81 seconds.
+        is_patient: Whether a call that fails is tried again, for 81 seconds. Default: True.
 
     Attributes:
         retries: Counts what was tried again. It has the event ``stop``.
@@ -421,12 +388,17 @@ class Store:
 
     guard: Any = staticmethod(guard_drive)
 
-    def __init__(self, place: Any, stop: Any = None, patience_s: float = math.inf) -> None:
+    def __init__(self, place: Any, stop: Any = None, is_patient: bool = True) -> None:
         self.place = place
-        self.retries = Retries(stop, patience_s)
+        self.retries = Retries(stop, is_patient)
 
     def __reduce__(self) -> Any:
-        return open_store, (self.place, None, self.retries.patience_s)
+        return open_store, (self.place, None, self.retries.is_patient)
+
+    def attempt(self, path: Place, call: Callable[[], _Result]) -> _Result:
+        """Return the result of ``call``, which is tried again while Drive or the server fails."""
+        guarded: Callable[[], _Result] = self.guard(path)(call)
+        return self.retries.run(guarded)
 
     def locate(self, name: str | Place) -> Any:
         """Return the place of a file."""
@@ -459,7 +431,7 @@ class Store:
 
         ``block_bytes`` is the size of the smallest request to a server.
         """
-        return DriveFile(self.locate(name), self.retries)
+        return PieceFile(self.locate(name), self)
 
     def hash(self, name: str | Place) -> tuple[int, str]:
         """Return the size of a file in bytes, and its XXH3-64 checksum in hexadecimal."""
@@ -477,9 +449,8 @@ class Store:
     def stamp(self, name: str | Place) -> FileStamp:
         """Return the stamp of a file; its size is -1 if it is not there."""
         with suppress(FileNotFoundError, NotADirectoryError):
-            count, changed_s = self._find_status(name)
-            return FileStamp(count, round(changed_s * 1e9))
-        return FileStamp(-1, 0)
+            return FileStamp(*self._find_status(name))
+        return FileStamp(-1, 0.0)
 
     @try_again
     def _find_status(self, name: Any) -> tuple[int, float]:
@@ -585,16 +556,16 @@ class Store:
         require_space(self.place, needed, cure)
 
 
-def open_store(place: PlaceLike, stop: Any = None, patience_s: float = math.inf) -> Store:
+def open_store(place: PlaceLike, stop: Any = None, is_patient: bool = True) -> Store:
     """Open the files of a folder, or of a URL that fsspec knows; see `Store`.
 
     Example:
         >>> open_store("no/such/folder").list_names()
         []
     """
-    opened = _to_place(place)
+    opened = open_place(place) if isinstance(place, str) else place
     kind = _find_url_store() if isinstance(opened, UrlPath) else Store
-    return kind(opened, stop, patience_s)
+    return kind(opened, stop, is_patient)
 
 
 @lru_cache
@@ -607,7 +578,3 @@ def _find_url_store() -> type[Store]:
             return UrlFile(self.locate(name), self, block_bytes)
 
     return UrlStore
-
-
-def _to_place(place: PlaceLike) -> Place:
-    return open_place(place) if isinstance(place, str) else place

@@ -12,7 +12,7 @@ from colab_utils import drive
 from colab_utils.data.coco import read_coco
 from colab_utils.drive import RETRY_WAITS_S, DriveLostError, Retries, is_on_drive
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import DriveFile, open_store
+from colab_utils.files import open_store
 from colab_utils.places import open_place
 from colab_utils.shards.write import write_shards
 from colab_utils.training.checkpoint import CheckpointFolder
@@ -197,15 +197,15 @@ class TestRetries:
             return real(descriptor, [views[0][:300]], offset)
 
         monkeypatch.setattr(os, "preadv", preadv)
-        retries = Retries()
+        store = open_store(photo)
         content = photo.read_bytes()
-        with DriveFile(photo, retries) as file:
+        with store.open("") as file:
             assert file.pread(len(content), 0) == content
         # The read goes on from the byte that it had reached.
         assert [offset for _, offset in calls[:3]] == [0, 300, 300]
         # A descriptor of a mount that was lost stays lost.
         assert calls[2][0] != calls[0][0]
-        assert retries.count == 1
+        assert store.retries.count == 1
 
     @pytest.mark.parametrize(("may_pass", "is_stopped"), [(False, False), (True, True)])
     def test_what_does_not_pass_and_what_is_stopped_waits_for_nothing(self, may_pass, is_stopped):

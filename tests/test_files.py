@@ -11,13 +11,13 @@ import pytest
 
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import DriveFile, parse_file, read_file
+from colab_utils.files import open_store, parse_file, read_file
 from tests.bad_reads import BadReads, cut
 
 
 @pytest.mark.parametrize(
     "read",
-    [read_file, lambda path: DriveFile(path).pread(1, 0)],
+    [read_file, lambda path: open_store(path).open("").pread(1, 0)],
 )
 def test_a_pipe_is_not_waited_for(tmp_path, read):
     os.mkfifo(tmp_path / "pipe")
@@ -38,7 +38,8 @@ def test_a_file_of_a_lost_mount_closes_without_an_error(photo, monkeypatch):
     def lose(*arguments):
         raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
 
-    file = DriveFile(photo)
+    file = open_store(photo).open("")
+    file.pread(1, 0)
     close = os.close
     with monkeypatch.context() as patch:
         patch.setattr(os, "close", lambda descriptor: (close(descriptor), lose()))
@@ -48,13 +49,13 @@ def test_a_file_of_a_lost_mount_closes_without_an_error(photo, monkeypatch):
 
 def test_a_closed_file_frees_its_descriptor(photo):
     before = len(os.listdir("/proc/self/fd"))
-    for _ in range(20):
-        file = DriveFile(photo)
-        file.close()
-        file.close()
-    for _ in range(20):
-        # The object is forgotten, so that it is collected.
-        DriveFile(photo)
+    for is_closed in [True, False] * 20:
+        file = open_store(photo).open("")
+        file.pread(1, 0)
+        if is_closed:
+            file.close()
+            file.close()
+    # A file that is forgotten is collected.
     assert len(os.listdir("/proc/self/fd")) <= before + 1
 
 
@@ -101,7 +102,7 @@ def test_threads_share_an_open_file(tmp_path, monkeypatch):
         return preadv(descriptor, [buffers[0][:997]], offset)
 
     monkeypatch.setattr(os, "preadv", give_less)
-    with DriveFile(tmp_path / "shard.tar") as file, ThreadPoolExecutor(8) as pool:
+    with open_store(tmp_path).open("shard.tar") as file, ThreadPoolExecutor(8) as pool:
         offsets = range(0, 290_000, 1_450)
         pieces = pool.map(lambda offset: file.pread(10_000, offset), offsets)
         assert list(pieces) == [content[offset : offset + 10_000] for offset in offsets]

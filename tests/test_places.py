@@ -239,7 +239,7 @@ def test_a_store_gives_back_what_was_written(kind):
     assert not store.has_files([("a.bin", 15, ""), ("b.bin", 3, "")])
     before = store.stamp("a.bin")
     store.touch("a.bin")
-    assert store.stamp("a.bin").modified_ns > before.modified_ns
+    assert store.stamp("a.bin").modified_s > before.modified_s
     store.move("a.bin", kind.folder / "b.bin")
     assert store.list_names("*.bin") == ["b.bin"]
     store.remove("b.bin", is_large=True)
@@ -315,7 +315,7 @@ def test_a_store_that_fails_is_read_again_and_then_named(kind, read):
 @every_kind
 def test_a_store_without_patience_fails_at_once(kind):
     kind.put("shard-1.tar", CONTENT)
-    store = open_store(kind.folder, patience_s=0)
+    store = open_store(kind.folder, is_patient=False)
     kind.fail_reads(1)
     with pytest.raises(DriveLostError):
         store.read("shard-1.tar")

@@ -13,7 +13,7 @@ import pytest
 from colab_utils import files, slow_drive
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import DriveFile, read_file
+from colab_utils.files import open_store, read_file
 from colab_utils.slow_drive import (
     DRIVE_PROFILES,
     DriveProfile,
@@ -62,7 +62,7 @@ def test_the_time_of_the_real_read_is_part_of_the_wait(photo, clock, monkeypatch
         clock.now += 3.0
         return len(buffers[0])
 
-    with DriveFile(photo) as file:
+    with open_store(photo).open("") as file:
         file.pread(100, 0)
         clock.slept.clear()
         monkeypatch.setattr(os, "preadv", slow_preadv)
@@ -77,7 +77,7 @@ def test_the_time_of_the_real_read_is_part_of_the_wait(photo, clock, monkeypatch
 
 def test_contiguous_reads_pay_the_opening_once_and_jumps_pay_it_again(photo, clock, tmp_path):
     slow_down(tmp_path, SLOW)
-    with DriveFile(photo) as file:
+    with open_store(photo).open("") as file:
         # The reads contain one jump, back to 200.
         for offset in (300, 400, 500, 200, 300):
             file.pread(100, offset)

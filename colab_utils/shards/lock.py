@@ -73,7 +73,7 @@ def hold_folder(folder: Place) -> Iterator[None]:
     """
     store = open_store(folder)
     # The block writes to the same folder, and meets the errors of what is done beside it.
-    impatient = open_store(folder, patience_s=0)
+    impatient = open_store(folder, is_patient=False)
     ended = threading.Event()
 
     def begin() -> None:
@@ -159,7 +159,7 @@ def find_writer(folder: Place, *, is_locked: bool) -> str:
 
 def _measure_silence_s(stamp: FileStamp) -> float:
     """Return the seconds since a file was written to."""
-    return time() - stamp.modified_ns / 1e9
+    return time() - stamp.modified_s
 
 
 def _is_written(stamp: FileStamp, host: str, pid: int) -> bool:

@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count, filterfalse
-from math import inf
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, get_args
@@ -82,7 +81,7 @@ class CheckpointFolder:
     def newest(self) -> Place | None:
         """Return the newest checkpoint, or None. If Drive is lost, search this machine alone."""
         with suppress(DriveLostError, RefusedError):
-            return next(reversed(self._list(patience_s=0)), None)
+            return next(reversed(self._list(is_patient=False)), None)
         return next(reversed(_list_files(open_store(self.waiting), "newest")), None)
 
     def read_to_resume(self) -> State | None:
@@ -150,7 +149,7 @@ class CheckpointFolder:
         parts = pack_state({**state, "step": step})
         try:
             # Training goes on, so nothing is waited for.
-            self._write(path, which, *parts, patience_s=0)
+            self._write(path, which, *parts, is_patient=False)
         except (OSError, UnavailableError) as error:
             waiting = self.waiting / path.name
             try:
@@ -240,17 +239,17 @@ class CheckpointFolder:
             warnings.warn(text, ColabUtilsWarning, stacklevel=3)
         return state
 
-    def _list(self, which: Which = "newest", patience_s: float = inf) -> list[Place]:
+    def _list(self, which: Which = "newest", is_patient: bool = True) -> list[Place]:
         """Return the checkpoints in the run's folder and on this machine, sorted by step."""
         with _explain_read(self.run):
             paths = _list_files(open_store(self.waiting), which)
-            paths += _list_files(open_store(self.run, patience_s=patience_s), which)
+            paths += _list_files(open_store(self.run, is_patient=is_patient), which)
         return sorted(paths, key=lambda path: path.name)
 
     def _write(
-        self, path: Place, which: Which, *parts: bytes | memoryview, patience_s: float = inf
+        self, path: Place, which: Which, *parts: bytes | memoryview, is_patient: bool = True
     ) -> None:
-        store = open_store(path.parent, patience_s=patience_s)
+        store = open_store(path.parent, is_patient=is_patient)
         store.make()
         store.write(path, *parts)
         # The new checkpoint replaces others. If one of these cannot be removed, it does no harm.
@@ -260,7 +259,7 @@ class CheckpointFolder:
             if path.parent != self.waiting:
                 old += _list_files(open_store(self.waiting), which)
             for file in old:
-                open_store(file.parent, patience_s=0).remove(file, is_large=True)
+                open_store(file.parent, is_patient=False).remove(file, is_large=True)
 
 
 class CheckpointWriter:

@@ -20,7 +20,7 @@ import pytest
 
 from colab_utils import files
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import DriveFile, hash_bytes
+from colab_utils.files import PieceFile, hash_bytes
 from colab_utils.machine import find_host
 from colab_utils.shards import copy as module
 from colab_utils.shards.copy import copy_shards
@@ -31,7 +31,7 @@ from tests.snapshots import snapshot
 
 def open_as(monkeypatch, kind):
     """Open each file that is copied or compared as one of this kind."""
-    monkeypatch.setattr(files, "DriveFile", kind)
+    monkeypatch.setattr(files, "PieceFile", kind)
 
 
 def make_source(folder, *, shards=4, seed=0, tar_bytes=3000, arrays_bytes=1000):
@@ -63,7 +63,7 @@ def opened(monkeypatch):
     """How often each file of the source was opened."""
     counts = Counter()
 
-    class CountingFile(DriveFile):
+    class CountingFile(PieceFile):
         def __init__(self, path, *options):
             if Path(path).parent.name == "drive":
                 counts[Path(path).name] += 1
@@ -144,7 +144,7 @@ def test_too_little_disk_is_told_before_the_first_byte(source, tmp_path, monkeyp
 def test_a_read_that_was_wrong_once_is_repaired(source, tmp_path, monkeypatch):
     bad = ["shard-000001.tar"]
 
-    class FlakyFile(DriveFile):
+    class FlakyFile(PieceFile):
         def readinto(self, buffer, offset):
             count = super().readinto(buffer, offset)
             if count and self.path.name in bad:
@@ -267,7 +267,7 @@ def test_files_are_read_at_once(source, tmp_path, monkeypatch):
     """The first read of each tar waits until the other tars are being read, too."""
     barrier = threading.Barrier(4)
 
-    class WaitingFile(DriveFile):
+    class WaitingFile(PieceFile):
         def readinto(self, buffer, offset):
             if self.path.suffix == ".tar" and not offset:
                 barrier.wait(20)
