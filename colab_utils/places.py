@@ -7,6 +7,7 @@ import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
+from typing import Any
 from urllib.parse import quote, unquote
 
 from colab_utils.drive import require_mounted
@@ -88,6 +89,19 @@ class UrlPath:
     def server(self) -> str:
         """Return the URL without its path: the protocol, and the server or bucket."""
         return "/".join(self.url.split("/")[:3])
+
+    @property
+    def system(self) -> Any:
+        """Return fsspec's file system of the server."""
+        from colab_utils.urls import open_system
+
+        return open_system(self.server, os.getpid())
+
+    @property
+    def key(self) -> str:
+        """Return the path of the file or folder in fsspec's file system."""
+        key: str = self.system._strip_protocol(self.url)
+        return key + self.query
 
 
 Place = Path | UrlPath

@@ -67,7 +67,6 @@ class StreamTuner:
         self._refused: int | None = None
         self._patience = 0
         self._ignored = 0
-        self._is_trial = False
         self._last_s: float | None = None
         self._restart()
 
@@ -104,12 +103,10 @@ class StreamTuner:
             return
         self._ignored = self.streams
         self._refused = self.streams
-        if self._is_trial:
-            self.streams = self._accepted
-        else:
-            self.streams = max(1, self.streams // 2)
-            self._accepted = self.streams
-        self._is_trial = False
+        # More streams than those that were kept are a trial.
+        if self.streams == self._accepted:
+            self._accepted = max(1, self.streams // 2)
+        self.streams = self._accepted
         self._patience = 0
         self._restart()
 
@@ -122,9 +119,8 @@ class StreamTuner:
 
     def _end_window(self, rate: float) -> None:
         """Choose the next number of streams from the files per second of the window that ended."""
-        if self._is_trial and rate < _GAIN * self.files_per_s:
+        if self.streams > self._accepted and rate < _GAIN * self.files_per_s:
             self.streams = self._accepted
-            self._is_trial = False
             self._settle()
         else:
             self._accepted = self.streams
@@ -142,7 +138,6 @@ class StreamTuner:
                 self._settle()
                 return
         self.streams = min(self._most_streams, wider)
-        self._is_trial = self.streams > self._accepted
 
     def _settle(self) -> None:
         """Keep the number for some windows.

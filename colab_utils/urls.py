@@ -21,7 +21,7 @@ from fsspec import get_filesystem_class
 from fsspec.core import url_to_fs
 
 from colab_utils.drive import RefusedError, ServerLostError, try_again
-from colab_utils.errors import ColabUtilsError, UnavailableError, escape
+from colab_utils.errors import ColabUtilsError, escape
 
 # Protocols of object stores. In such a store, a file appears only when it is complete.
 _STORES = (
@@ -89,14 +89,12 @@ class UrlMethods:
     @try_again
     def read(self, name: Any, *, most_bytes: float = 0, at_full_speed: bool = True) -> bytes:
         """Read a whole file of any size."""
-        system, key = locate(name)
-        return bytes(system.cat_file(key))
+        return bytes(name.system.cat_file(name.key))
 
     @try_again
     def read_range(self, name: Any, start: int, count: int) -> bytes:
         """Return ``count`` bytes of a file, beginning with byte ``start``."""
-        system, key = locate(name)
-        content = bytes(system.cat_file(key, start=start, end=start + count))
+        content = bytes(name.system.cat_file(name.key, start=start, end=start + count))
         if len(content) > count:
             raise _refuse_parts(name)
         return content
@@ -127,26 +125,24 @@ class UrlMethods:
     @try_again
     def _list(self, name: Any) -> dict[str, int]:
         """Return the size in bytes of each file in the folder, by its name."""
-        system, key = locate(name)
-        system.invalidate_cache()
+        name.system.invalidate_cache()
         return {
             PurePosixPath(info["name"]).name: info.get("size") or 0
-            for info in system.ls(key, detail=True)
+            for info in name.system.ls(name.key, detail=True)
             if info["type"] == "file"
         }
 
     @try_again
     def list_tree(self, name: Any = "") -> list[str]:
         """Return the path in the folder of each file below it."""
-        system, key = locate(name)
         paths: list[str] = []
         # The list grows while the loop goes over it. fsspec's own walk leaves out what fails.
-        folders = [key]
+        folders = [name.key]
         for folder in folders:
-            for info in system.ls(folder, detail=True):
+            for info in name.system.ls(folder, detail=True):
                 path = info["name"].rstrip("/")
                 if info["type"] != "directory":
-                    paths.append(path.removeprefix(key).strip("/"))
+                    paths.append(path.removeprefix(name.key).strip("/"))
                 # Some servers list a folder in itself.
                 elif path != folder.rstrip("/"):
                     folders.append(path)
@@ -196,14 +192,12 @@ class UrlMethods:
     def _remove(self, name: Any, is_large: bool) -> None:
         # Some servers raise no error for a missing file, so look for the file first.
         _find_info(name)
-        system, key = locate(name)
-        system.rm_file(key)
+        name.system.rm_file(name.key)
 
     @try_again
     def move(self, name: Any, target: Any) -> None:
         """Move a file."""
-        system, key = locate(name)
-        system.mv(key, locate(target)[1])
+        name.system.mv(name.key, target.key)
 
     def touch(self, name: Any) -> None:
         """Write a file again."""
@@ -213,8 +207,7 @@ class UrlMethods:
     def make(self, name: Any = "") -> None:
         """Make the folder, if the server has folders."""
         if name.protocol not in _STORES and not name.is_web:
-            system, key = locate(name)
-            system.makedirs(key, exist_ok=True)
+            name.system.makedirs(name.key, exist_ok=True)
 
     def drop(self) -> None:
         """Do nothing: a bucket has no empty folders."""
@@ -231,30 +224,22 @@ def _refuse_parts(path: Any) -> RefusedError:
 
 
 def _send(path: Any, content: bytes) -> None:
-    system, key = locate(path)
     if path.protocol in _STORES:
-        system.pipe_file(key, content)
+        path.system.pipe_file(path.key, content)
         return
-    temporary = f"{key}.{token_hex(4)}.part"
-    system.pipe_file(temporary, content)
-    system.mv(temporary, key)
+    temporary = f"{path.key}.{token_hex(4)}.part"
+    path.system.pipe_file(temporary, content)
+    path.system.mv(temporary, path.key)
 
 
 def _find_info(path: Any) -> dict[str, Any]:
     """Return fsspec's information on a file or folder."""
-    system, key = locate(path)
-    system.invalidate_cache()
-    return dict(system.info(key))
-
-
-def locate(path: Any) -> tuple[Any, str]:
-    """Return fsspec's file system of the server, and the path of this file in it."""
-    system = _open_system(path.server, os.getpid())
-    return system, system._strip_protocol(path.url) + path.query
+    path.system.invalidate_cache()
+    return dict(path.system.info(path.key))
 
 
 @lru_cache
-def _open_system(server: str, process: int) -> Any:
+def open_system(server: str, process: int) -> Any:
     """Open fsspec's file system of a server.
 
     The number of the process is a key of the cache, because a forked process cannot use the file
@@ -279,7 +264,7 @@ def require_protocol(url: str, protocol: str) -> None:
 
     Forget the servers that were opened: your credentials may be new.
     """
-    _open_system.cache_clear()
+    open_system.cache_clear()
     try:
         get_filesystem_class(protocol)
     except ImportError as error:
@@ -295,28 +280,27 @@ def require_protocol(url: str, protocol: str) -> None:
 def _explain_failure(path: Any, cause: Exception) -> Exception:
     """Return the error of this package, or of Python, that stands for an error of a server."""
     status = _find_status(cause)
+    number = 0
     missing = (FileNotFoundError, NotADirectoryError)
     if status in _MISSING_STATUS or (not status and isinstance(cause, missing)):
-        return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    if not status and isinstance(cause, IsADirectoryError):
-        return IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    reason = _describe_cause(cause)
-    kind: type[UnavailableError] = ServerLostError
-    problem = "failed"
-    cure = "Run the same again later"
-    if _is_refusal(cause, status):
-        _open_system.cache_clear()
-        kind = RefusedError
-        problem = "refused"
-        cure = (
-            "Look at the address, and at your credentials and rights there; they may have expired. "
-            "Then run the same again"
+        number = errno.ENOENT
+    elif not status and isinstance(cause, IsADirectoryError):
+        number = errno.EISDIR
+    if number:
+        # Python makes the error of this number.
+        return OSError(number, os.strerror(number), str(path))
+    reason = _describe_cause(cause, status)
+    if not _is_refusal(cause, status):
+        return ServerLostError(
+            f"{path} cannot be reached: the server failed ({reason}). Run the same again later: "
+            "what is done is safe."
         )
-    failure = kind(
-        f"{path} cannot be reached: the server {problem} ({reason}). {cure}: what is done is safe."
+    open_system.cache_clear()
+    return RefusedError(
+        f"{path} cannot be reached: the server refused ({reason}). Look at the address, and at "
+        "your credentials and rights there; they may have expired. Then run the same again: what "
+        "is done is safe."
     )
-    failure.reason = reason
-    return failure
 
 
 def _find_cause(error: Exception) -> Exception:
@@ -341,9 +325,8 @@ def _is_refusal(error: Exception, status: int) -> bool:
     return any(kind.__name__ in _REFUSALS for kind in type(error).__mro__)
 
 
-def _describe_cause(error: Exception) -> str:
+def _describe_cause(error: Exception, status: int) -> str:
     """Return an error in one line, without its address where a server answered."""
-    status = _find_status(error)
     text = f"{type(error).__name__}: {error}"
     if status:
         text = f"{status} {getattr(error, 'message', error)}"

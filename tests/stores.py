@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def forget_servers() -> None:
     """Another server may have the same address in the next test."""
-    urls._open_system.cache_clear()
+    urls.open_system.cache_clear()
 
 
 class S3:

@@ -14,7 +14,7 @@ from colab_utils.drive import DriveLostError, RefusedError, ServerLostError
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import hash_bytes, open_store, read_file
 from colab_utils.places import UrlPath, identify_place, open_place
-from colab_utils.urls import guard_server, locate
+from colab_utils.urls import guard_server
 from tests.faulty_server import FaultyFileSystem, fail_from, fail_times
 from tests.file_server import FileServer
 
@@ -403,15 +403,15 @@ def test_what_the_server_refuses_is_told_at_once(file, error, reason):
 
 def test_a_refused_server_is_opened_anew_and_so_is_one_that_is_named_anew(file):
     """New credentials are found only so."""
-    before = locate(file)[0]
-    assert locate(file)[0] is before
+    before = file.system
+    assert file.system is before
     FaultyFileSystem.fault = fail_from(0, PermissionError("expired"), call="info")
     with pytest.raises(RefusedError):
         open_store(file).stamp(file)
-    after = locate(file)[0]
+    after = file.system
     assert after is not before
     # The parent of a process that was refused does not see its error.
-    assert locate(open_place("faulty://bucket/a/b.bin"))[0] is not after
+    assert open_place("faulty://bucket/a/b.bin").system is not after
 
 
 def test_a_web_server_that_fails_is_not_a_missing_file():
