@@ -20,9 +20,8 @@ from typing import Any, Literal, NoReturn
 
 import colab_utils
 from colab_utils.drive import explain_write
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, escape
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, escape, explain_os_error
 from colab_utils.files import name_temporary, require_new, write_file
-from colab_utils.os_errors import explain_os_error
 from colab_utils.places import open_place, require_local_path
 from colab_utils.processes import explain_limits
 from colab_utils.require import require_part

@@ -12,9 +12,14 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar, cast
 
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableError
+from colab_utils.errors import (
+    SHORTAGES,
+    ColabUtilsError,
+    ColabUtilsWarning,
+    UnavailableError,
+    explain_os_error,
+)
 from colab_utils.machine import COLAB_ROOT, is_colab
-from colab_utils.os_errors import SHORTAGES, explain_os_error
 from colab_utils.units import format_count
 
 # Seconds before each repetition, 81 in all. A single error is over at once, and one read in five

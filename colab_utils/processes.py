@@ -23,9 +23,8 @@ from typing import Any
 
 import psutil
 
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import SHORTAGES, ColabUtilsError, explain_os_error
 from colab_utils.machine import require_linux
-from colab_utils.os_errors import SHORTAGES, explain_os_error
 
 # Seconds that `pop_done` waits at most. Ctrl-C may be delayed for this time.
 _WAIT_S = 0.2

@@ -67,6 +67,7 @@ class StreamTuner:
         self._refused: int | None = None
         self._patience = 0
         self._ignored = 0
+        self._is_trial = False
         self._last_s: float | None = None
         self._restart()
 
@@ -103,10 +104,12 @@ class StreamTuner:
             return
         self._ignored = self.streams
         self._refused = self.streams
-        # More streams than those that were kept are a trial.
-        if self.streams == self._accepted:
-            self._accepted = max(1, self.streams // 2)
-        self.streams = self._accepted
+        if self._is_trial:
+            self.streams = self._accepted
+        else:
+            self.streams = max(1, self.streams // 2)
+            self._accepted = self.streams
+        self._is_trial = False
         self._patience = 0
         self._restart()
 
@@ -119,8 +122,9 @@ class StreamTuner:
 
     def _end_window(self, rate: float) -> None:
         """Choose the next number of streams from the files per second of the window that ended."""
-        if self.streams > self._accepted and rate < _GAIN * self.files_per_s:
+        if self._is_trial and rate < _GAIN * self.files_per_s:
             self.streams = self._accepted
+            self._is_trial = False
             self._settle()
         else:
             self._accepted = self.streams
@@ -138,6 +142,7 @@ class StreamTuner:
                 self._settle()
                 return
         self.streams = min(self._most_streams, wider)
+        self._is_trial = self.streams > self._accepted
 
     def _settle(self) -> None:
         """Keep the number for some windows.

@@ -1,6 +1,8 @@
 """What reaches a terminal: one line, and no character that steers it."""
 
 import ast
+import errno
+import os
 import pickle
 import re
 import sys
@@ -11,8 +13,15 @@ from pathlib import Path
 import pytest
 from torch.utils.data import DataLoader
 
+from colab_utils import errors
 from colab_utils.__main__ import main
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, describe_error, escape
+from colab_utils.errors import (
+    ColabUtilsError,
+    ColabUtilsWarning,
+    describe_error,
+    escape,
+    explain_os_error,
+)
 
 ROOT = Path(__file__).parents[1]
 HOSTILE = "a\x1b[2J\x07\r\nerror: b\u202egpj.exe\u2066\x85\u2028\x9bc\udc80\x7f\u200f\u061c\x00.jpg"
@@ -148,3 +157,24 @@ def test_the_page_about_errors_quotes_messages_as_they_are_printed():
         assert any(all(part in text for part in parts) for text in texts), (
             f"no message says {quote!r}: docs/errors.md is out of date"
         )
+
+
+@pytest.mark.parametrize("name", list(errors._CURES))
+def test_every_cure_is_of_a_real_error_and_follows_what_the_system_says(name):
+    number = getattr(errno, name)
+    text = explain_os_error(OSError(number, os.strerror(number)), "Ask somebody.")
+    assert text.startswith(f"{os.strerror(number)}. ")
+    assert text.endswith(".")
+    assert "Ask somebody" not in text
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(errno.ENOENT, "No such file or directory"),
+        OSError("No such file or directory"),
+        ValueError("No such file or directory"),
+    ],
+)
+def test_other_errors_have_the_cure_of_their_place(error):
+    assert explain_os_error(error, "Mount it.") == "No such file or directory. Mount it."

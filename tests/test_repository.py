@@ -23,7 +23,6 @@ PACKAGE = ROOT / "colab_utils"
 # An inner ring never imports an outer one. A script that trains imports the core.
 CORE = (
     "errors",
-    "os_errors",
     "require",
     "units",
     "progress",

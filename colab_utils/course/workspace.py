@@ -20,10 +20,9 @@ from colab_utils.drive import (
     is_mounted,
     is_on_drive,
 )
-from colab_utils.errors import ColabUtilsError, describe_error, escape
+from colab_utils.errors import ColabUtilsError, describe_error, escape, explain_os_error
 from colab_utils.files import hash_bytes, write_file
 from colab_utils.machine import COLAB_ROOT, is_colab
-from colab_utils.os_errors import explain_os_error
 from colab_utils.places import require_local_path
 from colab_utils.require import require_choice
 from colab_utils.shards.folder_state import inspect_folder

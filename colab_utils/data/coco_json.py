@@ -15,10 +15,9 @@ from colab_utils.data.decoding import name_kind
 from colab_utils.data.fields import read_crowd, to_integer
 from colab_utils.data.image_paths import take_base_name
 from colab_utils.data.segmentations import Entry
-from colab_utils.errors import DAMAGE, ColabUtilsError, escape
+from colab_utils.errors import DAMAGE, ColabUtilsError, escape, explain_os_error
 from colab_utils.files import open_store
 from colab_utils.machine import find_free_memory
-from colab_utils.os_errors import explain_os_error
 from colab_utils.places import Place
 
 _SECTIONS = ("images", "annotations", "categories")

@@ -12,9 +12,8 @@ from unicodedata import normalize
 from urllib.parse import unquote
 
 from colab_utils.drive import find_mount, guard_drive
-from colab_utils.errors import ColabUtilsError, UnavailableError
+from colab_utils.errors import ColabUtilsError, UnavailableError, explain_os_error
 from colab_utils.files import open_store
-from colab_utils.os_errors import explain_os_error
 from colab_utils.places import Place, PlaceLike, find_server, open_place
 
 # The folder below a mount of Drive that holds what Drive's shortcuts point to.

@@ -13,9 +13,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, explain_os_error
 from colab_utils.machine import require_linux
-from colab_utils.os_errors import explain_os_error
 
 if TYPE_CHECKING:
     from colab_utils.diagnosis.passes import Pass

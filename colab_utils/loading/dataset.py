@@ -21,12 +21,16 @@ from torch import Tensor
 
 from colab_utils.data.decoding import decode_pixels
 from colab_utils.data.masks import PackedMasks, number_within
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableError
+from colab_utils.errors import (
+    ColabUtilsError,
+    ColabUtilsWarning,
+    UnavailableError,
+    explain_os_error,
+)
 from colab_utils.files import Store, hash_bytes, open_store
 from colab_utils.loading.contract import PackedSample, Target, Transforms
 from colab_utils.loading.masks import unpack_masks
 from colab_utils.loading.samples import CocoSamples
-from colab_utils.os_errors import explain_os_error
 from colab_utils.places import Place, open_place
 from colab_utils.reader import Reader
 from colab_utils.shards.arrays import (

@@ -12,9 +12,8 @@ from typing import Any
 from colab_utils.data.coco import read_coco
 from colab_utils.data.image_paths import explain_missing, find_file, list_files, require_folder
 from colab_utils.drive import explain_write
-from colab_utils.errors import ColabUtilsError, UnavailableError
+from colab_utils.errors import ColabUtilsError, UnavailableError, explain_os_error
 from colab_utils.files import Store, open_store
-from colab_utils.os_errors import explain_os_error
 from colab_utils.places import Place, identify_place, name_below, open_place, require_local_path
 from colab_utils.progress import show_progress
 from colab_utils.reader import Reader

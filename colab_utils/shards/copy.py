@@ -13,9 +13,8 @@ from typing import Any
 import xxhash
 
 from colab_utils.drive import explain_write, is_on_drive
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, explain_os_error
 from colab_utils.files import open_store
-from colab_utils.os_errors import explain_os_error
 from colab_utils.places import Place, find_server, identify_place, open_place
 from colab_utils.processes import pop_done
 from colab_utils.progress import show_progress

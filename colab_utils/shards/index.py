@@ -10,9 +10,8 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 from colab_utils.drive import guard_drive
-from colab_utils.errors import DAMAGE, ColabUtilsError
+from colab_utils.errors import DAMAGE, ColabUtilsError, explain_os_error
 from colab_utils.files import hash_bytes, open_store, parse_file
-from colab_utils.os_errors import explain_os_error
 from colab_utils.places import Place, open_place
 from colab_utils.shards.lock import find_writer, lock_here
 
