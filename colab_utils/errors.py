@@ -115,6 +115,9 @@ MACHINE_FAULTS = (MemoryError, ImportError)
 class UnavailableError(ColabUtilsError):
     """A file could not be read, for a reason outside the file, such as a lost Drive."""
 
+    reason = ""
+    """What the server or its package said; "" if no server was asked."""
+
 
 class ColabUtilsWarning(_OneLine, UserWarning):
     """A warning about a decision that was made for you. The command line prints it as a note."""

@@ -21,7 +21,7 @@ from fsspec import get_filesystem_class
 from fsspec.core import url_to_fs
 
 from colab_utils.drive import RefusedError, ServerLostError, try_again
-from colab_utils.errors import ColabUtilsError, escape
+from colab_utils.errors import ColabUtilsError, UnavailableError, escape
 
 # Protocols of object stores. In such a store, a file appears only when it is complete.
 _STORES = (
@@ -290,17 +290,19 @@ def _explain_failure(path: Any, cause: Exception) -> Exception:
         # Python makes the error of this number.
         return OSError(number, os.strerror(number), str(path))
     reason = _describe_cause(cause, status)
-    if not _is_refusal(cause, status):
-        return ServerLostError(
-            f"{path} cannot be reached: the server failed ({reason}). Run the same again later: "
-            "what is done is safe."
-        )
-    open_system.cache_clear()
-    return RefusedError(
-        f"{path} cannot be reached: the server refused ({reason}). Look at the address, and at "
-        "your credentials and rights there; they may have expired. Then run the same again: what "
+    failure: UnavailableError = ServerLostError(
+        f"{path} cannot be reached: the server failed ({reason}). Run the same again later: what "
         "is done is safe."
     )
+    if _is_refusal(cause, status):
+        open_system.cache_clear()
+        failure = RefusedError(
+            f"{path} cannot be reached: the server refused ({reason}). Look at the address, and at "
+            "your credentials and rights there; they may have expired. Then run the same again: "
+            "what is done is safe."
+        )
+    failure.reason = reason
+    return failure
 
 
 def _find_cause(error: Exception) -> Exception:
