@@ -96,7 +96,6 @@ class Pass:
         # The thread that waits for batches, and its wait; None while it does not wait.
         self._thread = threading.current_thread()
         self._wait: _Wait | None = None
-        self._can_interrupt = False
         # Our own loader knows the batches that it has asked its workers for.
         self._knows_jobs = hasattr(self._loader, "list_jobs")
 
@@ -227,10 +226,7 @@ class Pass:
         self._thread = threading.current_thread()
         ident = threading.get_ident()
         waiting[ident] = self._monitor
-        is_main = self._thread is threading.main_thread()
-        is_interruptible = self._raises and is_main and INTERRUPT > 0
-        self._can_interrupt = is_interruptible
-        if is_interruptible:
+        if self._is_interruptible:
             outer_handler = signal.signal(INTERRUPT, self._interrupt)
         self._wait = wait
         try:
@@ -243,15 +239,19 @@ class Pass:
         finally:
             self._wait = None
             waiting.pop(ident, None)
-            if is_interruptible:
+            if self._is_interruptible:
                 signal.signal(INTERRUPT, outer_handler)
+
+    @property
+    def _is_interruptible(self) -> bool:
+        """Return whether a wait is ended by a signal, which only the main thread can take."""
+        return self._raises and self._thread is threading.main_thread()
 
     def _interrupt(self, number: int, frame: Any) -> None:
         """End a wait that was given up, unless its batch has come before the signal."""
-        is_given_up = self._wait is not None and self._wait.reason is not None
-        if is_given_up and self._can_interrupt:
+        if self._wait is not None and self._wait.reason is not None:
             # A second interrupt could come while the loader ends its workers.
-            self._can_interrupt = False
+            self._wait = None
             raise _StallInterrupt
 
     def _explain_end(self, error: Exception, wait: _Wait) -> Stall | None:
@@ -311,7 +311,7 @@ class Pass:
             self._record.stalls.append(stall)
         if self._raises and wait.reason is None:
             wait.reason = stall
-        if self._can_interrupt:
+        if self._is_interruptible:
             signal.pthread_kill(self._thread.ident or 0, INTERRUPT)
         elif is_new:
             # A filter may turn the warning into an error, which nobody could catch in this thread.

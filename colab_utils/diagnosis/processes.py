@@ -318,18 +318,16 @@ class WorkerMonitor:
         frame = sys._current_frames().get(thread.ident or 0)
         return self._read_frames(walk_stack(frame) if frame else ())
 
-    def list_helpers(self, thread: threading.Thread) -> list[tuple[threading.Thread, Activity]]:
-        """Return the other threads of this process that run code in Python, and what they do. A
+    def list_helpers(self, thread: threading.Thread) -> Iterator[tuple[threading.Thread, Activity]]:
+        """Yield the other threads of this process that run code in Python, and what they do. A
         thread that sends tensors to other processes is left out.
         """
         own = (thread, threading.current_thread())
-        helpers = [helper for helper in threading.enumerate() if helper not in own]
-        seen = [(helper, self.read_stack(helper)) for helper in helpers]
-        return [
-            (helper, activity)
-            for helper, activity in seen
-            if activity.stack and "/multiprocessing/resource_sharer" not in "".join(activity.stack)
-        ]
+        for helper in threading.enumerate():
+            activity = self.read_stack(helper)
+            lines = "".join(activity.stack)
+            if lines and helper not in own and "/multiprocessing/resource_sharer" not in lines:
+                yield helper, activity
 
     def find_failed(self, error: BaseException) -> int | None:
         """Return the sample at which a loader raised an error; None if it is not known."""

@@ -24,7 +24,7 @@ from colab_utils.diagnosis.watch import watch
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import open_store, read_file
 from colab_utils.reader import Reader
-from tests.diagnosis.loops import Samples, burn, watch_pass
+from tests.diagnosis.loops import Samples, watch_pass
 
 
 def _find_wait_of(act):
@@ -284,20 +284,6 @@ def test_who_loads_and_sleeps_is_named(loader, why, has_workers):
     assert cause.id == "sleep"
     assert re.search(why, cause.why), cause.why
     assert ("worker processes" in cause.next) != has_workers
-
-
-@pytest.mark.clock
-def test_workers_that_take_turns_at_a_lock_are_named():
-    lock = multiprocessing.Lock()
-
-    def work_alone(_):
-        with lock:
-            burn(0.02)
-
-    watched = watch_pass(Samples(100, act=work_alone), batch_size=2, num_workers=2)
-    # A machine may be busy with other work, too.
-    cures = {cause.id: cause.next for cause in watched.summary().causes}
-    assert "More workers would not help" in cures["lock"]
 
 
 class _Batched(Dataset):

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from colab_utils.diagnosis.memory_growth import MemoryLog, Reading, find_growth
 from colab_utils.diagnosis.system_calls import measure_memory
+from colab_utils.diagnosis.watch import watch
 from colab_utils.machine import find_free_memory
 from tests.diagnosis.loops import Samples
 
@@ -128,18 +129,13 @@ def test_a_worker_that_hoards_is_found_out():
     def hoard(_):
         kept.append(bytearray(os.urandom(1000) * 20_000))
 
-    loader = DataLoader(Samples(800, 0.1, act=hoard), batch_size=2, num_workers=2)
-    batches = iter(loader)
-    count = 0
-    began_s = time.perf_counter()
-    log = MemoryLog()
-    result = None
-    # Readings of a busy machine scatter: it may take some more of them.
-    while time.perf_counter() - began_s < 4 or (result is None and count < 350):
-        next(batches)
-        count += 1
-        log.look(count)
-        result = find_growth(log.readings)
-    assert result.mb_per_batch == pytest.approx(40, rel=0.4)
-    assert list(result.by_process) == ["workers"]
-    batches._shutdown_workers()
+    watched = watch(DataLoader(Samples(400, 0.1, act=hoard), batch_size=2, num_workers=2))
+    growth = None
+    for number, _ in enumerate(watched):
+        # Readings of a busy machine scatter: it may take some more of them.
+        if number >= 40 and number % 10 == 0:
+            growth = watched.summary().growth
+        if growth:
+            break
+    assert growth.mb_per_batch == pytest.approx(40, rel=0.4)
+    assert list(growth.by_process) == ["workers"]

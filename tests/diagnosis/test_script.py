@@ -25,7 +25,6 @@ USUAL = [
     ("references", "work"),
     ("epochs", "read"),
     ("persistent", "gap"),
-    ("no_loader", "gap"),
     ("thread", "healthy"),
     ("ahead", "read"),
     ("anew", "healthy"),
@@ -115,9 +114,6 @@ def test_the_planted_stall_of_an_unchanged_script_is_named(kind, stall, pipes, t
     assert "Traceback" not in ended.stderr
     content = json.loads(result.read_text())
     assert content["command"] == "run"
-    if kind == "no_loader":
-        assert content["loaders"] == []
-        return
     training = max(content["loaders"], key=lambda loader: loader["batches"])
     causes = {cause["id"]: cause["why"] for cause in training["causes"]}
     print(kind, stall, [*causes], training["verdict"])
@@ -327,7 +323,6 @@ def test_a_notebook_is_watched_cell_by_cell(tmp_path):
     ("name", "content", "why"),
     [
         ("nope.py", None, "No such file"),
-        (".", None, "Is a directory"),
         ("photo.py", b"\xff\xd8\xff\xe0", "is not valid Python"),
         ("zero.py", b"a = 1\0", "is not valid Python"),
         ("open.py", b"print(", "was never closed"),
