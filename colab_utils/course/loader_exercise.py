@@ -12,12 +12,14 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
-from itertools import accumulate
+from itertools import chain
 from statistics import median
 from tempfile import TemporaryDirectory
 from threading import active_count
 from time import perf_counter, sleep
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from colab_utils.course.sample_data import make_dataset
 from colab_utils.errors import ColabUtilsError, describe_error
@@ -51,11 +53,6 @@ _STILL_S = 1.0
 _ENDING_S = 2.0
 
 _MESSAGE = "file {} is broken"
-_SINGLE = "You read one file at a time. Reads only wait: let many threads wait at once."
-_WINDOW = "You waited for the first file of the window. Hand over what is ready."
-_ZIP = "Did zip take an index that nobody read?"
-_SWALLOWED = "You swallowed the error of the broken file. Pass it on, or name the file."
-_IDLE = "Reads ran dry. Begin another one whenever one ends."
 _SHORT = "a short epoch"
 _ONCE = "each file once"
 _WHOLE = "whole batches"
@@ -96,12 +93,19 @@ class LoaderGrade:
         return answer
 
     def _repr_html_(self) -> str:
-        return make_table(list(map(asdict, self.checks))).to_html()
+        return make_table(asdict(self)["checks"]).to_html()
 
     def __str__(self) -> str:
-        return str(make_table(list(map(asdict, self.checks))))
+        return str(make_table(asdict(self)["checks"]))
 
     __repr__ = __str__
+
+
+class _Sample(NamedTuple):
+    """What ``read`` returns of a file."""
+
+    number: int
+    content: bytes
 
 
 @dataclass
@@ -119,12 +123,12 @@ class _Trial:
     """Whether the loop stops after its first batch and a pause."""
     batches: list[list[int | None]] = field(default_factory=list)
     """The numbers of the files in each batch; None for what ``read`` did not return."""
-    events: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
+    events: list[tuple[int, int]] = field(default_factory=list)
     """What each event adds to the reads in flight, and to the files that are not handed over."""
     error: str = ""
     is_untouched: bool = False
-    is_complete: bool = False
-    """Whether the loader came to its end, without an error."""
+    lost: int = 0
+    """Files that never came, if the loader came to its end without an error."""
     names_broken: bool = False
     """Whether the error of the broken file came through, or a message named the file."""
     seconds: float = _LIMIT_S
@@ -133,10 +137,16 @@ class _Trial:
     threads: int = 0
     """Threads that ran on after the loop."""
 
+    def find_peaks(self) -> list[int]:
+        """Return the most reads in flight, and the most files that were not handed over."""
+        peaks: list[int] = np.cumsum([(0, 0), *self.events], axis=0).max(axis=0).tolist()
+        return peaks
+
     def explain(self, mistake: str) -> str:
         """Return a sentence for a loader that is slow: a mistake, unless it has no threads."""
-        reads = max(accumulate(change for change, _ in self.events))
-        return _SINGLE if reads == 1 else mistake
+        if self.find_peaks()[0] > 1:
+            return mistake
+        return "You read one file at a time. Reads only wait: let many threads wait at once."
 
     def watch(self, loader: Callable[..., Any], dataset: CocoFolder, sender: Any) -> None:
         """Let the loader read, and send this trial with what it did."""
@@ -156,10 +166,7 @@ class _Trial:
         sender.send(self)
 
     def _consume(self, loader: Callable[..., Any], dataset: CocoFolder) -> None:
-        # The samples are kept, because the id of a lost one may be used again.
-        samples = dict[int, tuple[int, Any]]()
-
-        def read(index: int) -> tuple[int, bytes]:
+        def read(index: int) -> _Sample:
             self.events.append((1, 1))
             try:
                 if index == self.broken:
@@ -167,19 +174,15 @@ class _Trial:
                 if index == self.slow:
                     self._wait_for_stillness()
                     self.overtaking = sum(map(len, self.batches))
-                sample = index, read_file(dataset.find_path(index))
-                samples[id(sample)] = index, sample
-                return sample
+                return _Sample(index, read_file(dataset.find_path(index)))
             finally:
                 self.events.append((-1, 0))
 
         began_s = perf_counter()
         batches = loader(read, list(self.order), _BATCH_SIZE)
-        if batches is None:
-            self.is_untouched = True
-            return
-        for batch in batches:
-            self.batches.append([samples.get(id(sample), (None,))[0] for sample in batch])
+        self.is_untouched = batches is None
+        for batch in batches or ():
+            self.batches.append([getattr(sample, "number", None) for sample in batch])
             self.events.append((0, -len(batch)))
             self.seconds = perf_counter() - began_s
             if self.stops:
@@ -187,7 +190,7 @@ class _Trial:
             if self.stops or self.seconds > _ROUND_S:
                 break
         else:
-            self.is_complete = True
+            self.lost = len(self.order) - sum(map(len, self.batches)) - (self.broken >= 0)
         # A list has nothing to close.
         if hasattr(batches, "close"):
             batches.close()
@@ -206,23 +209,40 @@ class _Trial:
         """Return a sentence for each check that fails."""
         if self.error:
             return dict.fromkeys(self.checks, self.error)
-        numbers = [number for batch in self.batches for number in batch]
-        sizes = [len(batch) for batch in self.batches]
-        odd = [size for size in sizes if size != _BATCH_SIZE]
-        is_odd = bool(odd) and (odd != sizes[-1:] or not 0 < odd[0] < _BATCH_SIZE)
-        lost = self.is_complete and len(self.order) - len(numbers) - (self.broken >= 0)
-        is_last_batch = lost == len(self.order) % _BATCH_SIZE
+        numbers = list(chain.from_iterable(self.batches))
+        sizes = list(map(len, self.batches))
+        # Only the last batch may have another size, of at least one file.
+        odd = {*sizes[:-1]} - {_BATCH_SIZE} | {*sizes[-1:]}.difference(range(1, _BATCH_SIZE + 1))
+        is_last_batch = self.lost == len(self.order) % _BATCH_SIZE
         is_blocked = self.slow >= 0 and self.overtaking < len(self.order) / 2
-        unread = max(accumulate(files for _, files in self.events))
+        unread = self.find_peaks()[1]
         suspects = (
             (_ONCE, None in numbers, "A batch holds something that read did not return."),
             (_ONCE, len(set(numbers)) < len(numbers), "A file came twice. Read each index once."),
-            (_ONCE, lost and not is_last_batch, f"You lost {lost} files. {_ZIP}"),
-            (_WHOLE, lost and is_last_batch, "You dropped the last batch. It may be smaller."),
-            (_WHOLE, is_odd, f"Batches of {set(odd)} files came. Only the last may be smaller."),
-            (_SLOW, is_blocked and not self.overtaking, self.explain(_WINDOW)),
+            (
+                _ONCE,
+                self.lost and not is_last_batch,
+                f"You lost {self.lost} files. Did zip take an index that nobody read?",
+            ),
+            (
+                _WHOLE,
+                self.lost and is_last_batch,
+                "You dropped the last batch. It may be smaller.",
+            ),
+            (_WHOLE, odd, f"Batches of {odd} files came. Only the last may be smaller."),
+            (
+                _SLOW,
+                is_blocked and not self.overtaking,
+                self.explain(
+                    "You waited for the first file of the window. Hand over what is ready."
+                ),
+            ),
             (_SLOW, is_blocked, f"You waited for a slow file when {self.overtaking} had come."),
-            (_BROKEN, self.broken >= 0 and not self.names_broken, _SWALLOWED),
+            (
+                _BROKEN,
+                self.broken >= 0 and not self.names_broken,
+                "You swallowed the error of the broken file. Pass it on, or name the file.",
+            ),
             (_MEMORY, unread > MOST_UNREAD, f"You asked for all at once: {unread} lay unread."),
             (_THREADS, self.threads, f"{self.threads} threads ran on. End them in a finally."),
         )
@@ -233,7 +253,7 @@ def grade_loader(loader: Callable[..., Any]) -> LoaderGrade | None:
     """Try a loader on few, slow and broken files, and time it.
 
     The reads wait as on the bad day, a tenth as long. The plain loop, your loader and `make_loader`
-    read the same files in turns, and medians are compared. It takes about 20 seconds.
+    read the same files in turns, and the medians of the rounds count. It takes about 20 seconds.
 
     Args:
         loader: Your ``my_loader(read, order, batch_size)``. For the indices in ``order``, it yields
@@ -251,6 +271,21 @@ def grade_loader(loader: Callable[..., Any]) -> LoaderGrade | None:
             f"A loader must be a function; it is a {type(loader).__name__}. Pass my_loader itself, "
             "and do not call it."
         )
+    bad = DRIVE_PROFILES["bad"]
+    with TemporaryDirectory() as folder:
+        # With this seed, the slowest read takes five times as long as the mean.
+        data = make_dataset(
+            folder, n=_FILES, width=32, height=32, objects=(1, 1), seed=1, workers=1
+        )
+        slow_down(folder, replace(bad, name="exercise", open_s=bad.open_s * _TIME_SCALE))
+        try:
+            # Two workers have 48 streams together.
+            return _grade(loader, CocoFolder(data.images, data.annotations, streams=24))
+        finally:
+            slow_down(folder, None)
+
+
+def _grade(loader: Callable[..., Any], dataset: CocoFolder) -> LoaderGrade | None:
     order = random.Random(0).sample(range(_FILES), _FILES)
     trials = [
         _Trial((_SHORT,), order[:6]),
@@ -262,27 +297,10 @@ def grade_loader(loader: Callable[..., Any]) -> LoaderGrade | None:
     bar = show_progress("trying your loader", trials)
     # The table says all that is to be said; of an untouched exercise, nothing.
     bar.leave = False
-    bad = DRIVE_PROFILES["bad"]
-    with TemporaryDirectory() as folder:
-        # With this seed, the slowest read takes five times as long as the mean.
-        data = make_dataset(
-            folder, n=_FILES, width=32, height=32, objects=(1, 1), seed=1, workers=1
-        )
-        slow_down(folder, replace(bad, name="exercise", open_s=bad.open_s * _TIME_SCALE))
-        try:
-            # Two workers have 48 streams together.
-            return _grade(loader, CocoFolder(data.images, data.annotations, streams=24), bar)
-        finally:
-            slow_down(folder, None)
-
-
-def _grade(
-    loader: Callable[..., Any], dataset: CocoFolder, trials: Iterable[_Trial]
-) -> LoaderGrade | None:
     faults = dict[str, str]()
-    # Files per second of the plain loop, of the loader and of `make_loader`, in each round.
-    rates = list[tuple[float, float, float]]()
-    for plan in trials:
+    # How many times as fast as the plain loop the loader is, and as `make_loader`, in each round.
+    ratios = list[tuple[float, float]]()
+    for plan in bar:
         trial = _run(plan, loader, dataset)
         if trial.is_untouched:
             return None
@@ -290,23 +308,23 @@ def _grade(
         if _SHORT in faults:
             return LoaderGrade((LoaderCheck(_SHORT, passed=False, seen=faults[_SHORT]),))
         if _TIMES in plan.checks:
-            paths = [dataset.find_path(index) for index in plan.order[len(rates) :: _ROUNDS]]
-            plain = _measure_rate(map(read_file, paths), len(paths))
+            paths = map(dataset.find_path, order[len(ratios) :: _ROUNDS])
             own = sum(map(len, trial.batches)) / trial.seconds
             # A loader's second pass would profit from the first one.
             with closing(make_loader(dataset, batch_size=_BATCH_SIZE, workers=2)) as ours:
-                rates.append((plain, own, _measure_rate(ours, _FILES)))
+                best = _BATCH_SIZE * _measure_rate(ours)
+            ratios.append((own / _measure_rate(map(read_file, paths)), own / best))
             if trial.error or trial.seconds > _ROUND_S:
                 break
-    plain, own, best = map(median, zip(*rates, strict=True))
-    ratios = {_TIMES: own / plain, _SHARE: own / best}
-    seen = {check: f"It is {ratio:.3g} times as fast." for check, ratio in ratios.items()}
-    for check, least in ((_TIMES, LEAST_TIMES), (_SHARE, LEAST_SHARE)):
-        if ratios[check] < least:
-            faults.setdefault(check, f"{seen[check]} {trial.explain(_IDLE)}")
+    times, share = map(median, zip(*ratios, strict=True))
+    seen = {_TIMES: f"It is {times:.3g} times as fast.", _SHARE: f"It has {share:.3g} of its rate."}
+    for check, is_slow in ((_TIMES, times < LEAST_TIMES), (_SHARE, share < LEAST_SHARE)):
+        if is_slow:
+            idle = trial.explain("Reads ran dry. Begin another one whenever one ends.")
+            faults.setdefault(check, f"{seen[check]} {idle}")
     seen |= faults
     checks = [LoaderCheck(name, name not in faults, seen.get(name, "")) for name in _CHECKS]
-    return LoaderGrade(tuple(checks), ratios[_TIMES])
+    return LoaderGrade(tuple(checks), times)
 
 
 def _run(trial: _Trial, loader: Callable[..., Any], dataset: CocoFolder) -> _Trial:
@@ -329,9 +347,8 @@ def _run(trial: _Trial, loader: Callable[..., Any], dataset: CocoFolder) -> _Tri
     return replace(trial, error=error)
 
 
-def _measure_rate(files: Iterable[Any], count: int) -> float:
-    """Return the files per second."""
+def _measure_rate(items: Iterable[Any]) -> float:
+    """Return how many of the items come in a second."""
     began_s = perf_counter()
-    for _ in files:
-        pass
+    count = sum(1 for _ in items)
     return count / (perf_counter() - began_s)

@@ -6,8 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from colab_utils.course.guesses import read_guess
-from colab_utils.course.questions import OWN_LOADER
+from colab_utils.course.questions import OWN_LOADER, read_guess
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.places import require_local_path
 from colab_utils.show.charts import format_figure, plot_bars

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import threading
 import time
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from itertools import islice
@@ -18,6 +17,7 @@ import pytest
 from colab_utils.course import loader_exercise
 from colab_utils.course.loader_exercise import grade_loader
 from colab_utils.errors import ColabUtilsError
+from colab_utils.processes import map_ahead
 from colab_utils.slow_drive import find_profile
 
 THREADS = 48
@@ -26,11 +26,14 @@ THREADS = 48
 @pytest.fixture
 def hurry(monkeypatch):
     """Shorter reads and fewer rounds, for what does not depend on time."""
-    monkeypatch.setattr(loader_exercise, "_TIME_SCALE", 0.02)
-    monkeypatch.setattr(loader_exercise, "_ROUNDS", 1)
-    monkeypatch.setattr(loader_exercise, "_ROUND_S", 2.0)
-    monkeypatch.setattr(loader_exercise, "_LIMIT_S", 4.0)
-    monkeypatch.setattr(loader_exercise, "_STILL_S", 0.4)
+    for name, value in (
+        ("_TIME_SCALE", 0.02),
+        ("_ROUNDS", 1),
+        ("_ROUND_S", 2.0),
+        ("_LIMIT_S", 4.0),
+        ("_STILL_S", 0.4),
+    ):
+        monkeypatch.setattr(loader_exercise, name, value)
 
 
 def cut(samples, batch_size):
@@ -45,14 +48,14 @@ def cut(samples, batch_size):
         yield batch
 
 
-def take_ready(read, order, most_reads):
+def take_ready(read, order, most_reads, take=islice):
     """Yield what is ready, and begin a read for each that has ended."""
     indices = iter(order)
     with ThreadPoolExecutor(min(most_reads, THREADS)) as pool:
-        waiting = {pool.submit(read, index) for index in islice(indices, most_reads)}
+        waiting = {pool.submit(read, index) for index in take(indices, most_reads)}
         while waiting:
             done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-            for index in islice(indices, most_reads - len(waiting)):
+            for index in take(indices, most_reads - len(waiting)):
                 waiting.add(pool.submit(read, index))
             for task in done:
                 yield task.result()
@@ -67,13 +70,8 @@ def read_in_turn(read, order, batch_size):
 
 
 def wait_in_order(read, order, batch_size):
-    indices = iter(order)
     with ThreadPoolExecutor(THREADS) as pool:
-        waiting = [pool.submit(read, index) for index in islice(indices, THREADS)]
-        while waiting:
-            yield [task.result() for task in waiting[:batch_size]]
-            waiting = waiting[batch_size:]
-            waiting += [pool.submit(read, index) for index in islice(indices, batch_size)]
+        yield from cut(map_ahead(pool, read, order, ahead=THREADS), batch_size)
 
 
 def wait_at_the_end(read, order, batch_size):
@@ -101,19 +99,12 @@ def drop_the_last_batch(read, order, batch_size):
             yield batch
 
 
-def take_by_zip(read, order):
-    indices = iter(order)
-    with ThreadPoolExecutor(THREADS) as pool:
-        waiting = {pool.submit(read, i) for i, _ in zip(indices, range(THREADS), strict=False)}
-        while waiting:
-            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-            waiting |= {pool.submit(read, i) for i, _ in zip(indices, done, strict=False)}
-            for task in done:
-                yield task.result()
+def take_by_zip(indices, count):
+    return [index for index, _ in zip(indices, range(count), strict=False)]
 
 
 def lose_by_zip(read, order, batch_size):
-    yield from cut(take_by_zip(read, order), batch_size)
+    yield from cut(take_ready(read, order, THREADS, take_by_zip), batch_size)
 
 
 def fill_the_last_batch(read, order, batch_size):
@@ -121,80 +112,43 @@ def fill_the_last_batch(read, order, batch_size):
         yield (batch * batch_size)[:batch_size]
 
 
-def leave_threads(read, order, batch_size):
-    samples = Queue(maxsize=THREADS)
-    indices = iter(order)
-    lock = threading.Lock()
+def leave_a_thread(read, order, batch_size):
+    Thread(target=time.sleep, args=(60,), daemon=True).start()
+    yield from solve(read, order, batch_size)
 
-    def work():
-        while True:
-            with lock:
-                index = next(indices, None)
-            if index is None:
-                break
-            try:
-                samples.put(read(index))
-            except OSError as error:
-                samples.put(error)
 
-    for _ in range(THREADS):
-        Thread(target=work, daemon=True).start()
+def forgive(read, say):
+    """Return a ``read`` that returns None for a broken file, and calls ``say`` with its index."""
 
-    def take(_):
-        sample = samples.get()
-        if isinstance(sample, OSError):
-            raise sample
-        return sample
+    def try_to_read(index):
+        try:
+            return read(index)
+        except OSError:
+            say(index)
 
-    yield from cut(map(take, order), batch_size)
+    return try_to_read
 
 
 def swallow_errors(read, order, batch_size):
-    def try_to_read(index):
-        try:
-            return read(index)
-        except OSError:
-            return None
-
-    samples = take_ready(try_to_read, order, THREADS)
-    yield from cut((sample for sample in samples if sample is not None), batch_size)
+    samples = take_ready(forgive(read, str), order, THREADS)
+    yield from cut(filter(None, samples), batch_size)
 
 
 def hand_over_none(read, order, batch_size):
-    def try_to_read(index):
-        try:
-            return read(index)
-        except OSError:
-            print(f"file {index} is bad")
-
-    yield from solve(try_to_read, order, batch_size)
+    yield from solve(forgive(read, print), order, batch_size)
 
 
 def leave_out_and_say_so(read, order, batch_size):
-    def try_to_read(index):
-        try:
-            return read(index)
-        except OSError as error:
-            print(f"left out {index}: {error}")
-
-    samples = take_ready(try_to_read, order, THREADS)
-    yield from cut((sample for sample in samples if sample is not None), batch_size)
+    samples = take_ready(forgive(read, print), order, THREADS)
+    yield from cut(filter(None, samples), batch_size)
 
 
 def hang_on_broken(read, order, batch_size):
     samples = Queue()
-
-    def work(index):
-        samples.put(read(index))
-
     with ThreadPoolExecutor(THREADS) as pool:
         for index in order:
-            pool.submit(work, index)
-        left = len(order)
-        while left:
-            size = min(batch_size, left)
-            yield [samples.get() for _ in range(size)]
-            left -= size
+            pool.submit(lambda index: samples.put(read(index)), index)
+        yield from cut((samples.get() for _ in order), batch_size)
 
 
 def list_faults(grade):
@@ -212,7 +166,7 @@ def list_faults(grade):
         (drop_the_last_batch, "whole batches", "You dropped the last batch"),
         (fill_the_last_batch, "each file once", "A file came twice"),
         (lose_by_zip, "each file once", "Did zip take an index that nobody read?"),
-        (leave_threads, "no thread runs on", "threads ran on"),
+        (leave_a_thread, "no thread runs on", "threads ran on"),
         (swallow_errors, "a broken file", "You swallowed the error of the broken file"),
         (hang_on_broken, "a broken file", "It hung"),
         (hand_over_none, "each file once", "something that read did not return"),

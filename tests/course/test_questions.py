@@ -1,4 +1,4 @@
-"""The five questions: guesses kept, answered by measurements."""
+"""The five questions: guesses kept, answered by measurements, and never misread."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from colab_utils.course.questions import (
     OWN_LOADER,
     QUESTIONS,
     collect_answers,
+    compare_guess,
     describe_answers,
     read_answers,
 )
@@ -39,19 +40,6 @@ def test_guesses_survive_from_the_first_notebook_to_the_last(tmp_path):
     assert "a slow file" not in describe_answers(answers)
 
 
-@pytest.mark.parametrize(
-    ("guess", "sentence"),
-    [
-        ("48", "You guessed 48, it was 5 times: less than you thought."),
-        ("", "You made no guess. It was 5 times."),
-        ("many", "'many' is no number. Type digits, such as 50 or 7.5. It was 5 times."),
-    ],
-)
-def test_each_guess_is_answered_in_words(guess, sentence):
-    answers = collect_answers({"times_8_workers": guess}, {"times_8_workers": 5.0})
-    assert sentence in describe_answers(answers)
-
-
 def test_what_nobody_measured_is_said_to_be_unmeasured():
     text = describe_answers(collect_answers({"times_photos": "3"}, {}))
     assert text.count("It was not measured on this machine") == len(QUESTIONS)
@@ -76,3 +64,45 @@ def test_a_notebook_that_stopped_half_way_leaves_no_answers(tmp_path, content):
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "01.json").write_text(content)
     assert read_answers(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("guess", "sentence"),
+    [
+        # A slider gives a number.
+        (50, "You guessed 50, it was 96 %: more than you thought."),
+        # A form field gives text.
+        ("50", "You guessed 50, it was 96 %: more than you thought."),
+        # The reader typed the unit, too.
+        (" 96 %", "You guessed 96, it was 96 %: close."),
+        # The guess is within a quarter.
+        (80, "You guessed 80, it was 96 %: close."),
+        # The guess is too high.
+        (200, "You guessed 200, it was 96 %: less than you thought."),
+        # The reader left the field empty.
+        ("", "You made no guess. It was 96 %."),
+    ],
+)
+def test_a_guess_is_judged_beside_the_measurement(guess, sentence):
+    assert compare_guess(guess, 96, "%") == sentence
+
+
+@pytest.mark.parametrize(
+    "guess",
+    [
+        # A word is no number.
+        "many",
+        # A comma means thousands to some, and tenths to others.
+        "1,500",
+        # Python takes this for a number.
+        "nan",
+    ],
+)
+def test_what_is_no_number_is_named_and_not_judged(guess):
+    sentence = compare_guess(guess, 96)
+    assert sentence == f"{str(guess)!r} is no number. Type digits, such as 50 or 7.5. It was 96."
+
+
+@pytest.mark.parametrize(("guess", "verdict"), [(0, "close"), (5, "less"), (-5, "more")])
+def test_a_measurement_of_nothing_can_be_guessed(guess, verdict):
+    assert verdict in compare_guess(guess, 0.0, "%")

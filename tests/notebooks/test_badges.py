@@ -91,27 +91,31 @@ def test_a_slug_that_is_none_is_refused(tmp_path, slug):
         set_badges(tmp_path, slug)
 
 
-def run_git(folder, *arguments):
+def run_git(folder, command):
     done = subprocess.run(
-        ["git", "-C", str(folder), *arguments], check=True, capture_output=True, text=True
+        ["git", "-C", str(folder), *command.split()], check=True, capture_output=True, text=True
     )
     return done.stdout.strip()
 
 
 def read_refs(remote):
-    return dict(
-        line.split()[::-1]
-        for line in run_git(remote, "for-each-ref", "--format=%(objectname) %(refname)").split("\n")
-    )
+    lines = run_git(remote, "for-each-ref --format=%(objectname)=%(refname)").splitlines()
+    return {ref: commit for commit, ref in (line.split("=") for line in lines)}
 
 
-def read_badges(remote, branch, path):
-    text = run_git(remote, "show", f"{branch}:{path}")
+def read_badges(remote, branch, path="README.md"):
+    text = run_git(remote, f"show {branch}:{path}")
     return set(re.findall(r"colab\.research\.google\.com/github/([^)\s]*)/notebooks/", text))
 
 
 @pytest.fixture
-def checkout(tmp_path, monkeypatch):
+def remote(tmp_path):
+    run_git(tmp_path, "init --quiet --bare remote.git")
+    return tmp_path / "remote.git"
+
+
+@pytest.fixture
+def checkout(remote, tmp_path, monkeypatch):
     """A copy of this repository with a tag; its remote lies beside it and holds main."""
     for role in ("AUTHOR", "COMMITTER"):
         monkeypatch.setenv(f"GIT_{role}_NAME", "me")
@@ -123,13 +127,15 @@ def checkout(tmp_path, monkeypatch):
     for name in ("README.md", "LICENSE", "pyproject.toml", "requirements.txt"):
         shutil.copy(ROOT / name, folder)
     set_badges(folder, "OWNER/REPO")
-    run_git(tmp_path, "init", "--quiet", "--bare", "remote.git")
-    run_git(folder, "init", "--quiet", "--initial-branch=main")
-    run_git(folder, "remote", "add", "origin", str(tmp_path / "remote.git"))
-    run_git(folder, "add", ".")
-    run_git(folder, "commit", "--quiet", "-m", "Begin")
-    run_git(folder, "tag", "v1.0")
-    run_git(folder, "push", "--quiet", "origin", "main", "v1.0")
+    for command in (
+        "init --quiet --initial-branch=main",
+        f"remote add origin {remote}",
+        "add .",
+        "commit --quiet -m Begin",
+        "tag v1.0",
+        "push --quiet origin main v1.0",
+    ):
+        run_git(folder, command)
     return folder
 
 
@@ -144,26 +150,25 @@ def built(wheel, monkeypatch):
     monkeypatch.setattr("tools.cells.build_wheel", lambda folder, *, root: wheel)
 
 
-def test_the_first_push_names_the_repository_and_the_second_changes_nothing(checkout, tmp_path):
-    remote = tmp_path / "remote.git"
+def test_the_first_push_names_the_repository_and_the_second_changes_nothing(checkout, remote):
     lines = publish_notebooks(checkout, "me/fast", MAIN)
     assert lines == ["main names me/fast", "colab has new notebooks"]
-    assert run_git(remote, "rev-list", "--count", "main") == "2"
-    assert run_git(remote, "rev-list", "--count", "colab") == "1"
-    held = run_git(remote, "ls-tree", "-r", "--name-only", "colab").split()
+    assert run_git(remote, "rev-list --count main") == "2"
+    assert run_git(remote, "rev-list --count colab") == "1"
+    held = run_git(remote, "ls-tree -r --name-only colab").split()
     assert held == ["README.md", *(f"notebooks/{path.name}" for path in NOTEBOOKS)]
     for path in held:
         assert read_badges(remote, "colab", path) == {"me/fast/blob/colab"}
-    assert read_badges(remote, "main", "README.md") == {"me/fast/blob/colab"}
-    for path in NOTEBOOKS:
-        cells = json.loads(run_git(remote, "show", f"colab:notebooks/{path.name}"))["cells"]
+    assert read_badges(remote, "main") == {"me/fast/blob/colab"}
+    for path in held[1:]:
+        cells = json.loads(run_git(remote, f"show colab:{path}"))["cells"]
         setup = next(cell for cell in cells if cell["id"] == "setup")
         assert "WHEEL = '''" in "".join(setup["source"])
     # The checkout itself is as it was.
-    assert run_git(checkout, "status", "--porcelain") == "?? runs/"
-    assert run_git(checkout, "worktree", "list").count("\n") == 0
+    assert run_git(checkout, "status --porcelain") == "?? runs/"
+    assert run_git(checkout, "worktree list").count("\n") == 0
 
-    run_git(checkout, "pull", "--quiet", "origin", "main")
+    run_git(checkout, "pull --quiet origin main")
     before = read_refs(remote)
     lines = publish_notebooks(checkout, "me/fast", MAIN)
     assert lines == ["colab has these notebooks already"]
@@ -171,39 +176,21 @@ def test_the_first_push_names_the_repository_and_the_second_changes_nothing(chec
 
 
 @pytest.mark.usefixtures("built")
-def test_a_renamed_fork_follows(checkout, tmp_path):
-    remote = tmp_path / "remote.git"
+def test_a_renamed_fork_follows(checkout, remote):
     publish_notebooks(checkout, "me/fast", MAIN)
-    run_git(checkout, "pull", "--quiet", "origin", "main")
+    run_git(checkout, "pull --quiet origin main")
     lines = publish_notebooks(checkout, "you/next", MAIN)
     assert lines == ["main names you/next", "colab has new notebooks"]
-    for branch, path in (("main", "README.md"), ("colab", "README.md")):
-        assert read_badges(remote, branch, path) == {"you/next/blob/colab"}
-    assert "me/fast" not in run_git(remote, "show", "main:README.md")
+    for branch in ("main", "colab"):
+        assert read_badges(remote, branch) == {"you/next/blob/colab"}
+    assert "me/fast" not in run_git(remote, "show main:README.md")
     # The name stands in few lines, so that the fork can take what comes from upstream.
-    changed = run_git(remote, "diff", "--numstat", "main~1", "main").splitlines()
+    changed = run_git(remote, "diff --numstat main~1 main").splitlines()
     assert sum(int(line.split()[0]) for line in changed) <= 12
 
 
 @pytest.mark.usefixtures("built")
-def test_a_tag_has_a_branch_of_its_own(checkout, tmp_path):
-    remote = tmp_path / "remote.git"
-    before = read_refs(remote)
-    assert publish_notebooks(checkout, "me/fast", "refs/tags/v1.0") == [
-        "colab-v1.0 has new notebooks"
-    ]
-    after = read_refs(remote)
-    assert after.pop("refs/heads/colab-v1.0")
-    assert after == before
-    for path in ("README.md", f"notebooks/{NOTEBOOKS[0].name}"):
-        assert read_badges(remote, "colab-v1.0", path) == {"me/fast/blob/colab-v1.0"}
-    # These files hang on the release.
-    assert len(list((checkout / "runs" / "published" / "notebooks").iterdir())) == len(NOTEBOOKS)
-
-
-@pytest.mark.usefixtures("built")
-def test_where_main_takes_no_push_the_notebooks_are_pushed_all_the_same(checkout, tmp_path):
-    remote = tmp_path / "remote.git"
+def test_where_main_takes_no_push_the_notebooks_are_pushed_all_the_same(checkout, remote):
     hook = remote / "hooks" / "update"
     hook.write_text('#!/bin/sh\ntest "$1" != refs/heads/main\n')
     hook.chmod(0o755)
@@ -213,16 +200,16 @@ def test_where_main_takes_no_push_the_notebooks_are_pushed_all_the_same(checkout
     assert "make badges REPO=me/fast" in refused
     assert "\n" not in refused
     assert pushed == "colab has new notebooks"
-    assert run_git(remote, "rev-list", "--count", "main") == "1"
-    assert read_badges(remote, "colab", "README.md") == {"me/fast/blob/colab"}
+    assert run_git(remote, "rev-list --count main") == "1"
+    assert read_badges(remote, "colab") == {"me/fast/blob/colab"}
 
 
 @pytest.mark.usefixtures("built")
-def test_a_branch_of_somebody_else_is_left_alone(checkout, tmp_path):
-    run_git(checkout, "push", "--quiet", "origin", "main:colab")
+def test_a_branch_of_somebody_else_is_left_alone(checkout, remote):
+    run_git(checkout, "push --quiet origin main:colab")
     with pytest.raises(ColabUtilsError, match="The branch colab holds somebody's own work"):
         publish_notebooks(checkout, "me/fast", MAIN)
-    assert run_git(tmp_path / "remote.git", "log", "-1", "--format=%s", "colab") == "Begin"
+    assert run_git(remote, "log -1 --format=%s colab") == "Begin"
 
 
 @pytest.mark.parametrize("ref", ["main", "refs/heads/feature", "refs/tags/v1 0", "refs/tags/-v1"])
@@ -235,7 +222,7 @@ def test_a_ref_that_is_none_is_refused_in_one_line(capsys, ref):
 
 @pytest.mark.usefixtures("built")
 def test_a_token_in_an_address_is_not_printed(checkout):
-    run_git(checkout, "remote", "set-url", "origin", "https://secret@localhost:9/me/fast")
+    run_git(checkout, "remote set-url origin https://secret@localhost:9/me/fast")
     with pytest.raises(ColabUtilsError, match="git ls-remote failed") as caught:
         publish_notebooks(checkout, "me/fast", "refs/tags/v1.0")
     assert "secret" not in str(caught.value)
@@ -261,22 +248,36 @@ def test_the_workflow_calls_the_script_by_an_argument_list(workflow):
 
 
 @pytest.mark.usefixtures("built")
-def test_the_files_of_a_release_are_those_that_the_script_leaves(workflow, checkout, tmp_path):
+def test_a_tag_has_a_branch_and_a_release_of_its_own(workflow, checkout, remote, tmp_path):
     """The release's own commands, with a `gh` that notes its arguments."""
-    publish_notebooks(checkout, "me/fast", "refs/tags/v1.0")
+    before = read_refs(remote)
+    lines = publish_notebooks(checkout, "me/fast", "refs/tags/v1.0")
+    assert lines == ["colab-v1.0 has new notebooks"]
+    after = read_refs(remote)
+    assert after.pop("refs/heads/colab-v1.0")
+    assert after == before
+    for path in ("README.md", f"notebooks/{NOTEBOOKS[0].name}"):
+        assert read_badges(remote, "colab-v1.0", path) == {"me/fast/blob/colab-v1.0"}
     (job,) = workflow["jobs"].values()
-    command = job["steps"][-1]["run"]
     log = tmp_path / "log"
     tool = tmp_path / "bin" / "gh"
     tool.parent.mkdir()
     tool.write_text(f'#!/bin/sh\necho "$@" >> {log}\ntest "$2" != view\n')
     tool.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tool.parent}:{os.environ['PATH']}"}
-    environment["GITHUB_REF_NAME"] = "v1.0"
-    subprocess.run(["bash", "-e", "-c", command], cwd=checkout, check=True, env=environment)
-    view, create, upload = log.read_text().splitlines()
-    assert view == "release view v1.0"
-    assert create == "release create v1.0 --verify-tag --notes-file runs/published/README.md"
+    path = f"{tool.parent}:{os.environ['PATH']}"
+    subprocess.run(
+        ["bash", "-e", "-c", job["steps"][-1]["run"]],
+        cwd=checkout,
+        check=True,
+        env={**os.environ, "PATH": path, "GITHUB_REF_NAME": "v1.0"},
+    )
     names = " ".join(f"runs/published/notebooks/{path.name}" for path in NOTEBOOKS)
-    assert upload == f"release upload v1.0 --clobber {names}"
+    assert log.read_text().splitlines() == [
+        "release view v1.0",
+        "release create v1.0 --verify-tag --notes-file runs/published/README.md",
+        f"release upload v1.0 --clobber {names}",
+    ]
+    # These files hang on the release.
     assert (checkout / "runs" / "published" / "README.md").is_file()
+    published = checkout / "runs" / "published" / "notebooks"
+    assert sorted(path.name for path in published.iterdir()) == [path.name for path in NOTEBOOKS]
