@@ -3,7 +3,7 @@
 import multiprocessing
 import queue
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, TypeVar
@@ -51,57 +51,19 @@ it are done, to begin to read its files.
 """
 
 
-@dataclass(frozen=True)
-class _Run:
-    """What the processes of one run share."""
-
-    work: Work[Any, Any]
-    jobs: Sequence[Any]
-    progress: JobProgress
-    taken: Any
-    """Number of jobs that were taken, in shared memory."""
-    results: Any
-    """Queue of the results."""
-
-    def take(self) -> Iterator[Any]:
-        """Yield the jobs that no other process takes, until none is left or the run is stopped."""
-        while True:
-            # A run that was stopped asks nothing of a server that may be gone.
-            self.progress.add(0)
-            with self.taken.get_lock():
-                number = self.taken.value
-                self.taken.value += 1
-            if number >= len(self.jobs):
-                return
-            yield self.jobs[number]
-
-    def serve(self) -> None:
-        """Do jobs until none is left."""
-        for result in self.work(self.take(), self.progress):
-            self.results.put(result)
-
-    def pop_results(self) -> list[Any]:
-        """Return the results that came since the last call."""
-        results = []
-        while not self.results.empty():
-            results.append(self.results.get())
-        return results
+# What this process does in a run. It is a global, as shared memory cannot be sent to a process.
+_call: Callable[[], object] = int
 
 
-# The run of this process. It is a global, as shared memory cannot be sent to a process.
-_run: _Run | None = None
-
-
-def _join(run: _Run) -> None:
+def _join(call: Callable[[], object]) -> None:
     """Make this process, which was just forked, a worker of a run."""
-    global _run
-    _run = run
+    global _call
+    _call = call
 
 
 def _serve() -> None:
     """Do jobs in a process that has joined a run."""
-    if _run is not None:
-        _run.serve()
+    _call()
 
 
 def run_jobs(
@@ -113,47 +75,61 @@ def run_jobs(
     images that are done in all. With one process, the jobs run in a thread of this process. Workers
     of some engines, such as Dask, are not allowed to start processes of their own.
 
+    After an error, the other processes are stopped and waited for.
+
     Raises:
         ColabUtilsError: if a job failed, or the system ended a process.
     """
     # There are no more processes than jobs.
     processes = max(1, min(processes, len(jobs)))
     context = multiprocessing.get_context("fork")
+    results: Any = queue.SimpleQueue()
     with explain_shared_memory():
         progress = JobProgress(context.Value("q", 0), context.Event())
-        results = queue.SimpleQueue[Any]() if processes == 1 else context.SimpleQueue()
-        run = _Run(work, jobs, progress, context.Value("q", 0), results)
-    pool: Executor
-    if processes == 1:
-        pool = ThreadPool(1)
-        serve = run.serve
-    else:
-        pool = fork_pool(processes, _join, run)
-        serve = _serve
+        taken = context.Value("q", 0)
+        if processes > 1:
+            results = context.SimpleQueue()
+
+    def serve() -> None:
+        for result in work(_take(jobs, taken, progress), progress):
+            results.put(result)
+
+    def pop_results() -> list[_Result]:
+        return [results.get() for _ in iter(results.empty, True)]
+
+    pool: Executor = ThreadPool(1) if processes == 1 else fork_pool(processes, _join, serve)
     with pool:
         with defer_interrupt():
-            running = {pool.submit(serve) for _ in range(processes)}
-        for finished in _watch(running, run):
-            # The counter is read without its lock, because a killed worker may hold the lock.
-            yield finished, progress.images_done.get_obj().value
+            calls = [serve] if processes == 1 else [_serve] * processes
+            running = {pool.submit(call) for call in calls}
+        try:
+            while running:
+                done = pop_done(running)
+                # The counter is read without its lock, because a killed worker may hold the lock.
+                yield pop_results(), progress.images_done.get_obj().value
+                for future in done:
+                    future.result()
+        except BaseException:
+            progress.stop.set()
+            until_s = monotonic() + _STOP_S
+            while running and monotonic() < until_s:
+                # A process ends only once its results are taken.
+                pop_done(running)
+                pop_results()
+            raise
 
 
-def _watch(running: set[Future[None]], run: _Run) -> Generator[list[Any], None, None]:
-    """Yield the results that came, several times a second.
+def _take(jobs: Sequence[_Job], taken: Any, progress: JobProgress) -> Iterator[_Job]:
+    """Yield the jobs that no other process takes, until none is left or the run is stopped.
 
-    After an error, the other processes are stopped and waited for.
+    ``taken`` is the number of jobs that were taken, in shared memory.
     """
-    try:
-        while running:
-            done = pop_done(running)
-            yield run.pop_results()
-            for future in done:
-                future.result()
-    except BaseException:
-        run.progress.stop.set()
-        until_s = monotonic() + _STOP_S
-        while running and monotonic() < until_s:
-            # A process ends only once its results are taken.
-            pop_done(running)
-            run.pop_results()
-        raise
+    while True:
+        # A run that was stopped asks nothing of a server that may be gone.
+        progress.add(0)
+        with taken.get_lock():
+            number = taken.value
+            taken.value += 1
+        if number >= len(jobs):
+            return
+        yield jobs[number]

@@ -22,6 +22,7 @@ import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,9 @@ class ShardArrays:
     """
 
 
+# The names of the tables, in the order in which the file has them.
+_TABLES = [field.name for field in fields(ShardArrays) if field.name != "bits"]
+
 IMAGE_TABLES: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
     "image_ids": (np.int64, ()),
     "sizes": (np.int32, (2,)),
@@ -116,41 +120,27 @@ class ArraysBuilder:
             files: the bytes of the image, and those of the record.
             starts: the offsets of both in the tar.
         """
-        height = record["height"]
-        width = record["width"]
-        annotations = [
-            annotation for annotation in record["annotations"] if not annotation["iscrowd"]
-        ]
-        boxes, has_area = convert_boxes(
-            [annotation["bbox"] for annotation in annotations], height, width
-        )
-        kept = [
-            annotation
-            for annotation, keep in zip(annotations, has_area.tolist(), strict=True)
-            if keep
-        ]
-        masks = pack_masks([annotation["segmentation"] for annotation in kept])
-        image, record_bytes = files
-        image_start, record_start = starts
-        checksums = [hash_bytes(image), hash_bytes(masks.bits), hash_bytes(record_bytes)]
-        of_image = {
-            "image_ids": record["image_id"],
-            "sizes": (height, width),
-            "counts": len(kept),
-            "checks": [int(checksum, 16) for checksum in checksums],
-            "image_spans": (image_start, len(image)),
-            "record_spans": (record_start, len(record_bytes)),
-        }
-        of_objects: dict[str, Any] = {
+        size = (record["height"], record["width"])
+        objects = [annotation for annotation in record["annotations"] if not annotation["iscrowd"]]
+        boxes, has_area = convert_boxes([annotation["bbox"] for annotation in objects], *size)
+        objects = [*compress(objects, has_area)]
+        masks = pack_masks([annotation["segmentation"] for annotation in objects])
+        checked = (files[0], masks.bits, files[1])
+        spans = [*zip(starts, map(len, files), strict=True)]
+        rows: dict[str, Any] = {
+            "image_ids": [record["image_id"]],
+            "sizes": [size],
+            "counts": [len(objects)],
+            "checks": [[int(hash_bytes(part), 16) for part in checked]],
+            "image_spans": spans[:1],
+            "record_spans": spans[1:],
             "boxes": boxes[has_area],
-            "labels": [annotation["category_id"] for annotation in kept],
-            "areas": [annotation["area"] for annotation in kept],
+            "labels": [annotation["category_id"] for annotation in objects],
+            "areas": [annotation["area"] for annotation in objects],
             "crops": masks.crops,
         }
-        for name, row in of_image.items():
-            self._rows[name].append(row)
-        for name, rows in of_objects.items():
-            self._rows[name].extend(rows)
+        for name, values in rows.items():
+            self._rows[name].extend(values)
         self._mask_lengths.extend(np.diff(masks.offsets))
         self._bits.append(masks.bits)
 
@@ -186,7 +176,7 @@ def convert_boxes(
 def dump_arrays(head: dict[str, Any], arrays: ShardArrays) -> bytes:
     """Return the content of an arrays file. ``head`` stands before the tables, in JSON."""
     file = io.BytesIO()
-    for name in _list_tables():
+    for name in _TABLES:
         np.save(file, getattr(arrays, name), allow_pickle=False)
     tables = file.getvalue()
     # The bits are not copied, because they take most of the space.
@@ -250,18 +240,13 @@ def _split_tables(data: bytes) -> dict[str, Any]:
     """Return the tables of an arrays file by name, as views of ``data``."""
     tables = {}
     place = 0
-    for name in _list_tables():
+    for name in _TABLES:
         header_bytes, shape, dtype = read_npy_header(data[place : place + _NPY_HEADER_BYTES])
         place += header_bytes
         table = np.frombuffer(data, dtype, math.prod(shape), place).reshape(shape)
         tables[name] = table
         place += table.nbytes
     return tables
-
-
-def _list_tables() -> list[str]:
-    """Return the names of the tables, in the order in which the file has them."""
-    return [field.name for field in fields(ShardArrays) if field.name != "bits"]
 
 
 def rebuild_arrays(path: Place, shard: ShardInfo, store: Store | None = None) -> ShardArrays:
@@ -285,17 +270,12 @@ def rebuild_arrays(path: Place, shard: ShardInfo, store: Store | None = None) ->
         for pair in zip(members[::2], members[1::2], strict=True):
             starts = [member.offset_data for member in pair]
             files = [bytes(content[member.offset_data :][: member.size]) for member in pair]
-            builder.add(_load_record(files[1]), files, starts)
+            record = json.loads(files[1])
+            for annotation in record["annotations"]:
+                rle = annotation["segmentation"]
+                rle["counts"] = rle["counts"].encode()
+            builder.add(record, files, starts)
         return builder.build()
-
-
-def _load_record(data: bytes) -> dict[str, Any]:
-    """Return the record that the bytes of ``KEY.json`` hold, with the counts of RLE as bytes."""
-    record: dict[str, Any] = json.loads(data)
-    for annotation in record["annotations"]:
-        rle = annotation["segmentation"]
-        rle["counts"] = rle["counts"].encode()
-    return record
 
 
 def _read_head(pread: Callable[[int, int], bytes]) -> tuple[bytes, dict[str, Any]]:

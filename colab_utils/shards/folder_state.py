@@ -6,7 +6,7 @@ from typing import Any
 
 from colab_utils.data.coco import CocoDataset
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import Store, open_store
+from colab_utils.files import open_store
 from colab_utils.places import Place, open_place
 from colab_utils.shards.index import ShardIndex, explain_read, find_index
 from colab_utils.shards.jobs import are_still_bad, read_shard_index
@@ -64,23 +64,19 @@ def inspect_folder(folder: str | Place) -> FolderState:
         {}
     """
     folder = open_place(folder)
+    store = open_store(folder)
     with explain_read(folder):
-        return _inspect(open_store(folder))
-
-
-def _inspect(store: Store) -> FolderState:
-    folder = store.place
-    index = find_index(folder)
-    if index is not None:
-        is_written = bool(store.find_kind(WRITER_NAME))
-        return FolderState(folder, index, is_finished=not (index.partial or is_written))
-    # The arrays of each shard hold the fingerprint and the recipe of all shards.
-    for name in store.list_names("shard-*.arrays"):
-        shard = read_shard_index(store, name)
-        if shard is not None:
-            return FolderState(folder, shard)
-    if store.list_names("shard-*.tar"):
-        raise ColabUtilsError(f"{folder} holds shards without an index. Name another folder.")
+        index = find_index(folder)
+        if index is not None:
+            is_written = bool(store.find_kind(WRITER_NAME))
+            return FolderState(folder, index, is_finished=not (index.partial or is_written))
+        # The arrays of each shard hold the fingerprint and the recipe of all shards.
+        for name in store.list_names("shard-*.arrays"):
+            shard = read_shard_index(store, name)
+            if shard is not None:
+                return FolderState(folder, shard)
+        if store.list_names("shard-*.tar"):
+            raise ColabUtilsError(f"{folder} holds shards without an index. Name another folder.")
     return FolderState(folder)
 
 

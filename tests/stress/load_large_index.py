@@ -30,15 +30,15 @@ from colab_utils.shards.write import write_shards
 from tests.coco_files import make_object
 
 EPOCHS = 10
-IMAGES = 1000
-COPIES = 118
+IMAGES = 500
+COPIES = 236
 OBJECTS = 7.3
 MOST_GROWTH_MB = 5
 MOST_MB = 1200
 
 
 def make_shards(folder: Path) -> Path:
-    """One shard of 1,000 small images, and 118 more whose tars are hard links to its own."""
+    """One shard of 500 small images, and 236 more whose tars are hard links to its own."""
     pictures = folder / "images"
     pictures.mkdir()
     rng = np.random.default_rng(0)
