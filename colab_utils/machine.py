@@ -70,11 +70,8 @@ def find_group_cores(root: Path = Path("/")) -> float:
     Args:
         root: Folder that holds ``proc`` and ``sys``.
     """
-    cores = math.inf
-    for text in _read_groups(root, "cpu.max"):
-        quota, period = text.split()
-        cores = min(cores, int(quota) / int(period))
-    return cores
+    limits = [text.split() for text in _read_groups(root, "cpu.max")]
+    return min((int(quota) / int(period) for quota, period in limits), default=math.inf)
 
 
 def find_group_memory(root: Path = Path("/")) -> float:
@@ -177,10 +174,9 @@ class Machine:
     """Versions of Python, torch and torchvision."""
 
     def __str__(self) -> str:
-        memory = format_bytes(self.ram_bytes)
         return (
-            f"{self.cores} cores ({self.cpu}), {memory} RAM, {self.gpu or 'no GPU'}, "
-            f"{self.software}"
+            f"{self.cores} cores ({self.cpu}), {format_bytes(self.ram_bytes)} RAM, "
+            f"{self.gpu or 'no GPU'}, {self.software}"
         )
 
 
@@ -199,7 +195,6 @@ def describe_machine() -> Machine:
         if model:
             cpu = model[1]
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
-    torchvision = metadata.version("torchvision")
     return Machine(
         cpu=cpu,
         cores=count_cores(),
@@ -207,7 +202,7 @@ def describe_machine() -> Machine:
         gpu=gpu,
         software=(
             f"Python {platform.python_version()}, torch {torch.__version__}, "
-            f"torchvision {torchvision}"
+            f"torchvision {metadata.version('torchvision')}"
         ),
     )
 

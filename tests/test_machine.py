@@ -55,25 +55,16 @@ def test_without_limits_of_control_groups_there_is_none(tmp_path, groups):
     assert find_group_cores(tmp_path) == math.inf
 
 
-def test_the_limits_of_a_container_(tmp_path):
-    join_groups(tmp_path, "0::/")
-    make_group(tmp_path, "", memory=1000, used=300, cache=100, quota=150000)
+# The top group is a container's own.
+@pytest.mark.parametrize("tightest", ["", "slurm", "slurm/job/step 0"])
+def test_the_tightest_group_counts(tmp_path, tightest):
+    join_groups(tmp_path, "0::/slurm/job/step 0")
+    for place in ("", "slurm", "slurm/job", "slurm/job/step 0"):
+        make_group(tmp_path, place, memory=5000, used=400, quota=800000)
+    make_group(tmp_path, tightest, memory=1000, used=300, cache=100, quota=150000)
+    make_group(tmp_path, "slurm/other", memory=1, quota=1)
     assert find_group_memory(tmp_path) == 800
     assert find_group_cores(tmp_path) == 1.5
-
-
-@pytest.mark.parametrize("tightest", ["slurm", "slurm/job/step 0"])
-def test_the_tightest_group__counts(tmp_path, tightest):
-    join_groups(tmp_path, "0::/slurm/job/step 0")
-    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
-    for place in ("slurm", "slurm/job", "slurm/job/step 0"):
-        if place == tightest:
-            make_group(tmp_path, place, memory=1000, used=300, quota=200000)
-        else:
-            make_group(tmp_path, place, memory=5000, used=400, quota=800000)
-    make_group(tmp_path, "slurm/other", memory=1, quota=1)
-    assert find_group_memory(tmp_path) == 700
-    assert find_group_cores(tmp_path) == 2
 
 
 EVENTS = "low 0\nhigh 3\nmax 40\noom 5\noom_kill 2\noom_group_kill 0"
@@ -96,7 +87,6 @@ EVENTS = "low 0\nhigh 3\nmax 40\noom 5\noom_kill 2\noom_group_kill 0"
         ),
         # Without control groups, what the whole machine counts is read.
         (["9:name=systemd:/"], {"proc/vmstat": "pgfault 7\noom_kill 2"}),
-        (["0::/"], {"proc/vmstat": "oom_kill 2"}),
     ],
 )
 def test_kills_for_want_of_memory_are_counted(tmp_path, groups, files):

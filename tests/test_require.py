@@ -14,55 +14,32 @@ from colab_utils.require import (
 )
 
 
-def test_a_choice_passes_and_all_else_is_named_with_the_choices():
-    require_choice("deliver", "dense", ("dense", "packed"))
-    with pytest.raises(
-        ColabUtilsError, match=r"deliver must be one of dense, packed; it is 'x'\. Choose one"
-    ):
-        require_choice("deliver", "x", {"dense": 1, "packed": 2})
+# Two values have no hash.
+@pytest.mark.parametrize("value", ["x", [1], {}, None])
+def test_a_choice_passes_and_all_else_is_named_with_the_choices(value):
+    choices = {"dense": 1, "packed": 2}
+    require_choice("deliver", "dense", choices)
+    with pytest.raises(ColabUtilsError, match="deliver must be one of dense, packed; it is"):
+        require_choice("deliver", value, choices)
 
 
-@pytest.mark.parametrize("value", [[1], {}, None])
-def test_what_has_no_hash_is_no_choice(value):
-    with pytest.raises(ColabUtilsError, match="scene must be one of a, b; it is"):
-        require_choice("scene", value, {"a": 1, "b": 2})
-
-
-@pytest.mark.parametrize("value", [1, np.int64(1), np.uint8(1)])
-def test_whole_numbers_become_pythons_own(value):
-    assert type(require_count("n", value)) is int
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        # The count is too small.
-        0,
-        # A flag is no number.
-        True,
-        # The number is not whole.
-        1.0,
-        None,
-    ],
-)
-def test_what_is_no_count_is_refused(value):
-    with pytest.raises(
-        ColabUtilsError,
-        match=r"expected n (of 1 or more|as a whole number), found .*\. Pass another",
-    ):
-        require_count("n", value)
-
-
-@pytest.mark.parametrize("value", [1, 0.5, np.float32(0.5), np.int64(1)])
+@pytest.mark.parametrize("value", [1, np.uint8(1), 0.5, np.float32(0.5)])
 def test_numbers_become_pythons_own(value):
     assert type(require_number("x", value)) is (int if value == 1 else float)
 
 
+# A count that is too small, a flag, a number that is not whole, and no number.
+@pytest.mark.parametrize("value", [0, True, 1.0, None])
+def test_what_is_no_count_is_refused(value):
+    assert type(require_count("n", np.int64(1))) is int
+    with pytest.raises(
+        ColabUtilsError, match=r"expected n (of 1 or more|as a whole number), found"
+    ):
+        require_count("n", value)
+
+
 @pytest.mark.parametrize("value", [float("nan"), "1", True, [1.0]])
-@pytest.mark.parametrize(
-    "bounds",
-    [{}, {"minimum": 0}],
-)
+@pytest.mark.parametrize("bounds", [{}, {"minimum": 0}])
 def test_what_is_no_number_is_refused(value, bounds):
     with pytest.raises(ColabUtilsError, match=r"expected x .*found "):
         require_number("x", value, **bounds)
@@ -86,15 +63,7 @@ def test_a_number_outside_its_bounds_is_refused(bounds, good, bad, words):
             require_number("x", value, **bounds)
 
 
-@pytest.mark.parametrize(
-    ("value", "kind"),
-    [(0, int), (np.int64(5), int), (1.0, float), (np.float32(0.5), float)],
-)
-def test_max_bad_is_a_number_or_a_share(value, kind):
-    assert (require_max_bad(value), type(require_max_bad(value))) == (value, kind)
-
-
-@pytest.mark.parametrize("value", [-1, 1.5, -0.1, True, "0.1"])
+@pytest.mark.parametrize("value", [-1, 1.5, True])
 def test_max_bad_is_nothing_else(value):
     with pytest.raises(ColabUtilsError, match="expected max_bad"):
         require_max_bad(value)

@@ -235,13 +235,7 @@ def write_index(folder: Place, index: ShardIndex) -> None:
     if not index.faults:
         del content["faults"]
     content["xxh3_64"] = hash_bytes(_to_text(content))
-    store = open_store(folder)
-    store.write(TRAIN_INDEX_NAME, json.dumps(_make_train_index(index), indent=1).encode())
-    store.write(INDEX_NAME, json.dumps(content, indent=1).encode())
-
-
-def _make_train_index(index: ShardIndex) -> dict[str, Any]:
-    return {
+    train_content = {
         "version": 1,
         "split": "train",
         "shards": [shard.name for shard in index.shards],
@@ -253,6 +247,9 @@ def _make_train_index(index: ShardIndex) -> dict[str, Any]:
         "category_ids": "raw",
         "samples_per_shard": [shard.images for shard in index.shards],
     }
+    store = open_store(folder)
+    for name, entries in ((TRAIN_INDEX_NAME, train_content), (INDEX_NAME, content)):
+        store.write(name, json.dumps(entries, indent=1).encode())
 
 
 def _to_text(content: dict[str, Any]) -> bytes:

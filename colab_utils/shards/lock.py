@@ -76,11 +76,6 @@ def hold_folder(folder: Place) -> Iterator[None]:
     impatient = open_store(folder, is_patient=False)
     ended = threading.Event()
 
-    def begin() -> None:
-        text = f"process {os.getpid()} on {os.uname().nodename}\n{_find_host()}\n"
-        store.write(WRITER_NAME, text.encode())
-        remove_leftovers(store)
-
     def touch() -> None:
         while not ended.wait(_TOUCH_S):
             with suppress(OSError, ColabUtilsError):
@@ -100,7 +95,9 @@ def hold_folder(folder: Place) -> Iterator[None]:
             )
         try:
             with explain_write(folder):
-                begin()
+                text = f"process {os.getpid()} on {os.uname().nodename}\n{_find_host()}\n"
+                store.write(WRITER_NAME, text.encode())
+                remove_leftovers(store)
             start_thread(touch, "writer")
             yield
         finally:

@@ -23,8 +23,8 @@ from colab_utils.shards.records import Sample, read_image, try_sample
 if TYPE_CHECKING:
     from colab_utils.file_cache import FileCache
 
-# Target size of the first shard.
-_FIRST_SHARD_MB = 4
+# Target sizes of the first shards.
+_FIRST_SHARDS_MB = (4, 8, 16, 32, 64, 128, 256, 512)
 # Seed of the order of the images.
 _ORDER_SEED = 0
 # A few images are measured, and stand for the whole dataset.
@@ -68,16 +68,10 @@ def complete_recipe(recipe: dict[str, Any], image_bytes: float) -> dict[str, Any
         image_bytes: bytes that an image takes in a shard, on average.
     """
     shard_mb = recipe["shard_mb"]
-    ramp_mb = []
-    size_mb = _FIRST_SHARD_MB
-    while size_mb < shard_mb:
-        ramp_mb.append(size_mb)
-        size_mb *= 2
-    images_per_shard = max(1, round(shard_mb * 1e6 / image_bytes))
     return {
         **recipe,
-        "images_per_shard": images_per_shard,
-        "ramp_mb": ramp_mb,
+        "images_per_shard": max(1, round(shard_mb * 1e6 / image_bytes)),
+        "ramp_mb": [size_mb for size_mb in _FIRST_SHARDS_MB if size_mb < shard_mb],
         "seed": _ORDER_SEED,
     }
 

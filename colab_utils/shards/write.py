@@ -76,8 +76,10 @@ class ShardReport:
     """
 
     def __str__(self) -> str:
-        text = f"{format_count(self.images, 'image')} in {format_count(self.shards, 'shard')}, "
-        text += format_bytes(self.bytes)
+        text = (
+            f"{format_count(self.images, 'image')} in {format_count(self.shards, 'shard')}, "
+            f"{format_bytes(self.bytes)}"
+        )
         if self.skipped:
             text += f", {format_count(len(self.skipped), 'bad image')} skipped"
         if self.crowds:
@@ -187,9 +189,7 @@ def write_shards(
             open_store(folder).make()
             run = ShardRun(folder, images, dataset, recipe, max_bad, part)
             done = write_all(run, partial(_watch, run, processes, streams))
-            if part is not None:
-                return _make_report(join_index(run, done), dataset, started_s)
-            index = _finish_folder(run, done)
+            index = join_index(run, done) if part else _finish_folder(run, done)
     return _make_report(index, dataset, started_s)
 
 
@@ -220,8 +220,8 @@ def begin_folder(
     state.require(dataset, recipe)
     recipe = plan_recipe(images, dataset, state.recipe or recipe)
     image_bytes = recipe["shard_mb"] * 1e6 / recipe["images_per_shard"]
-    # A look at each shard would take minutes on a slow Drive.
     store = open_store(folder)
+    # A look at each shard would take minutes on a slow Drive.
     tars = store.list_names("shard-*.tar")
     missing = sum(
         len(places)
@@ -278,20 +278,20 @@ def _finish_folder(run: ShardRun, done: Collection[ShardIndex]) -> ShardIndex:
         ColabUtilsError: the shards are not in the folder. The workers have written them to a folder
             that only they see, such as one in their memory.
     """
-    folder = run.folder
-    store = open_store(folder)
+    store = open_store(run.folder)
     index = join_index(run, done)
     if not store.has_files(index.files()):
         raise ColabUtilsError(
-            f"The shards were written, but this process does not see all of them in {folder}. Name "
-            "a folder that all workers and this machine share, and run the same again."
+            "The shards were written, but this process does not see all of them in "
+            f"{run.folder}. Name a folder that all workers and this machine share, and run the "
+            "same again."
         )
-    with explain_write(folder):
-        write_index(folder, index)
-    empty = [single.shards[0] for single in done if not single.images]
-    for shard in empty:
-        # From now on, the index tells that no image of the shard can be used.
-        store.remove(shard.arrays_name)
+    with explain_write(run.folder):
+        write_index(run.folder, index)
+    for single in done:
+        if not single.images:
+            # From now on, the index tells that no image of the shard can be used.
+            store.remove(single.shards[0].arrays_name)
     return index
 
 

@@ -177,7 +177,7 @@ def test_small_shards_come_first_and_are_those_of_write_shards(
     open_tiny, tiny_dataset, places, tmp_path, monkeypatch
 ):
     # The ramp begins at a size that few small images fill.
-    monkeypatch.setattr(plan, "_FIRST_SHARD_MB", 0.02)
+    monkeypatch.setattr(plan, "_FIRST_SHARDS_MB", (0.02, 0.04))
     folder = tmp_path / "written"
     data = tiny_dataset.images, tiny_dataset.annotations
     write_shards(*data, shards=folder, shard_mb=0.06, workers=1)
