@@ -13,7 +13,6 @@ from pycocotools import mask as coco_mask
 from colab_utils.data.coco import read_coco
 from colab_utils.data.masks import PackedMasks, encode_segmentation
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import hash_bytes
 from colab_utils.loading.masks import unpack_masks
 from colab_utils.shards.arrays import (
     ArraysBuilder,
@@ -24,7 +23,6 @@ from colab_utils.shards.arrays import (
     rebuild_arrays,
 )
 from colab_utils.shards.index import read_index
-from colab_utils.shards.records import dump_record, split_member
 from colab_utils.shards.write import write_shards
 
 HEAD = {
@@ -72,25 +70,14 @@ def assert_equal(first, other):
         assert np.array_equal(a, b), field.name
 
 
-def test_arrays_are_made_again_from_the_tars(coco_shards):
+def test_arrays_are_those_of_the_records_and_are_made_again_from_the_tars(coco_shards):
     index = read_index(coco_shards)
     assert len(index.shards) > 1
     for shard in index.shards:
         path = coco_shards / shard.arrays_name
-        loaded = load_bits(path, shard)
-        assert_equal(loaded, rebuild_arrays(coco_shards / shard.name, shard))
-        head, info = describe_shard(path.read_bytes())
-        assert head["images"] == shard.images
-        assert head["bytes"] == shard.bytes
-        assert head["xxh3_64"] == shard.xxh3_64
-        assert info == shard
-
-
-def test_spans_boxes_and_masks_are_those_of_the_records(coco_shards):
-    index = read_index(coco_shards)
-    for shard in index.shards:
-        path = coco_shards / shard.arrays_name
         arrays = load_bits(path, shard)
+        assert_equal(arrays, rebuild_arrays(coco_shards / shard.name, shard))
+        assert describe_shard(path.read_bytes())[1] == shard
         blob = (coco_shards / shard.name).read_bytes()
         first = 0
         for i in range(shard.images):
@@ -170,37 +157,11 @@ def test_no_images_and_no_objects(tmp_path):
         builder.add(make_record(), (b"image", b"{}"), (512, 1536))
 
 
-@pytest.fixture(scope="module")
-def small_shard(tmp_path_factory):
-    """A tar of two records and its arrays, a few KB each; and the shard as an index lists it."""
-    folder = tmp_path_factory.mktemp("small")
-    builder = ArraysBuilder()
-    tar = b""
-    for number in range(2):
-        record = make_record({}, {})
-        files = (b"image", dump_record(record))
-        starts = []
-        for name, data in zip((f"{number}.jpg", f"{number}.json"), files, strict=True):
-            starts.append(len(tar) + 512)
-            tar += b"".join(split_member(name, data))
-        builder.add(record, files, starts)
-    tar += bytes(1024)
-    (folder / "a.tar").write_bytes(tar)
-    head = HEAD | {"bytes": len(tar), "xxh3_64": hash_bytes(tar)}
-    (folder / "a.arrays").write_bytes(content := dump_arrays(head, builder.build()))
-    info = describe_shard(content)[1]
-    assert_equal(rebuild_arrays(folder / "a.tar", info), load_small(folder, info))
-    return folder, info
-
-
-def load_small(folder, info):
-    return load_bits(folder / "a.arrays", info)
-
-
-def test_no_python_code_is_parsed_for_arrays(small_shard, monkeypatch):
+def test_no_python_code_is_parsed_for_arrays(local, monkeypatch):
+    shard = read_index(local).shards[0]
     # In Python 3.11 it sometimes fails in several threads.
     monkeypatch.setattr("ast.literal_eval", lambda _: 1 / 0)
-    assert len(load_small(*small_shard).image_ids)
+    assert len(load_arrays(local / shard.arrays_name, shard).image_ids)
 
 
 @QUICK
@@ -208,24 +169,24 @@ def test_no_python_code_is_parsed_for_arrays(small_shard, monkeypatch):
     changes=st.lists(st.tuples(SHARE, st.integers(0, 255)), max_size=8),
     kept=st.one_of(SHARE, st.just(1)),
 )
-def test_damaged_arrays_and_tars_are_refused_or_as_they_were(small_shard, tmp_path, changes, kept):
-    folder, info = small_shard
-    arrays = load_small(folder, info)
-    for name, read in (("a.arrays", load_arrays), ("a.tar", rebuild_arrays)):
-        data = bytearray((folder / name).read_bytes())
+def test_damaged_arrays_and_tars_are_refused_or_as_they_were(local, tmp_path, changes, kept):
+    shard = read_index(local).shards[0]
+    arrays = load_bits(local / shard.arrays_name, shard)
+    for name, read in ((shard.arrays_name, load_arrays), (shard.name, rebuild_arrays)):
+        data = bytearray((local / name).read_bytes())
         for share, value in changes:
             data[int(len(data) * share)] = value
         path = tmp_path / name
         path.write_bytes(data[: int(len(data) * kept)])
-        message = str(path)
+        message = f"{path}: Run verify on the shards"
         try:
-            result = read(path, info)
+            result = read(path, shard)
         except ColabUtilsError as error:
             message = str(error)
-            assert "Run verify on the shards" in message
         else:
             # The bits of the masks are compared with their checksum only when they are read.
-            result = dataclasses.replace(result, bits=arrays.bits) if name == "a.arrays" else result
-            assert_equal(result, arrays)
+            bits = arrays.bits if read is load_arrays else result.bits
+            assert_equal(dataclasses.replace(result, bits=bits), arrays)
         assert str(path) in message
+        assert "Run verify on the shards" in message
         assert "\n" not in message

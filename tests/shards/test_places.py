@@ -199,14 +199,6 @@ def test_an_error_of_reading_is_never_one_of_space(filled, tmp_path, error, kind
     assert "write" not in str(caught.value)
 
 
-def test_a_server_without_parts_of_files_is_refused(filled, tmp_path, monkeypatch):
-    monkeypatch.setattr(copying, "_PIECE_BYTES", 1000)
-    monkeypatch.setattr(copying, "_BLOCK_BYTES", 1000)
-    FaultyFileSystem.sends_whole_files = True
-    with pytest.raises(RefusedError, match=r"sends no parts of files\. Copy the file"):
-        copy_shards(URL, tmp_path / "ssd")
-
-
 def test_shards_images_and_annotations_come_from_a_web_server(photos, local, tmp_path):
     folder = tmp_path / "web"
     shutil.copytree(local, folder / "shards")

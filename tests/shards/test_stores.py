@@ -93,11 +93,8 @@ def test_a_place_that_is_not_there_is_told(store, photos, tmp_path, name):
     url = store.url.replace("bucket", name)
     for call in (
         lambda: read_index(url),
-        lambda: verify_shards(url),
-        lambda: copy_shards(url, tmp_path / "ssd"),
         lambda: ArrivingShards(url, tmp_path / "ssd"),
         lambda: CocoFolder(url, photos.annotations),
-        lambda: check_dataset(url, photos.annotations),
         lambda: check_dataset(photos.images, f"{url}/a.json"),
     ):
         with pytest.raises(ColabUtilsError, match=url) as caught:
