@@ -7,8 +7,9 @@ cores.
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterable
 from concurrent.futures import Future, wait
+from itertools import islice
 from time import perf_counter
 from typing import Any
 
@@ -95,7 +96,8 @@ class Reader:
         most_streams: the largest number that "auto" may choose.
 
     Attributes:
-        tuner: the `StreamTuner` that chooses the number of streams; None if you gave the number.
+        tuner: the `StreamTuner` that holds the number of streams. A number that you gave stays as
+            it is.
         read_bytes: bytes of all files that were read.
 
     Raises:
@@ -118,15 +120,14 @@ class Reader:
         most_bytes: int = AHEAD_BYTES,
         most_streams: int = MOST_STREAMS,
     ) -> None:
-        self.tuner: StreamTuner | None = None
-        if require_streams(streams) == "auto":
-            most_streams = min(MOST_STREAMS, most_streams)
-            self.tuner = StreamTuner(min(most_streams, guess_streams(store.place)), most_streams)
-        else:
-            self._streams = int(streams)
+        self._is_auto = require_streams(streams) == "auto"
+        most_streams = min(MOST_STREAMS, most_streams)
+        first = min(most_streams, guess_streams(store.place)) if self._is_auto else int(streams)
+        self.tuner = StreamTuner(first, most_streams)
         self._read = read
         self._place = store.place
-        store.retries.on_failure = self._refuse
+        if self._is_auto:
+            store.retries.on_failure = self._refuse
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
         self._waiting: deque[Reading] = deque()
@@ -146,7 +147,7 @@ class Reader:
     @property
     def streams(self) -> int:
         """Return how many files are read at once now."""
-        return self.tuner.streams if self.tuner else self._streams
+        return self.tuner.streams
 
     def ask(self, names: Iterable[Hashable]) -> list[Reading]:
         """Return a reading for each name without waiting. Files are read in the order of the names.
@@ -170,7 +171,8 @@ class Reader:
         pending: deque[Reading] = deque()
         try:
             while True:
-                pending.extend(self.ask(self._draw(source, len(pending))))
+                wanted = max(1, _FILES_A_STREAM * self.streams - len(pending))
+                pending.extend(self.ask(islice(source, wanted)))
                 if not pending:
                     return
                 yield pending.popleft()
@@ -202,17 +204,13 @@ class Reader:
             return self._read(name)
         return self._pop_ahead(name).take()
 
-    def forget(self, names: Iterable[Hashable]) -> None:
-        """Give up these files, which `prefetch` began to read. Other names are ignored."""
+    def forget(self, names: Iterable[Hashable] | None = None) -> None:
+        """Give up these files, which `prefetch` began to read, or all. Other names are ignored."""
         dropped = []
-        for name in names:
+        for name in list(self._ahead) if names is None else names:
             while self.is_ahead(name):
                 dropped.append(self._pop_ahead(name))
         self._drop(dropped)
-
-    def forget_all(self) -> None:
-        """Give up all files that `prefetch` began to read and that were not taken yet."""
-        self.forget(list(self._ahead))
 
     def _pop_ahead(self, name: Hashable) -> Reading:
         readings = self._ahead[name]
@@ -225,20 +223,10 @@ class Reader:
         """Give up all files, and end the threads. A thread that is reading ends after its read."""
         with self._lock:
             self._waiting.clear()
-            self._held.clear()
-            self._held_bytes = 0
             self._active.clear()
             for _ in range(self._threads):
                 self._tasks.put(None)
             self._threads = 0
-
-    def _draw(self, source: Iterator[Hashable], pending: int) -> Iterator[Hashable]:
-        """Yield names until `_FILES_A_STREAM` files a stream are pending, but at least one name."""
-        for _ in range(max(1, _FILES_A_STREAM * self.streams - pending)):
-            try:
-                yield next(source)
-            except StopIteration:
-                return
 
     def _start_more(self) -> None:
         """Start reads while streams and memory are free. The caller holds the lock."""
@@ -273,25 +261,23 @@ class Reader:
 
     def _serve(self) -> None:
         """Run in each thread: read the files of the queue, until the reader is closed."""
-        while True:
-            reading = self._tasks.get()
-            if reading is None:
-                return
-            content = None
-            error: BaseException | None = None
+        while (reading := self._tasks.get()) is not None:
             try:
                 content = self._read(reading.name)
-            except BaseException as failure:
-                error = failure
-            self._finish(reading, content, error)
+            except BaseException as error:
+                self._finish(reading, 0)
+                reading.content.set_exception(error)
+            else:
+                count = len(content) if isinstance(content, bytes | bytearray) else 0
+                self._finish(reading, count)
+                reading.content.set_result(content)
 
     def _refuse(self) -> None:
         with self._lock:
-            if self.tuner is not None:
-                self.tuner.refuse()
+            self.tuner.refuse()
 
-    def _finish(self, reading: Reading, content: Any, error: BaseException | None) -> None:
-        count = len(content) if isinstance(content, bytes | bytearray) else 0
+    def _finish(self, reading: Reading, count: int) -> None:
+        """Count the bytes of a file that was read, and start the next ones."""
         with self._lock:
             self._busy -= 1
             if reading in self._active:
@@ -300,17 +286,12 @@ class Reader:
                 self._held_bytes += count
                 self._files += 1
                 self.read_bytes += count
-                self._tune()
+                if self._is_auto:
+                    self._tune()
                 self._start_more()
-        if error is None:
-            reading.content.set_result(content)
-        else:
-            reading.content.set_exception(error)
 
     def _tune(self) -> None:
         """Let the tuner count a file that was read. The caller holds the lock."""
-        if self.tuner is None:
-            return
         is_busy = bool(self._waiting) and len(self._active) + 1 >= self.tuner.streams
         if is_busy:
             self.tuner.count(perf_counter())

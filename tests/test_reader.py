@@ -193,7 +193,7 @@ def test_what_is_given_up_starts_no_other_read(gate, open_reader, way):
     else:
         reader.prefetch(range(100))
         wait_until(lambda: len(gate.names) == 4)
-        reader.forget_all()
+        reader.forget()
     time.sleep(0.1)
     assert len(gate.names) == 4
     # The streams are free, and what is asked for is read beside what hangs.

@@ -119,7 +119,7 @@ class CocoSamples(Dataset[tuple[Tensor, Target]]):
 
     def drop_ahead(self) -> None:
         """Drop the parts that ``read_ahead`` began to read and that no sample has taken."""
-        self._open_reader().forget_all()
+        self._open_reader().forget()
 
     def _open_reader(self, streams: int | str = "auto") -> Reader:
         """Return the reader of this process.
