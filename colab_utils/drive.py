@@ -347,10 +347,6 @@ class Retries:
         self.trusts_absence = bool(missing)
         return set(paths) - missing
 
-    def __reduce__(self) -> "tuple[type[Retries], tuple[()]]":
-        # A copy in another process counts its own repetitions.
-        return Retries, ()
-
     def __str__(self) -> str:
         if not self.count:
             return ""

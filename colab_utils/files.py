@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache, partial
 from pathlib import Path
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import xxhash
 
-from colab_utils.drive import RETRY_WAITS_S, DriveLostError, Retries, guard_drive, try_again
+from colab_utils.drive import DriveLostError, Retries, guard_drive, try_again
 from colab_utils.errors import ColabUtilsError
 from colab_utils.machine import find_host, require_linux, require_space
 from colab_utils.places import Place, PlaceLike, UrlPath, open_place
@@ -85,16 +85,14 @@ def read_whole(path: str | Path, *, most_bytes: float = MOST_BYTES) -> bytes:
 
     Raises:
         ColabUtilsError: the path is not a file, or the file is too large: see `open_file`.
-        DriveLostError: Drive got disconnected, or its storage failed; or fewer bytes came than the
-            file holds, which itself may be complete.
-        UnavailableError: this machine has too little memory, or too many open files.
+        DriveLostError: fewer bytes came than the file holds, which itself may be complete.
         OSError: any other error, as Python raised it.
 
     Example:
         >>> read_whole(__file__) == read_file(__file__)
         True
     """
-    with guard_drive(path), open_file(path, most_bytes=most_bytes) as file:
+    with open_file(path, most_bytes=most_bytes) as file:
         size = os.fstat(file.fileno()).st_size
         content = file.read()
     if len(content) < size:
@@ -130,20 +128,23 @@ def parse_file(
         5
     """
     refused = ""
-    for wait_s in (*RETRY_WAITS_S, 0):
+
+    def attempt() -> _Result:
+        nonlocal refused
         content = read()
         try:
             return parse(content)
-        except Exception:
+        except Exception as error:
             checksum = xxhash.xxh3_128_hexdigest(content)
             if checksum == refused:
                 raise
             refused = checksum
-        sleep(wait_s)
-    raise DriveLostError(
-        f"Each time that {path} was read, different bytes came: Drive fails. "
-        "Run the same again later: what is done is safe."
-    )
+            raise DriveLostError(
+                f"Each time that {path} was read, different bytes came: Drive fails. "
+                "Run the same again later: what is done is safe."
+            ) from error
+
+    return Retries().run(attempt)
 
 
 class PieceFile(io.IOBase):

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from colab_utils import drive, files, slow_drive
+from colab_utils import drive, slow_drive
 from colab_utils.course.sample_data import BuiltinDataset, make_dataset
 from colab_utils.machine import count_cores
 from colab_utils.shards.write import write_shards
@@ -92,7 +92,6 @@ def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
 def short_waits() -> None:
     """What is tried again where Drive fails is tried at once."""
     drive.RETRY_WAITS_S = (0.01, 0.01, 0.01, 0.01)
-    files.RETRY_WAITS_S = drive.RETRY_WAITS_S
 
 
 @pytest.fixture(scope="session", autouse=True)

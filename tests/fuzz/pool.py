@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from colab_utils import drive, files, machine, running
+from colab_utils import drive, machine, running
 from colab_utils.data.decoding import load_jpeg_decoder
 from colab_utils.errors import ColabUtilsError
 from tests.fuzz.originals import Originals, run_here
@@ -194,7 +194,6 @@ def _work(
     faulthandler.enable(file=2)
     # What looks damaged is read again after a second, and most cases look so.
     drive.RETRY_WAITS_S = (0.0, 0.0, 0.0, 0.0)
-    files.RETRY_WAITS_S = drive.RETRY_WAITS_S
     # The machine is the same in all cases: its mounts and limits are read once.
     drive._read_mounts = cache(drive._read_mounts)
     machine._read_groups = cache(machine._read_groups)
