@@ -163,8 +163,7 @@ class Pass:
         except Exception as error:
             reason = str(wait.reason or self._explain_end(error, wait) or "")
             if isinstance(error, EOFError | OSError | RuntimeError):
-                is_sure = re.search("ancdata|Too many open files", str(error)) is not None
-                reason = reason or self._describe_files(is_sure=is_sure)
+                reason = reason or self._describe_files(str(error))
             if reason and not self._keeps_errors:
                 raise ColabUtilsError(reason) from error
             if reason:
@@ -206,11 +205,13 @@ class Pass:
         if sample is not None and note not in str(error):
             error.add_note(note)
 
-    def _describe_files(self, *, is_sure: bool = False) -> str:
-        """Say that a process has used up the files that it may open; "" if it has not."""
+    def _describe_files(self, error: str = "") -> str:
+        """Say that a process has used up the files that it may open, as the text of an error may
+        say; "" if it has not.
+        """
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         count = max(map(count_open_files, (os.getpid(), *self._monitor.list_samples())))
-        if count < _MANY_FILES * limit and not is_sure:
+        if count < _MANY_FILES * limit and not re.search("ancdata|Too many open files", error):
             return ""
         return (
             f"A process has {count} of at most {limit} files open: each tensor that a worker sends "

@@ -456,6 +456,40 @@ def two_cores(monkeypatch):
             {"work": 0.2},
             "",
         ),
+        # Workers are busy after their samples, or in them, or one of them in one.
+        (
+            {
+                "times": AFTER,
+                "looks": RUNNING,
+                "places": AT_WORKERS,
+                "inside": 4,
+                "outside": 15,
+            },
+            {"collate": 0.5},
+            "",
+        ),
+        (
+            {
+                "times": AFTER,
+                "looks": RUNNING,
+                "places": AT_WORKERS,
+                "inside": 15,
+                "outside": 4,
+            },
+            {"work": 0.5},
+            "",
+        ),
+        (
+            {
+                "times": AFTER,
+                "looks": RUNNING,
+                "places": AT_WORKERS,
+                "inside": 15,
+                "outside": 15,
+            },
+            {"work": 0.5},
+            "",
+        ),
     ],
 )
 def test_causes_stand_in_their_order_with_their_shares_and_cures(loop, expected, words):
@@ -466,22 +500,6 @@ def test_causes_stand_in_their_order_with_their_shares_and_cures(loop, expected,
     # A first batch is no wait.
     assert [cause.share for cause in result] == pytest.approx(list(expected.values()), rel=0.02)
     assert not words or re.search(words, f"{result[0].why} {result[0].next}"), result
-
-
-# Workers are busy after their samples, or in them, or one of them in one.
-@pytest.mark.parametrize(
-    ("inside", "outside", "id"), [(4, 15, "collate"), (15, 4, "work"), (15, 15, "work")]
-)
-def test_the_work_after_samples_is_told_from_that_in_them(inside, outside, id):
-    (cause,) = find(
-        waits=spread(0.05),
-        times=AFTER,
-        looks=RUNNING,
-        places=AT_WORKERS,
-        inside=inside,
-        outside=outside,
-    )
-    assert (cause.id, cause.share) == (id, pytest.approx(0.5, rel=0.02))
 
 
 def test_the_work_of_workers_is_named_by_the_stage_with_the_most_cpu_time():

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).with_name("scripts")
 RUN = ["-m", "colab_utils", "run"]
-# Every script with every stall takes minutes. `make test` runs each script of torch alone once.
+# Every script with every stall takes minutes, and `make test-formats` runs them. `make test` runs
+# each script of torch alone once.
 EVERY = bool(os.environ.get("EVERY_STALL"))
 USUAL = [
     ("references", "work"),
@@ -91,23 +93,11 @@ def run(*arguments, cwd):
     return call(*RUN, *arguments, cwd=cwd)
 
 
-def list_runs():
-    """Every script with every stall, and why it is skipped here."""
-    for kind in KINDS:
-        name = kind.removeprefix("with_")
-        lacks = name in FRAMEWORKS and importlib.util.find_spec(name) is None
-        for stall in CAUSES:
-            reason = ""
-            if not EVERY and (kind, stall) not in USUAL:
-                reason = "make test-formats runs every script with every stall"
-            if lacks:
-                reason = f"{name} is not installed: make test-formats installs it"
-            skip = pytest.mark.skipif(bool(reason), reason=reason)
-            yield pytest.param(kind, stall, marks=skip)
-
-
-@pytest.mark.parametrize(("kind", "stall"), [*list_runs()])
+@pytest.mark.parametrize(("kind", "stall"), [*product(KINDS, CAUSES)] if EVERY else USUAL)
 def test_the_planted_stall_of_an_unchanged_script_is_named(kind, stall, pipes, tmp_path):
+    framework = kind.removeprefix("with_")
+    if framework in FRAMEWORKS and importlib.util.find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed: make test-formats installs it")
     result = tmp_path / "result.json"
     ended = run("--json", result, SCRIPTS / f"{kind}.py", stall, pipes, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr

@@ -86,25 +86,6 @@ def _list_ids(watched):
     return [int(target["image_id"]) for _, targets in watched for target in targets]
 
 
-def _make_fifo(path):
-    """A file whose opening waits for somebody who writes to it."""
-    path.unlink()
-    os.mkfifo(path)
-
-
-def _when_stalled(watched, act, *, times=1):
-    """Call ``act`` from another thread once there are so many stalls."""
-
-    def wait():
-        while len(watched.stalls) < times:
-            time.sleep(0.01)
-        act()
-
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    return thread
-
-
 def _kill_self():
     # Meanwhile, other threads of this worker go on to later batches.
     time.sleep(0.2)
@@ -154,25 +135,37 @@ def _leaves_nothing(few_objects):
 
 @pytest.mark.clock
 @pytest.mark.parametrize("kind", _KINDS)
-def test_a_read_that_hangs_is_named_with_its_sample(tmp_path, kind):
-    dataset = _Photos(tmp_path)
+def test_only_slow_is_told_from_a_read_that_hangs_and_both_are_said(tmp_path, kind):
+    flag = tmp_path / "flag"
+    dataset = _Photos(tmp_path, act=partial(_burn_until, flag))
+    # The opening of this file waits for somebody who writes to it.
     fifo = dataset.paths[BAD]
-    _make_fifo(fifo)
+    fifo.unlink()
+    os.mkfifo(fifo)
     watched = watch(_KINDS[kind](dataset, batch_size=2), timeout_s=TIMEOUT_S)
-    release = _when_stalled(watched, lambda: fifo.write_text(str(BAD)))
+
+    def release():
+        for times, act in enumerate((flag.touch, lambda: fifo.write_text(str(BAD))), 1):
+            while len(watched.stalls) < times:
+                time.sleep(0.01)
+            act()
+
+    thread = threading.Thread(target=release, daemon=True)
+    thread.start()
     with pytest.warns(
         ColabUtilsWarning, match=rf"stuck in a read \(openat of {fifo}\), at sample {BAD}"
     ):
         assert _list_ids(watched) == list(range(8))
-    release.join()
-    (stall,) = watched.stalls
+    thread.join()
+    slow, read = watched.stalls
+    assert (slow.verdict, slow.seen.sample, read.verdict) == ("slow", BAD, "read")
     # In torch's own loader only the sample that is being loaded is seen, not its batch.
-    assert stall.job.indices == ((BAD,) if "torch" in kind else (2, 3))
+    assert read.job.indices == ((BAD,) if "torch" in kind else (2, 3))
     is_alone = kind.endswith("alone")
-    assert is_alone == any(line.endswith(" __getitem__") for line in stall.seen.stack)
-    assert (stall.job.worker is None) == (stall.job.pid == os.getpid()) == is_alone
+    assert is_alone == any(line.endswith(" __getitem__") for line in read.seen.stack)
+    assert (read.job.worker is None) == (read.job.pid == os.getpid()) == is_alone
     # A busy machine may add seconds to the 1 s that it should take.
-    assert TIMEOUT_S <= stall.waited_s < TIMEOUT_S + 5
+    assert TIMEOUT_S <= slow.waited_s < TIMEOUT_S + 5
 
 
 def _watch_sleeper():
@@ -309,26 +302,6 @@ def test_a_lock_held_across_fork(tmp_path):
     words = f"waits for a lock, at sample {BAD} .*start threads after the workers"
     with lock, pytest.raises(ColabUtilsError, match=words):
         _list_ids(watched)
-
-
-@pytest.mark.clock
-@pytest.mark.parametrize("kind", ["torch", "processes", "alone"])
-def test_only_slow_is_told_from_stuck_and_a_new_verdict_is_said(tmp_path, kind):
-    dataset = _Photos(tmp_path, act=partial(_burn_until, tmp_path / "flag"))
-    fifo = dataset.paths[BAD]
-    _make_fifo(fifo)
-    watched = watch(_KINDS[kind](dataset, batch_size=2), timeout_s=TIMEOUT_S)
-    threads = [
-        _when_stalled(watched, (tmp_path / "flag").touch),
-        _when_stalled(watched, lambda: fifo.write_text(str(BAD)), times=2),
-    ]
-    assert _list_ids(watched) == list(range(8))
-    for thread in threads:
-        thread.join()
-    assert [(stall.verdict, stall.seen.sample) for stall in watched.stalls] == [
-        ("slow", BAD),
-        ("read", BAD),
-    ]
 
 
 def _limit_files(_worker):
