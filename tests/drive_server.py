@@ -131,6 +131,10 @@ class Drive:
         return [".", "..", *names]
 
     @checked()
+    def readlink(self, path: str) -> str:
+        return os.readlink(path)
+
+    @checked()
     def statfs(self, path: str) -> dict[str, int]:
         status = os.statvfs(path)
         return {name: getattr(status, name) for name in dir(status) if name.startswith("f_")}

@@ -14,7 +14,7 @@ from typing import get_args
 import numpy as np
 
 from colab_utils.data.coco import CocoDataset, list_repeated_names, read_coco
-from colab_utils.data.defects import EFFECTS, SERIOUS, Defect
+from colab_utils.data.defects import EFFECTS, SERIOUS, Defect, describe_full_images
 from colab_utils.data.image_checks import (
     Findings,
     check_image,
@@ -23,7 +23,6 @@ from colab_utils.data.image_checks import (
 )
 from colab_utils.data.image_paths import require_folder
 from colab_utils.data.orientation import Exif, pick_turn
-from colab_utils.data.statistics import DatasetStatistics, measure_dataset
 from colab_utils.errors import escape
 from colab_utils.files import open_store
 from colab_utils.machine import count_cores
@@ -75,6 +74,17 @@ class Problem:
     """The first five different examples."""
     effect: str
     """What a defect of this kind leads to, or what the repair did."""
+
+
+@dataclass(frozen=True)
+class DatasetStatistics:
+    """Hold counts of the usable objects; crowds are left out."""
+
+    objects: int
+    classes: dict[str, int]
+    """Number of objects of each class, the most frequent class first."""
+    advice: tuple[str, ...]
+    """Sentences that say what to do."""
 
 
 @dataclass(frozen=True)
@@ -244,8 +254,23 @@ def _sum_up(dataset: CocoDataset, findings: Sequence[Findings]) -> DatasetReport
         annotations=len(dataset.ids) + len(dataset.unknown_images),
         ok=SERIOUS.isdisjoint(problem.kind for problem in problems),
         problems=tuple(problems),
-        statistics=measure_dataset(dataset, findings),
+        statistics=_measure(dataset, findings),
         worst=worst,
+    )
+
+
+def _measure(dataset: CocoDataset, findings: Sequence[Findings]) -> DatasetStatistics:
+    """Return the statistics of a dataset, by the names of its categories."""
+    objects = np.concatenate([np.zeros((0, 3)), *(finding.objects for finding in findings)])
+    names = {category["id"]: category["name"] for category in dataset.categories}
+    classes = Counter(dict.fromkeys(names.values(), 0))
+    classes.update(names[number] for number in objects[:, 0].tolist())
+    per_image = np.array([len(finding.objects) for finding in findings])
+    full = describe_full_images(per_image)
+    return DatasetStatistics(
+        objects=len(objects),
+        classes=dict(classes.most_common()),
+        advice=(full,) if full else (),
     )
 
 

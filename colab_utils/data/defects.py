@@ -4,7 +4,11 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 
+import numpy as np
+from numpy.typing import NDArray
+
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.units import format_count
 
 Defect = tuple[str, str]
 """The kind of a defect, and a text that says where it is and what was found."""
@@ -84,6 +88,10 @@ the defect is harmless, or its harm cannot be mended.
 """
 SERIOUS = {kind for kind, effect in EFFECTS.items() if not effect.startswith("note")}
 """The serious kinds of defects: those that are more than a note."""
+USUAL_DETECTIONS = 100
+"""Detections in an image that COCO's evaluation counts for each class, and the most that
+torchvision's Mask R-CNN gives. In images with more objects, both would cut the average precision.
+"""
 
 
 def pick_serious(counts: Mapping[str, int]) -> Counter[str]:
@@ -130,3 +138,26 @@ def warn_of_faults(source: object, counts: Mapping[str, int]) -> None:
     if faults:
         text = f"{source} has bad objects: {describe_faults(faults)}. Run `check` to see which."
         warnings.warn(text, ColabUtilsWarning, stacklevel=3)
+
+
+def describe_full_images(per_image: NDArray[np.int64]) -> str:
+    """Say how many images have more objects than `USUAL_DETECTIONS`; empty if none has.
+
+    ``per_image`` has the number of objects of each image.
+
+    Example:
+        >>> describe_full_images(np.array([100, 120])).partition(":")[0]
+        '1 image has more than 100 objects (120 at most)'
+        >>> describe_full_images(np.array([100]))
+        ''
+    """
+    count = int((per_image > USUAL_DETECTIONS).sum())
+    if not count:
+        return ""
+    largest = per_image.max()
+    verb = "has" if count == 1 else "have"
+    return (
+        f"{format_count(count, 'image')} {verb} more than {USUAL_DETECTIONS} objects ({largest} at "
+        f"most): train and evaluate allow {largest} detections in an image, where COCO's "
+        f"evaluation and torchvision's models stop at {USUAL_DETECTIONS}."
+    )

@@ -1,32 +1,16 @@
 """Compute the sizes to which torchvision's Mask R-CNN resizes images."""
 
 import math
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Size = tuple[int, int]
 """Height and width in pixels."""
-MODEL_SIZES = (800, 1333)
-"""Default size of Mask R-CNN's input in pixels: the shorter side, and the limit of the longer one.
-"""
 SIDE_RANGE = (1, 2**16)
 """Smallest and largest value of a size that training needs, in pixels."""
 # No side of an image has so many pixels.
 _NO_LIMIT = 2**31 - 1
-
-
-def find_scale(
-    height: Any, width: Any, *, min_size: float = MODEL_SIZES[0], max_size: float = MODEL_SIZES[1]
-) -> Any:
-    """Return the factor by which Mask R-CNN scales an image. The sides may be arrays.
-
-    Example:
-        >>> round(float(find_scale(480, 640)), 3)
-        1.667
-    """
-    return np.minimum(min_size / np.minimum(height, width), max_size / np.maximum(height, width))
 
 
 def fit_size(height: int, width: int, *, min_size: float, max_size: float) -> Size:
@@ -41,7 +25,7 @@ def fit_size(height: int, width: int, *, min_size: float, max_size: float) -> Si
         >>> fit_size(480, 640, min_size=800, max_size=1333)
         (800, 1066)
     """
-    scale = float(find_scale(height, width, min_size=min_size, max_size=max_size))
+    scale = min(min_size / min(height, width), max_size / max(height, width))
     return max(1, math.floor(height * scale)), max(1, math.floor(width * scale))
 
 

@@ -15,7 +15,7 @@ from torchvision.models.detection import MaskRCNN
 from torchvision.models.detection.roi_heads import paste_masks_in_image
 from torchvision.models.detection.transform import resize_boxes
 
-from colab_utils.data.statistics import USUAL_DETECTIONS, describe_full_images
+from colab_utils.data.defects import USUAL_DETECTIONS, describe_full_images
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset

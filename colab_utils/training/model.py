@@ -22,7 +22,7 @@ from torchvision.models.detection import (
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor
 from torchvision.models.detection.mask_rcnn import MaskRCNNPredictor
 
-from colab_utils.data.statistics import USUAL_DETECTIONS
+from colab_utils.data.defects import USUAL_DETECTIONS
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.places import PlaceLike
 from colab_utils.progress import is_watched

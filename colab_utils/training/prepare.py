@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from colab_utils.data.defects import describe_full_images
 from colab_utils.data.sizes import fit_size
-from colab_utils.data.statistics import describe_full_images
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedBatch, collate_packed, open_batch, write_batch
 from colab_utils.loading.coco_folder import CocoFolder
