@@ -31,8 +31,10 @@ def count_numbers(segmentation: Any) -> int:
     RLE that is not empty counts as six numbers, because the smallest outline has six.
 
     Example:
-        >>> count_numbers([[]]), count_numbers([[[1, 2.5], [3, 4]]]), count_numbers(None)
-        (0, 4, 0)
+        >>> count_numbers([[]]), count_numbers([[1e-05, 2.5, 3e20]]), count_numbers(None)
+        (0, 3, 0)
+        >>> count_numbers({"counts": "zz"}), count_numbers({"counts": ""})
+        (6, 0)
     """
     if isinstance(segmentation, dict) and "counts" in segmentation:
         return OUTLINE_NUMBERS if segmentation["counts"] else 0

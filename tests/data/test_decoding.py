@@ -351,31 +351,16 @@ def test_an_image_of_16_bits_keeps_the_upper_8_unless_they_are_dark(channels, ki
     assert np.array_equal(decode_pixels(store(data).data), expected)
 
 
-def split_jpeg(data):
-    """Return the parts of a JPEG up to its pixels, by their markers, and the rest."""
-    parts = []
-    place = 2
-    while data[place + 1] != 0xDA:
-        end = place + 2 + int.from_bytes(data[place + 2 : place + 4])
-        parts.append(data[place:end])
-        place = end
-    return parts, data[place:]
-
-
 @pytest.mark.parametrize("marker", [0xC4, 0xDB])
 @pytest.mark.parametrize("change", ["renamed", "longer", "shorter"])
 def test_a_jpeg_whose_tables_are_damaged_is_refused_as_by_pillow(marker, change):
     noise = Image.effect_noise((48, 32), 80).convert("RGB")
-    parts, rest = split_jpeg(save(noise, "JPEG", quality=40))
-    number = [part[1] for part in parts].index(marker)
-    length = int.from_bytes(parts[number][2:4])
-    damaged = bytearray(parts[number])
+    data = bytearray(save(noise, "JPEG", quality=40))
+    place = data.index(bytes([0xFF, marker]))
     if change == "renamed":
-        damaged[1] = 0x01
+        data[place + 1] = 0x01
     else:
-        damaged[2:4] = (length + (9 if change == "longer" else -9)).to_bytes(2)
-    parts[number] = bytes(damaged)
-    data = b"".join([b"\xff\xd8", *parts, rest])
+        data[place + 3] += 9 if change == "longer" else -9
     with pytest.raises(ColabUtilsError, match="not a"):
         decode_pixels(data)
 
