@@ -223,7 +223,7 @@ def test_a_full_disk_is_told_before_and_while_it_is_written(export, tiny_dataset
 class Handler(file_server.Handler):
     """Answers with the server's content, or with its start, and closes the connection."""
 
-    def do_GET(self):
+    def do_GET(self):  # noqa: N802
         server = self.server
         server.paths.append(self.path)
         if "no.zip" in self.path:

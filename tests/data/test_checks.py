@@ -63,10 +63,6 @@ def test_images_with_more_than_100_objects_are_counted(dataset):
     assert "1 image has more than 100 objects (12" in str(report)
 
 
-def cut(path, bytes_left):
-    path.write_bytes(path.read_bytes()[:bytes_left])
-
-
 def spoil_annotation(**changes):
     return lambda dataset: dataset.objects[2].update(changes)
 
@@ -97,26 +93,14 @@ def drop_crowds(dataset):
     dataset.keep_objects(lambda row: not row["iscrowd"])
 
 
-def paint(mode="RGB", kind="JPEG", size=(160, 128), **options):
+def paint(mode="RGB", kind="JPEG", **options):
     """Another picture in place of one."""
 
     def spoil(dataset):
-        picture = Image.new("1", size) if mode == "1" else Image.effect_noise(size, 90)
+        picture = Image.effect_noise((160, 128), 90)
         if mode == "I;16":
             picture = Image.fromarray(np.asarray(picture, np.uint16) * 256)
         picture.convert(mode).save(dataset.file(4), kind, **options)
-
-    return spoil
-
-
-def turn(orientation, *, size=(160, 128)):
-    """A photo with an orientation by EXIF, of another size than its annotations say."""
-
-    def spoil(dataset):
-        if size == (160, 160):
-            dataset.coco["images"][4].update(height=160)
-            drop_crowds(dataset)
-        paint(size=size, exif=make_exif(orientation))(dataset)
 
     return spoil
 
@@ -129,7 +113,7 @@ def move(dataset, path, name):
 
 
 def cut_end(dataset):
-    cut(dataset.file(4), dataset.file(4).stat().st_size - 2)
+    os.truncate(dataset.file(4), dataset.file(4).stat().st_size - 2)
 
 
 def pipe(dataset):
@@ -168,7 +152,8 @@ def widen(dataset):
     drop_crowds(dataset)
 
 
-def renumber(dataset, number):
+def repeat_id(dataset):
+    number = dataset.coco["images"][3]["id"]
     for annotation in dataset.list_objects(4):
         annotation["image_id"] = number
     dataset.coco["images"][4]["id"] = number
@@ -186,8 +171,6 @@ DEFECTS = [
     (lambda d: d.file(4).write_text("no picture"), "bad image", True, 11),
     (pipe, "bad image", True, 11),
     (paint("F", "TIFF"), "bad image", True, 11),
-    (paint("1", "PNG", size=(16_000, 8_001)), "bad image", True, 11),
-    (lambda d: cut(d.file(4), 2000), "truncated image", True, 11),
     (cut_end, "truncated image", True, 11),
     (spoil_image(file_name="../images/a.jpg"), "unsafe file_name", True, 11),
     (
@@ -196,11 +179,9 @@ DEFECTS = [
         False,
         12,
     ),
-    (spoil_image(file_name="a\0b"), "unsafe file_name", True, 11),
     # The outlines show that the declared width is wrong.
     (spoil_image(width=99), "size mismatch", True, 12),
     (widen, "size mismatch", True, 11),
-    (paint("CMYK"), None, False, 12),
     (paint("I;16", "PNG"), "16-bit image", False, 12),
     (paint("RGBA", "PNG"), "image with alpha", False, 12),
     (
@@ -215,11 +196,8 @@ DEFECTS = [
         False,
         12,
     ),
-    (turn(6, size=(128, 160)), None, False, 12),
-    (turn(6), None, False, 12),
-    (turn(6, size=(160, 160)), "EXIF rotation, unclear", False, 12),
     # The photo is upside down.
-    (turn(3), "EXIF rotation, unclear", False, 12),
+    (paint(exif=make_exif(3)), "EXIF rotation, unclear", False, 12),
     (spoil_annotation(image_id=10**9), "unknown image", True, 12),
     (
         lambda d: d.coco["images"].append(d.coco["images"][4]),
@@ -228,13 +206,7 @@ DEFECTS = [
         12,
     ),
     # Nobody knows which image these objects belong to.
-    (
-        lambda d: renumber(d, d.coco["images"][3]["id"]),
-        "repeated image id",
-        True,
-        10,
-    ),
-    (lambda d: renumber(d, "frame_1"), None, False, 12),
+    (repeat_id, "repeated image id", True, 10),
     (spoil_annotation(category_id=10**9), "unknown category", True, 11),
     (spoil_annotation(segmentation=[]), "object without mask", True, 11),
     # The box is made no outline.
@@ -245,12 +217,6 @@ DEFECTS = [
         "bad mask",
         True,
         12,
-    ),
-    (
-        spoil_annotation(segmentation={"size": [128, 160], "counts": [7]}),
-        "bad mask",
-        True,
-        11,
     ),
     (
         spoil_annotation(segmentation={"size": [128, 160], "counts": [128 * 160]}),
@@ -341,7 +307,6 @@ def test_each_defect_has_a_name_and_a_cure(dataset, spoil, kind, serious, kept, 
         if problem.kind == kind:
             named = (
                 "annotation",
-                "frame_1",
                 dataset.coco["images"][4]["file_name"],
                 dataset.coco["categories"][-1]["name"],
             )
@@ -573,12 +538,11 @@ def test_a_missing_folder_is_told(dataset, tmp_path):
             check_dataset(images, dataset.annotations)
 
 
-@pytest.mark.parametrize("alike", [["car", "car "], ["a b", "a  B"]])
-def test_categories_whose_names_are_alike_are_noted(dataset, alike):
-    names = [*alike, "dog"]
+def test_categories_whose_names_are_alike_are_noted(dataset):
+    names = ["a b", "a  B", "dog"]
     dataset.coco["categories"] = [{"id": n, "name": name} for n, name in enumerate(names, 1)]
     [problem] = [p for p in dataset.check().problems if p.kind == "name of several categories"]
-    assert problem.examples == (f"{alike[0]!r}, {alike[1]!r}",)
+    assert problem.examples == ("'a b', 'a  B'",)
 
 
 def test_fields_that_change_what_an_evaluation_means_are_noted(dataset):
