@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -253,17 +253,14 @@ def test_the_objects_come_out_where_they_were_drawn(name, workplace):
     run_recipe(name)
     assert check_dataset(images, annotations).ok
     dataset = CocoFolder(images, annotations)
-    result = {
-        Path(dataset.coco.file_name(index)).stem: dataset[index][1] for index in range(len(dataset))
-    }
-    assert result.keys() == OBJECTS.keys()
-    for stem, objects in OBJECTS.items():
-        target = result[stem]
+    assert {Path(name).stem for name in dataset.coco.names} == OBJECTS.keys()
+    for index, name in enumerate(dataset.coco.names):
+        objects = OBJECTS[Path(name).stem]
+        target = dataset[index][1]
         assert len(target["masks"]) == len(objects)
-        drawn = [np.array(draw([(1, shape)])) for shape in objects]
-        unions = [[(mask | shape).sum() for shape in drawn] for mask in target["masks"].numpy()]
-        common = [[(mask & shape).sum() for shape in drawn] for mask in target["masks"].numpy()]
-        overlap = np.array(common) / unions
+        drawn = np.array([draw([(1, shape)]) for shape in objects])
+        masks = target["masks"].numpy()[:, None]
+        overlap = (masks & drawn).sum((2, 3)) / (masks | drawn).sum((2, 3))
         # Tools trace borders in different ways.
         assert overlap.max(1).min() > 0.9
         if len(dataset.class_names) > 1:
@@ -271,40 +268,42 @@ def test_the_objects_come_out_where_they_were_drawn(name, workplace):
             assert labels == [objects[place][0] for place in overlap.argmax(1)]
 
 
-def write_table(names, lines):
-    for name in names:
-        save_photo(Path("kaggle", name))
-    Path("train.csv").write_text("\n".join(lines))
-
-
-def read_classes(annotations):
+def read_classes(images, annotations):
     """Return the classes of each image's objects, by the image's name."""
-    coco = json.loads(Path(annotations).read_text())
-    names = {category["id"]: category["name"] for category in coco["categories"]}
-    classes = {image["file_name"]: [] for image in coco["images"]}
-    files = {image["id"]: image["file_name"] for image in coco["images"]}
-    for annotation in coco["annotations"]:
-        classes[files[annotation["image_id"]]].append(names[annotation["category_id"]])
+    dataset = CocoFolder(images, annotations)
+    classes = {}
+    for index, name in enumerate(dataset.coco.names):
+        labels = dataset[index][1]["labels"].tolist()
+        classes[name] = [dataset.class_names[label] for label in labels]
     return classes
 
 
-def test_a_table_keeps_its_classes_and_images_without_a_line(workplace):
-    lines = ["ImageId,ClassId,EncodedPixels", "a[1].jpg,1,65 3", "a[1].jpg,3,100 5", "b.jpg,4,"]
-    write_table(["a[1].jpg", "b.jpg", "c.jpg"], lines)
-    run_recipe(RUNS)
-    assert read_classes("kaggle.json") == {"a[1].jpg": ["1", "3"], "b.jpg": [], "c.jpg": []}
-
-
-def test_a_class_behind_the_name_of_an_image_is_a_class(workplace):
-    write_table(["a_1.jpg"], ["ImageId_ClassId,EncodedPixels", "a_1.jpg_2,65 3", "a_1.jpg_4,"])
-    run_recipe(RUNS, ('"ImageId"', '"ImageId_ClassId"'))
-    assert read_classes("kaggle.json") == {"a_1.jpg": ["2"]}
-
-
-def test_a_table_with_two_columns_of_classes_is_refused(workplace):
-    write_table(["a.jpg"], ["ImageId,ClassId,Label,EncodedPixels", "a.jpg,1,cat,65 3"])
-    with pytest.raises(ValueError, match="Which of"):
-        run_recipe(RUNS)
+@pytest.mark.parametrize(
+    ("column", "lines", "expected"),
+    [
+        # Images without a line, or without runs, are kept.
+        (
+            "ImageId",
+            ["ImageId,ClassId,EncodedPixels", "a[1].jpg,1,65 3", "a[1].jpg,3,100 5", "b_1.jpg,4,"],
+            {"a[1].jpg": ["1", "3"], "b_1.jpg": [], "c.jpg": []},
+        ),
+        # The class stands behind the name.
+        (
+            "ImageId_ClassId",
+            ["ImageId_ClassId,EncodedPixels", "b_1.jpg_2,65 3", "b_1.jpg_4,"],
+            {"a[1].jpg": [], "b_1.jpg": ["2"], "c.jpg": []},
+        ),
+        ("ImageId", ["ImageId,ClassId,Label,EncodedPixels", "b_1.jpg,1,cat,65 3"], None),
+    ],
+)
+def test_a_table_keeps_its_classes_and_images(workplace, column, lines, expected):
+    for name in ("a[1].jpg", "b_1.jpg", "c.jpg"):
+        save_photo(Path("kaggle", name))
+    Path("train.csv").write_text("\n".join(lines))
+    # Two columns of classes are refused.
+    with nullcontext() if expected else pytest.raises(ValueError, match="Which of"):
+        run_recipe(RUNS, ('"ImageId"', f'"{column}"'))
+        assert read_classes("kaggle", "kaggle.json") == expected
 
 
 SHAPES_OF_VIA = """
@@ -323,7 +322,7 @@ def test_circles_ellipses_and_boxes_to_check_of_via(workplace):
     save_photo(Path("balloon/train/x.jpg"))
     Path("balloon/train/via_region_data.json").write_text(SHAPES_OF_VIA)
     run_recipe("VIA")
-    assert read_classes("balloon.json") == {"x.jpg": ["ball", "car", "car dog"]}
+    assert read_classes("balloon/train", "balloon.json") == {"x.jpg": ["ball", "car", "car dog"]}
     target = CocoFolder("balloon/train", "balloon.json")[0][1]
     assert np.allclose(target["boxes"][0], [40, 40, 80, 80], atol=1.5)
     assert np.allclose(target["boxes"][1], [140, 50, 160, 130], atol=1.5)

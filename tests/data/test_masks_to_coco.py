@@ -166,12 +166,7 @@ UNDERSTOOD = {
         draw_stripes(range(257, 257 * 30, 257), np.uint16),
         29,
     ),
-    "hundreds": (draw_stripes([1, 200, 300, 400, 500], np.uint16), 5),
     "one class": (draw_stripes([26000, 26001, 26002], np.uint16), 3),
-    "pure colours": (
-        draw_stripes([(255, 0, 0), (0, 255, 0), (0, 0, 255)], np.uint8),
-        3,
-    ),
     "random": (
         draw_stripes(np.random.default_rng(0).integers(1, 256, (40, 3)), np.uint8),
         40,
