@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from colab_utils.comparison.prepared import PreparedData
 from colab_utils.data.decoding import guard_pillow
@@ -84,33 +84,37 @@ class EpochLoader:
     Args:
         setting: the data and the batch size.
         dataset: a dataset of samples.
-        prefetcher: the class that loads the batches, such as torch's ``DataLoader``. It is called
-            with the dataset, a ``batch_sampler`` and the options. Each pass over the object that it
-            returns is one epoch of ``(images, targets)``.
-        **options: other arguments of the prefetcher.
+        ahead: number of batches that a thread loads before you ask for them. 0 starts no thread.
+        **options: other arguments of torch's ``DataLoader``, which loads the batches.
     """
 
-    def __init__(
-        self, setting: Setting, dataset: Any, prefetcher: Callable[..., Any], **options: Any
-    ) -> None:
+    def __init__(self, setting: Setting, dataset: Any, *, ahead: int = 0, **options: Any) -> None:
         sizes = setting.prepared.reference.sizes
         self._order = BatchSampler(len(dataset), setting.batch_size, SEED, sizes=sizes)
+        self._ahead = ahead
+        self._pool = ThreadPool(1)
         with quiet_fork():
-            self._batches = prefetcher(dataset, batch_sampler=self._order, **options)
-        self.workers = getattr(self._batches, "num_workers", 0)
+            self._batches = DataLoader[Any](
+                dataset, batch_sampler=self._order, collate_fn=collate, **options
+            )
+        self.workers = self._batches.num_workers
 
     def __iter__(self) -> Iterator[Any]:
         with quiet_fork():
             batches = iter(self._batches)
-        yield from batches
+        if self._ahead:
+            count = range(len(self._batches))
+            yield from map_ahead(self._pool, lambda _: next(batches), count, ahead=self._ahead)
+        else:
+            yield from batches
         self._order.epoch += 1
 
     def close(self) -> None:
-        """End the thread of the prefetcher, or the workers that a ``DataLoader`` keeps."""
-        if isinstance(self._batches, ThreadLoading):
-            self._batches.close()
-            return
-        iterator = getattr(self._batches, "_iterator", None)
+        """End the workers that the ``DataLoader`` keeps. The thread is told to end, but it is not
+        waited for: it may hang in a read.
+        """
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        iterator: Any = self._batches._iterator
         if iterator is not None:
             iterator._shutdown_workers()
 
@@ -126,26 +130,6 @@ def deliver(batch: Any, device: str) -> tuple[list[Tensor], list[dict[str, Any]]
     images, targets = tree_map_only(Tensor, partial(Tensor.to, device=device), (images, targets))
     floats = [image if image.is_floating_point() else image / 255 for image in images]
     return floats, list(targets)
-
-
-class ThreadLoading:
-    """A prefetcher with one thread, which loads up to ``ahead`` batches before you ask for them."""
-
-    def __init__(self, dataset: Any, batch_sampler: Iterable[list[int]], *, ahead: int) -> None:
-        self._dataset = dataset
-        self._order = batch_sampler
-        self._pool = ThreadPool(1)
-        self._ahead = ahead
-
-    def __iter__(self) -> Iterator[Any]:
-        return map_ahead(self._pool, self._load_batch, self._order, ahead=self._ahead)
-
-    def _load_batch(self, indices: list[int]) -> tuple[Any, ...]:
-        return collate(map(self._dataset.__getitem__, indices))
-
-    def close(self) -> None:
-        """Tell the thread to end, but do not wait: it may hang in a read."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class TensorFlowLoader:

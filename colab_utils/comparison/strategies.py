@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from colab_utils.comparison.loaders import (
     SEED,
@@ -23,8 +22,6 @@ from colab_utils.comparison.loaders import (
     Sample,
     Setting,
     TensorFlowLoader,
-    ThreadLoading,
-    collate,
     load_sample,
 )
 from colab_utils.errors import ColabUtilsError
@@ -96,14 +93,12 @@ def _by_workers(
     """
     if workers is None:
         workers = setting.workers
-    options: dict[str, Any] = {"num_workers": workers, "collate_fn": collate}
-    if workers:
-        options |= {"persistent_workers": True, "prefetch_factor": ahead}
-    return EpochLoader(setting, _open_dataset(setting, kind), DataLoader, **options)
+    options = {"persistent_workers": True, "prefetch_factor": ahead} if workers else {}
+    return EpochLoader(setting, _open_dataset(setting, kind), num_workers=workers, **options)
 
 
 def _by_thread(setting: Setting, kind: str) -> EpochLoader:
-    return EpochLoader(setting, _open_dataset(setting, kind), ThreadLoading, ahead=_QUEUED)
+    return EpochLoader(setting, _open_dataset(setting, kind), ahead=_QUEUED)
 
 
 def _by_tensorflow(setting: Setting, kind: str) -> TensorFlowLoader:
@@ -137,7 +132,7 @@ def _in_memory(setting: Setting, kind: str) -> EpochLoader:
         )
     with ThreadPool(_STREAMS) as pool:
         samples = list(pool.map(dataset.__getitem__, range(len(dataset))))
-    return EpochLoader(setting, samples, DataLoader, collate_fn=collate)
+    return EpochLoader(setting, samples)
 
 
 def _packed(setting: Setting, kind: str) -> Loader:

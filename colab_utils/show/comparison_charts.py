@@ -44,16 +44,17 @@ def plot_comparison(comparison: "Comparison | Content") -> DescribedFigure:
         ColabUtilsError: No strategy was timed.
     """
     content = read_comparison(comparison)
-    timed = content["timed"].values()
-    limit = max(map(_measure_step, timed))
-    # What is not timed yet has a row without a bar.
+    limit = max(map(_measure_step, content["timed"].values()))
     values = dict[str, float | None]()
     notes = dict[str, str]()
-    for row in content["rows"].values():
-        values[row["label"]] = row["images_per_second"]
-        notes[row["label"]] = "not timed" if row["note"] else "…"
     spread = dict[str, tuple[float, float]]()
-    for row in timed:
+    for row in content["rows"].values():
+        label = row["label"]
+        values[label] = row["images_per_second"]
+        # What is not timed yet has a row without a bar.
+        if not values[label]:
+            notes[label] = "not timed" if row["note"] else "…"
+            continue
         note = f"waits {row['wait_share']:.0%}"
         longer = limit / _measure_step(row)
         if not row["comparable"]:
@@ -65,8 +66,8 @@ def plot_comparison(comparison: "Comparison | Content") -> DescribedFigure:
         # line, the workers used the CPU core that the step needs, and the step took longer.
         elif row["wait_share"] < _LITTLE and longer > 1 + _LITTLE:
             note += f", step {longer:.1f} x"
-        notes[row["label"]] = note
-        spread[row["label"]] = (min(repeats), max(repeats))
+        notes[label] = note
+        spread[label] = (min(repeats), max(repeats))
     return plot_bars(
         values,
         title=describe_gain(content),
@@ -83,38 +84,36 @@ def _measure_step(row: Content) -> float:
     return float(row["images_per_second"] / max(1 - row["wait_share"], 1e-3))
 
 
-def plot_cold_start(
-    comparison: "Comparison | Content", *, seconds: float | None = None
-) -> DescribedFigure:
+def plot_cold_start(comparison: "Comparison | Content") -> DescribedFigure:
     """Draw the first seconds of each strategy with empty caches; see `plot_first_seconds`.
 
-    If more than five strategies were timed, only those of the course are drawn.
+    It draws the time of the shortest run. If more than five strategies were timed, only those of
+    the course are drawn.
 
     Args:
         comparison: Result of `compare`, or the content of a receipt's ``comparison.json``.
-        seconds: Seconds to draw. None draws the time of the shortest run. Default: None.
 
     Raises:
         ColabUtilsError: No strategy was timed.
     """
     content = read_comparison(comparison)
     timed = content["timed"]
-    names = list(timed)
-    course = [name for name in names if name in COURSE_STRATEGIES]
-    if course and len(names) > len(COURSE_STRATEGIES):
-        names = course
-    drawn = [timed[name] for name in names]
+    course = [row for name, row in timed.items() if name in COURSE_STRATEGIES]
+    is_long = len(timed) > len(COURSE_STRATEGIES)
+    drawn = course if course and is_long else [*timed.values()]
     all_s = min(row["timeline"][-1][1] for row in drawn)
-    shown_s = seconds or math.floor(all_s) or all_s
-    batches = dict[str, None]()
+    shown_s = math.floor(all_s) or all_s
+    counts = dict[str, None]()
     for row in (drawn[0], drawn[-1]):
-        count = count_batches(row["timeline"], shown_s)
-        batches[f"{count:,} with {row['title']}"] = None
-    title = f"Batches in the first {format_figure(shown_s)} seconds: {', '.join(batches)}"
+        counts[f"{count_batches(row['timeline'], shown_s):,} with {row['title']}"] = None
+    title = f"Batches in the first {format_figure(shown_s)} seconds: {', '.join(counts)}"
     rows = {row["label"]: row["timeline"] for row in drawn}
-    title = _warn_of_busy(content, title)
-    unit = f"seconds, step {content['step']}"
-    return plot_first_seconds(rows, seconds=shown_s, title=title, unit=unit)
+    return plot_first_seconds(
+        rows,
+        seconds=shown_s,
+        title=_warn_of_busy(content, title),
+        unit=f"seconds, step {content['step']}",
+    )
 
 
 def describe_hours(comparison: "Comparison | Content") -> str:

@@ -6,7 +6,7 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -111,8 +111,8 @@ def draw_predictions(
             "There are no predictions to draw. Run the model on at least one sample."
         )
     panels: list[_Panel] = []
-    objects_that_fit: list[bool] = []
-    predictions_that_fit: list[bool] = []
+    # For each sample, which predictions fit which objects.
+    matches = []
     for i, prediction in enumerate(predictions):
         image, target = dataset[i]
         sure = prediction["scores"] >= min_score
@@ -121,12 +121,11 @@ def draw_predictions(
         fits = _match(shown, target)
         panels.append((f"sample {i}, truth", image, {**target, "fits": fits.any(0)}))
         panels.append((f"sample {i}, prediction", image, {**shown, "fits": fits.any(1)}))
-        objects_that_fit.extend(fits.any(0))
-        predictions_that_fit.extend(fits.any(1))
-    objects = format_count(len(objects_that_fit), "object")
-    drawn = format_count(len(predictions_that_fit), "prediction")
+        matches.append(fits)
+    objects = format_count(sum(fits.shape[1] for fits in matches), "object")
+    drawn = format_count(sum(map(len, matches)), "prediction")
     title = (
-        f"{sum(objects_that_fit)} of {objects} found (thick outlines), "
+        f"{sum(fits.any(0).sum() for fits in matches)} of {objects} found (thick outlines), "
         f"by {drawn} with a score of {min_score:g} or more"
     )
     return _draw_grid(title, panels, dataset.class_names)
@@ -265,49 +264,22 @@ def _draw_grid(
     return figure
 
 
-class _Object(NamedTuple):
-    """What is needed to draw an object: its mask, box, name, colour and thickness of outline."""
-
-    inside: np.ndarray
-    box: np.ndarray
-    name: str
-    colour: str
-    thick: float
-
-
 def _draw_objects(
     axis: Axes, image: Any, objects: _Objects, names: Mapping[int, str], inches: float
 ) -> None:
     # Only every n-th pixel of a large photo is drawn.
     each = max(1, max(image.shape) // 1000)
     pixels = np.asarray(image)[:, ::each, ::each].transpose(1, 2, 0)
-    white = 255 if pixels.dtype.kind in "ui" else 1
-    canvas = pixels.astype(np.float32) / white
-    # Small objects are drawn last, so that large ones do not hide them.
-    shown = _list_objects(objects, names, each)
-    shown.sort(key=lambda item: -np.prod(item.box[2:] - item.box[:2]))
-    for place, item in enumerate(shown):
-        # Masks are made bool one at a time, because a page may have thousands of objects.
-        item = item._replace(inside=item.inside.astype(bool))
-        if item.inside.any():
-            tint = np.array(colors.to_rgb(item.colour), np.float32)
-            canvas[item.inside] = 0.6 * canvas[item.inside] + 0.4 * tint
-            _draw_outline(axis, item)
-        x0, y0, x1, y1 = item.box
-        box = Rectangle((x0, y0), x1 - x0, y1 - y0, fill=False, edgecolor=item.colour, linewidth=1)
-        axis.add_patch(box)
-        if place < _NAMED:
-            _write_name(axis, item, canvas.shape, inches)
-    axis.imshow(canvas.clip(0, 1))
-
-
-def _list_objects(objects: _Objects, names: Mapping[int, str], each: int) -> list[_Object]:
+    canvas = pixels.astype(np.float32) / (255 if pixels.dtype.kind in "ui" else 1)
     boxes = _to_array(objects["boxes"]) / each
     masks = _to_array(objects["masks"])
+    labels = _to_array(objects["labels"])
     scores = _to_array(objects.get("scores", ()))
     fits = objects.get("fits", ())
-    shown = []
-    for n, label in enumerate(_to_array(objects["labels"]).tolist()):
+    # Small objects are drawn last, so that large ones do not hide them.
+    sides = boxes[:, 2:] - boxes[:, :2]
+    for place, n in enumerate(np.argsort(-sides.prod(1), kind="stable").tolist()):
+        label = int(labels[n])
         # Each object has its own colour, so that neighbours of the same class can be told apart.
         # A picture with predictions is different: there, all objects of a class have one colour.
         colour = PALETTE[n % len(PALETTE)]
@@ -315,16 +287,26 @@ def _list_objects(objects: _Objects, names: Mapping[int, str], each: int) -> lis
         if len(fits):
             colour = PALETTE[[*names].index(label) % len(PALETTE)]
             thick = 4.0 if fits[n] else 1.5
-        name = textwrap.shorten(names.get(label, f"label {label}"), 28)
-        if len(scores):
-            name += f" {scores[n]:.2f}"
-        shown.append(_Object(masks[n, ::each, ::each], boxes[n], name, colour, thick))
-    return shown
+        # Masks are made bool one at a time, because a page may have thousands of objects.
+        inside = masks[n, ::each, ::each].astype(bool)
+        if inside.any():
+            _draw_mask(axis, canvas, inside, colour, thick)
+        corner = boxes[n, :2]
+        axis.add_patch(Rectangle(corner, *sides[n], fill=False, edgecolor=colour, linewidth=1))
+        if place < _NAMED:
+            name = textwrap.shorten(names.get(label, f"label {label}"), 28)
+            if len(scores):
+                name += f" {scores[n]:.2f}"
+            _write_name(axis, name, corner, canvas.shape, inches, colour)
+    axis.imshow(canvas.clip(0, 1))
 
 
-def _draw_outline(axis: Axes, item: _Object) -> None:
-    """Draw the outline of a mask in the colour of its object, with a white edge."""
-    left, top, crop = crop_pixels(item.inside)
+def _draw_mask(
+    axis: Axes, canvas: np.ndarray, inside: np.ndarray, colour: str, thick: float
+) -> None:
+    """Tint the pixels of a mask, and draw its outline in the same colour, with a white edge."""
+    canvas[inside] = 0.6 * canvas[inside] + 0.4 * np.array(colors.to_rgb(colour), np.float32)
+    left, top, crop = crop_pixels(inside)
     bottom = top + crop.shape[0]
     right = left + crop.shape[1]
     # A border of zeros closes the outline of a mask at the edge of its crop.
@@ -332,28 +314,29 @@ def _draw_outline(axis: Axes, item: _Object) -> None:
         np.pad(crop, 1),
         [0.5],
         extent=(left - 1, right, top - 1, bottom),
-        colors=[item.colour],
+        colors=[colour],
     )
-    halo = withStroke(linewidth=item.thick + 1.5, foreground="white")
-    lines.set(linewidth=item.thick, path_effects=[halo])
+    halo = withStroke(linewidth=thick + 1.5, foreground="white")
+    lines.set(linewidth=thick, path_effects=[halo])
 
 
-def _write_name(axis: Axes, item: _Object, shape: tuple[int, ...], inches: float) -> None:
+def _write_name(
+    axis: Axes, name: str, corner: np.ndarray, shape: tuple[int, ...], inches: float, colour: str
+) -> None:
     """Write an object's name at the upper left corner of its box, inside the image."""
     height, width = shape[:2]
     pixels_an_inch = max(width, height / 1.4) / inches
-    x0, y0 = item.box[:2]
-    rightmost = width - 0.1 * pixels_an_inch * len(item.name)
-    is_at_the_top = y0 <= 0.2 * pixels_an_inch
+    x0, y0 = corner
+    rightmost = width - 0.1 * pixels_an_inch * len(name)
     axis.text(
         max(0.0, min(x0, rightmost)),
         y0,
-        item.name,
+        name,
         fontsize=10,
         parse_math=False,
-        va="top" if is_at_the_top else "bottom",
-        color="white" if item.colour in _DARK else "black",
-        bbox={"facecolor": item.colour, "edgecolor": "none", "pad": 1.5},
+        va="top" if y0 <= 0.2 * pixels_an_inch else "bottom",
+        color="white" if colour in _DARK else "black",
+        bbox={"facecolor": colour, "edgecolor": "none", "pad": 1.5},
     )
 
 

@@ -61,28 +61,11 @@ def test_somebody_elses_page_stays(spoiled, tmp_path):
 
 def test_a_page_says_what_was_repaired(spoiled, tmp_path, capsys):
     page = tmp_path / "page.html"
-    output = tmp_path / "out.json"
-    options = [
-        "--images",
-        str(spoiled[0]),
-        "--annotations",
-        str(spoiled[1]),
-        "--repair",
-        str(output),
-    ]
-    assert (
-        main(
-            [
-                "check",
-                *options,
-                "--report",
-                str(page),
-                "--json",
-                str(tmp_path / "out"),
-            ]
-        )
-        == 0
+    command = (
+        f"check --images {spoiled[0]} --annotations {spoiled[1]} --repair {tmp_path}/out.json "
+        f"--report {page} --json {tmp_path}/out"
     )
+    assert main(command.split()) == 0
     headings = read_headings(page.read_text())
     assert headings[1:3] == ["What was repaired", "What was found"]
     result = json.loads((tmp_path / "out").read_text())
