@@ -184,9 +184,10 @@ def tabulate_comparison(content: Mapping[str, Any]) -> Table:
     rows = []
     # The figures of a strategy that was not timed are None.
     for row in content["strategies"]:
-        figures = {}
-        for name, (key, factor) in columns.items():
-            figures[name] = None if row[key] is None else round(factor * row[key], 1)
+        figures = {
+            name: None if row[key] is None else round(factor * row[key], 1)
+            for name, (key, factor) in columns.items()
+        }
         equal = "yes" if row["comparable"] else "no"
         remark = row["note"] or row["difference"]
         rows.append(

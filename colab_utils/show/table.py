@@ -36,20 +36,14 @@ class Table:
     __html__ = _repr_html_
 
     def __str__(self) -> str:
-        lines = [self.headings, *self.rows]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        texts = []
-        for line in lines:
-            cells = []
-            for cell, width, is_number in zip(
-                line,
-                widths,
-                self.is_number,
-                strict=True,
-            ):
-                cells.append(cell.rjust(width) if is_number else cell.ljust(width))
-            texts.append("  ".join(cells).rstrip())
-        return "\n".join(texts)
+        columns = []
+        texts = zip(self.headings, *self.rows, strict=True)
+        for column, is_number in zip(texts, self.is_number, strict=True):
+            width = max(map(len, column))
+            columns.append(
+                [text.rjust(width) if is_number else text.ljust(width) for text in column]
+            )
+        return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
     __repr__ = __str__
 

@@ -4,11 +4,10 @@ torch, and a small one that lies over the environment that runs this.
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from colab_utils.errors import ColabUtilsError
@@ -57,14 +56,8 @@ def build_environment(folder: Path, versions: Mapping[str, str]) -> Path:
     Raises:
         ColabUtilsError: a package cannot be had.
     """
-    source = find_python(versions["python"])
-    requirements = list_requirements(versions)
-    if not _is_built(folder, [source, *requirements]):
-        shutil.rmtree(folder, ignore_errors=True)
-        subprocess.run([source, "-m", "venv", "--without-pip", str(folder)], check=True)
-        _install(folder, requirements)
-        _note(folder, [source, *requirements])
-    return folder / "bin" / "python"
+    python = Path(find_python(versions["python"]))
+    return _build(folder, python, list_requirements(versions), make_venv)
 
 
 def build_overlay(folder: Path, versions: Mapping[str, str]) -> Path:
@@ -78,12 +71,29 @@ def build_overlay(folder: Path, versions: Mapping[str, str]) -> Path:
     Raises:
         ColabUtilsError: a package cannot be had.
     """
-    requirements = list_requirements(versions, SMALL)
-    if not _is_built(folder, [sys.executable, *requirements]):
+    requirements = ["--no-deps", *list_requirements(versions, SMALL)]
+    return _build(folder, Path(sys.executable), requirements, lay_over)
+
+
+def _build(
+    folder: Path,
+    python: Path,
+    requirements: Sequence[str],
+    make: Callable[[Path, Path], Path],
+) -> Path:
+    installed = folder / "installed.txt"
+    content = "\n".join([str(python), *requirements])
+    if not installed.is_file() or installed.read_text() != content:
         shutil.rmtree(folder, ignore_errors=True)
-        lay_over(folder, Path(sys.executable))
-        _install(folder, ["--no-deps", *requirements])
-        _note(folder, [sys.executable, *requirements])
+        make(folder, python)
+        _install(folder, requirements)
+        installed.write_text(content)
+    return folder / "bin" / "python"
+
+
+def make_venv(folder: Path, python: Path) -> Path:
+    """Make an environment without packages, and return its Python."""
+    subprocess.run([str(python), "-m", "venv", "--without-pip", str(folder)], check=True)
     return folder / "bin" / "python"
 
 
@@ -95,8 +105,7 @@ def lay_over(folder: Path, python: Path) -> Path:
         folder: where it lies.
         python: of the environment below.
     """
-    subprocess.run([str(python), "-m", "venv", "--without-pip", str(folder)], check=True)
-    own_python = folder / "bin" / "python"
+    own_python = make_venv(folder, python)
     own = _run(own_python, "import sysconfig; print(sysconfig.get_path('purelib'))")
     below = _run(python, "import sys; print(*sys.path, sep='\\n')").splitlines()
     packages = [path for path in below if path.endswith("site-packages")]
@@ -118,16 +127,3 @@ def _install(folder: Path, arguments: Sequence[str]) -> None:
         raise ColabUtilsError(
             f"pip could not install the packages of Colab into {folder}. See its lines above."
         )
-
-
-def _is_built(folder: Path, parts: Sequence[str]) -> bool:
-    done = folder / "installed.txt"
-    return done.is_file() and done.read_text() == _hash(parts)
-
-
-def _note(folder: Path, parts: Sequence[str]) -> None:
-    (folder / "installed.txt").write_text(_hash(parts))
-
-
-def _hash(parts: Sequence[str]) -> str:
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -16,46 +16,49 @@ from colab_utils.errors import ColabUtilsError
 from tools.slides import find_slides, main, write_slides
 
 
-def draw_png(colour):
-    picture = io.BytesIO()
-    Image.new("RGBA", (64, 32), colour).save(picture, "png")
-    return picture.getvalue()
+def picture(image):
+    """What a cell shows of a picture."""
+    data = io.BytesIO()
+    image.save(data, "png")
+    return {"image/png": base64.b64encode(data.getvalue()).decode(), "text/plain": "<Figure>"}
 
 
-RED = draw_png("red")
-CLEAR = draw_png((0, 0, 0, 0))
+RED = picture(Image.new("RGB", (64, 32), "red"))
+CLEAR = picture(Image.new("RGBA", (64, 32), (0, 0, 0, 0)))
+
+
+def show(*outputs, cell_id="figure", metadata=None):
+    """A cell that shows these outputs."""
+    # At the top, this import would take two seconds of every process that collects tests.
+    import nbformat.v4 as v4
+
+    made = [v4.new_output("display_data", data=data, metadata=metadata or {}) for data in outputs]
+    return v4.new_code_cell("show()", outputs=[*made, v4.new_output("stream")], id=cell_id)
+
+
+def write_notebook(path, *cells):
+    """A notebook of cells, some of them by their text."""
+    import nbformat
+    import nbformat.v4 as v4
+
+    made = [v4.new_markdown_cell(cell) if isinstance(cell, str) else cell for cell in cells]
+    nbformat.write(v4.new_notebook(cells=made), path)
+    return path
 
 
 @pytest.fixture
 def demo(tmp_path):
     """An executed demo: two figures in one notebook, one in the next."""
-    # At the top, this import would take two seconds of every process that collects tests.
-    import nbformat
-    import nbformat.v4 as v4
-
-    def show(*pngs):
-        data = [
-            {"image/png": base64.b64encode(png).decode(), "text/plain": "<Figure>"} for png in pngs
-        ]
-        outputs = [v4.new_output("display_data", data=each) for each in data]
-        return v4.new_code_cell("plot()", outputs=[*outputs, v4.new_output("stream", text="done")])
-
-    cells = [
-        v4.new_markdown_cell("# 1. Detect"),
-        show(CLEAR),
-        v4.new_markdown_cell("text\n\n## 3. Why $5, and how?"),
-    ]
-    nbformat.write(
-        v4.new_notebook(cells=[*cells, v4.new_markdown_cell("### no"), show(RED)]),
+    write_notebook(
         tmp_path / "01_a.ipynb",
+        "# 1. Detect",
+        show(CLEAR),
+        "text\n\n## 3. Why $5, and how?",
+        "### no",
+        show(RED, cell_id="red"),
     )
-    cells = [
-        v4.new_markdown_cell("# 2. Pack"),
-        v4.new_markdown_cell("## Go (5 minutes)"),
-        show(RED),
-        show(),
-    ]
-    nbformat.write(v4.new_notebook(cells=cells), tmp_path / "02_b.ipynb")
+    cells = ("# 2. Pack", "## Go (5 minutes)", show(RED), show(cell_id="none"))
+    write_notebook(tmp_path / "02_b.ipynb", *cells)
     return tmp_path
 
 
@@ -96,20 +99,9 @@ def test_slides_are_pictures_of_a_page_and_one_pdf(demo, tmp_path):
     ]
 
 
-def write_notebook(path, *outputs, cell_id="figure", metadata=None):
-    """A notebook with one cell that shows these outputs."""
-    import nbformat
-    import nbformat.v4 as v4
-
-    made = [v4.new_output("display_data", data=data, metadata=metadata or {}) for data in outputs]
-    cell = v4.new_code_cell("show()", outputs=made, id=cell_id)
-    nbformat.write(v4.new_notebook(cells=[v4.new_markdown_cell("# 1. A"), cell]), path)
-    return path
-
-
 def test_an_animation_is_no_slide(demo):
     html = animate_simulation(simulate(workers=7, load_s=2.0, step_s=0.1)).data
-    assert find_slides(write_notebook(demo / "03_c.ipynb", {"text/html": html})) == []
+    assert find_slides(write_notebook(demo / "03_c.ipynb", show({"text/html": html}))) == []
 
 
 def test_a_tall_figure_is_cut_between_its_rows(tmp_path):
@@ -117,10 +109,7 @@ def test_a_tall_figure_is_cut_between_its_rows(tmp_path):
     rows = (10, 240, 470, 700)
     for top in rows:
         tall.paste("red", (0, top, 200, top + 150))
-    data = io.BytesIO()
-    tall.save(data, "png")
-    picture = {"image/png": base64.b64encode(data.getvalue()).decode()}
-    write_notebook(tmp_path / "01_a.ipynb", picture)
+    write_notebook(tmp_path / "01_a.ipynb", "# 1. A", show(picture(tall)))
     *pictures, pdf = write_slides(tmp_path, tmp_path / "slides")
     assert len(pictures) == len(rows)
     assert count_pages(pdf) == len(rows)
@@ -133,27 +122,35 @@ def test_a_tall_figure_is_cut_between_its_rows(tmp_path):
         assert is_red.any(0).sum() / height == pytest.approx(200 / 150, abs=0.03)
 
 
-def test_a_flat_figure_has_what_it_says_below_it(tmp_path):
-    data = io.BytesIO()
-    Image.new("RGB", (600, 60), "red").save(data, "png")
-    picture = {"image/png": base64.b64encode(data.getvalue()).decode()}
-    path = tmp_path / "01_a.ipynb"
-    words = {"image/png": {"alt": "The step waits. plain loop, 96 %; make_loader, 4 %"}}
-    [slide] = find_slides(write_notebook(path, picture, metadata=words))
-    assert slide.words == ("The step waits.", "plain loop, 96 %", "make_loader, 4 %")
-    [with_words, _] = write_slides(tmp_path, tmp_path / "with")
-    write_notebook(path, picture)
-    [without, _] = write_slides(tmp_path, tmp_path / "without")
-    below = (0, 400, 1500, 800)
-    with Image.open(with_words) as captioned, Image.open(without) as silent:
-        assert captioned.convert("L").crop(below).getextrema()[0] < 100
-        assert silent.convert("L").crop(below).getextrema()[0] == 255
+@pytest.mark.parametrize(
+    ("alternative_text", "words", "is_written"),
+    [
+        (
+            "The step waits. plain loop, 96 %; make_loader, 4 %",
+            ("The step waits.", "plain loop, 96 %", "make_loader, 4 %"),
+            True,
+        ),
+        ("", (), False),
+    ],
+)
+def test_a_flat_figure_has_what_it_says_below_it(tmp_path, alternative_text, words, is_written):
+    figure = show(
+        picture(Image.new("RGB", (600, 60), "red")),
+        metadata={"image/png": {"alt": alternative_text}},
+    )
+    [slide] = find_slides(write_notebook(tmp_path / "01_a.ipynb", "# 1. A", figure))
+    assert slide.words == words
+    page, _ = write_slides(tmp_path, tmp_path / "slides")
+    with Image.open(page) as shown:
+        darkest = shown.convert("L").crop((0, 400, 1500, 800)).getextrema()[0]
+    assert (darkest < 100) == is_written
+    assert (darkest == 255) != is_written
 
 
-def test_the_chart_of_receipts_is_on_no_slide(tmp_path):
-    picture = {"image/png": base64.b64encode(RED).decode()}
-    assert find_slides(write_notebook(tmp_path / "05_a.ipynb", picture, cell_id="receipt")) == []
-    assert len(find_slides(write_notebook(tmp_path / "05_a.ipynb", picture, cell_id="bars"))) == 1
+@pytest.mark.parametrize(("cell_id", "count"), [("receipt", 0), ("bars", 1)])
+def test_the_chart_of_receipts_is_on_no_slide(tmp_path, cell_id, count):
+    cells = ("# 5. A", show(RED, cell_id=cell_id))
+    assert len(find_slides(write_notebook(tmp_path / "05_a.ipynb", *cells))) == count
 
 
 def test_no_demo_is_said(tmp_path, capsys):
