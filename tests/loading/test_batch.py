@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional
 
@@ -118,7 +120,6 @@ def test_the_fields_are_those_of_the_contract():
     assert not batch.images[0, :, 24:].any()
     assert not batch.images[1, :, :, 8:].any()
     assert batch.sizes.tolist() == [[24, 31], [40, 8]]
-    assert batch.image_ids.tolist() == [1000, 1001]
     assert batch.counts.tolist() == [3, 2]
     bits, crops, offsets = batch.masks
     assert (bits.dtype, crops.dtype, offsets.dtype) == (torch.uint8, torch.int32, torch.int64)
@@ -140,10 +141,10 @@ def test_what_a_user_keeps_does_not_keep_the_batch():
 @pytest.mark.parametrize(
     ("key", "change"),
     [
-        # Some datasets give masks as booleans.
-        ("masks", lambda masks: masks.bool()),
-        # Some masks hold 0 and 255.
-        ("masks", lambda masks: masks * 255),
+        # Masks may come one by one, as tensors, as arrays of booleans, or as Pillow's images.
+        ("masks", list),
+        ("masks", lambda masks: tuple(mask.bool().numpy() for mask in masks)),
+        ("masks", lambda masks: [Image.fromarray(mask.numpy() * 255) for mask in masks]),
         # Each mask has a value of its own.
         ("masks", lambda masks: masks * NUMBERS),
         # The types of transforms.v2 are tensors, too.
@@ -263,7 +264,76 @@ def test_area_crowds_and_number_of_an_image_may_be_missing():
         (
             "labels",
             torch.Tensor.float,
-            r"labels of float32 \[3\]",
+            r"labels of float32 \[3\].*integers, boxes as float32, masks as uint8 or bool",
+        ),
+        # These are polygons.
+        (
+            "masks",
+            lambda _: [[[2, 4, 10, 4, 10, 14]], [[17, 2, 28, 2, 28, 8, 17, 8]]],
+            "masks of list",
+        ),
+        (
+            "masks",
+            torch.Tensor.char,
+            "masks of int8",
+        ),
+        (
+            "masks",
+            lambda _: Image.new("L", (31, 24)),
+            "masks of Image",
+        ),
+        (
+            "boxes",
+            lambda boxes: boxes.numpy().astype(np.longdouble),
+            "boxes of ndarray",
+        ),
+        (
+            "boxes",
+            torch.Tensor.bfloat16,
+            "boxes of bfloat16",
+        ),
+        # Tensors may be dense only.
+        (
+            "image",
+            torch.Tensor.to_sparse,
+            "torch.sparse_coo",
+        ),
+        (
+            "boxes",
+            torch.Tensor.to_sparse_csr,
+            "torch.sparse_csr.*dense",
+        ),
+        (
+            "masks",
+            lambda masks: torch.nested.nested_tensor(list(masks)),
+            "nested.*dense",
+        ),
+        (
+            "area",
+            lambda area: area * NOT_A_NUMBER,
+            "area nan, .* computed from the masks",
+        ),
+        (
+            "area",
+            torch.neg,
+            "area -",
+        ),
+        # This number is too large for the float32 that it becomes.
+        (
+            "area",
+            lambda _: np.full(3, 1e300),
+            r"area 1e\+300",
+        ),
+        (
+            "iscrowd",
+            lambda crowds: 2 * crowds,
+            r"iscrowd 2\b",
+        ),
+        # This would become 0.
+        (
+            "iscrowd",
+            lambda crowds: crowds / 2,
+            r"iscrowd 0\.5",
         ),
         (
             "labels",
@@ -277,6 +347,7 @@ def test_area_crowds_and_number_of_an_image_may_be_missing():
         ),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*(beta|prototype)")
 def test_what_is_not_the_contract_is_refused_in_words(key, change, message):
     with pytest.raises(ColabUtilsError, match=message) as error:
         pack_target(*change_part(make_sample(0), key, change))

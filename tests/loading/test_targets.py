@@ -7,7 +7,6 @@ import re
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torchvision import transforms as transforms_v1
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
@@ -37,52 +36,12 @@ def make_sample(index=0):
 
 
 @pytest.mark.parametrize(
-    ("key", "values", "message"),
-    [
-        (
-            "area",
-            torch.tensor([80, float("nan")]),
-            "area nan, .* computed from the masks",
-        ),
-        (
-            "area",
-            [80, -1],
-            r"area -1\b",
-        ),
-        # This number is too large for the float32 that it becomes.
-        (
-            "area",
-            np.array([1e300, 66]),
-            r"area 1e\+300",
-        ),
-        (
-            "iscrowd",
-            [0, 2],
-            r"iscrowd 2\b",
-        ),
-        # This would become 0.
-        (
-            "iscrowd",
-            torch.tensor([0.5, 0]),
-            r"iscrowd 0\.5",
-        ),
-    ],
-)
-def test_areas_and_crowds_that_cannot_be_right_are_refused(key, values, message):
-    image, target = make_sample(3)
-    with pytest.raises(ColabUtilsError, match=f"Image 3 has an object with the {message}"):
-        pack_target(image, target | {key: values})
-
-
-@pytest.mark.parametrize(
     ("key", "change"),
     [
         # Boxes are given in shares of the image.
         ("boxes", lambda boxes: boxes / torch.tensor([32, 24, 32, 24])),
         # Boxes name y before x.
         ("boxes", lambda boxes: boxes[:, [1, 0, 3, 2]]),
-        # Boxes belong to the image in another size.
-        ("boxes", lambda boxes: boxes * 2),
         # Boxes lie beyond the image.
         ("boxes", lambda boxes: boxes + 100),
         # Masks belong to other objects.
@@ -125,7 +84,6 @@ def test_boxes_may_be_larger_than_masks_or_end_a_pixel_before_them(parts):
     [
         # The box meets the image in a few pixels.
         [-500, -500, 10, 14],
-        [31, 4, 70, 14],
         [2, 23.5, 10, 60],
         # The box is of the image in four times the size, and the mask lies in it.
         [0, 0, 128, 96],
@@ -140,54 +98,6 @@ def test_a_box_that_lies_mostly_outside_its_image_is_told(box):
     message = describe_misfit(pack_target(image, target))
     size = "Image 3 is 32 pixels wide and 24 high"
     assert message.startswith(f"{size}. It has the box {target['boxes'][1].tolist()}, and the mask")
-
-
-@pytest.mark.filterwarnings("ignore:.*(beta|prototype)")
-@pytest.mark.parametrize(
-    ("key", "change"),
-    [
-        ("image", torch.Tensor.to_sparse),
-        ("boxes", torch.Tensor.to_sparse_csr),
-        ("masks", lambda masks: torch.nested.nested_tensor(list(masks))),
-    ],
-)
-def test_a_tensor_that_is_not_dense_is_refused(key, change):
-    message = rf"mage 3 (as|has {key} of) .*(torch\.sparse|nested).*dense|a uint8 tensor"
-    with pytest.raises(ColabUtilsError, match=message):
-        pack_target(*change_part(make_sample(3), key, change))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        list,
-        lambda masks: tuple(mask.bool().numpy() for mask in masks),
-        lambda masks: [Image.fromarray(mask.numpy() * 255) for mask in masks],
-    ],
-)
-def test_a_list_of_masks_is_taken(change):
-    expected = pack_target(*make_sample())
-    sample = pack_target(*change_part(make_sample(), "masks", change))
-    assert sample.bits.tolist() == expected.bits.tolist()
-    assert sample.tables["crops"].tolist() == expected.tables["crops"].tolist()
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("masks", [[[2, 4, 10, 4, 10, 14]], [[17, 2, 28, 2, 28, 8, 17, 8]]]),
-        ("masks", torch.ones(2, 24, 32, dtype=torch.int8)),
-        ("masks", Image.new("L", (32, 24))),
-        ("boxes", np.ones((2, 4), np.longdouble)),
-        ("boxes", torch.ones(2, 4, dtype=torch.bfloat16)),
-    ],
-    ids=["polygons", "int8", "Pillow", "longdouble", "bfloat16"],
-)
-def test_parts_of_another_type_are_refused_with_the_types_to_give(key, value):
-    image, target = make_sample(3)
-    message = f"Image 3 has {key} of .*integers, boxes as float32, masks as uint8 or bool"
-    with pytest.raises(ColabUtilsError, match=message):
-        pack_target(image, target | {key: value})
 
 
 def brighten(image):
