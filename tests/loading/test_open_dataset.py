@@ -3,7 +3,6 @@
 import errno
 import os
 import pickle
-import re
 import shutil
 import signal
 import subprocess
@@ -23,7 +22,7 @@ from PIL import Image
 from colab_utils import files, make_loader, open_dataset
 from colab_utils.course.sample_data import make_dataset
 from colab_utils.data import orientation
-from colab_utils.data.coco import open_coco, read_coco
+from colab_utils.data.coco import read_coco
 from colab_utils.data.decoding import load_jpeg_decoder
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading import writing
@@ -31,11 +30,9 @@ from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.opening import LooseFiles
 from colab_utils.processes import end_process
-from colab_utils.running import JobProgress
 from colab_utils.shards import plan, write
 from colab_utils.shards.copy import Copying
-from colab_utils.shards.index import read_index, write_index
-from colab_utils.shards.jobs import ShardRun, write_in_turn
+from colab_utils.shards.index import read_index
 from colab_utils.shards.lock import WRITER_NAME, hold_folder
 from colab_utils.shards.plan import make_recipe
 from colab_utils.shards.records import read_image
@@ -215,7 +212,6 @@ def test_the_writer_follows_the_first_epoch_at_the_lowest_priority(
     dataset.wait()
     tars = [line for line in log.read_text().splitlines() if line.endswith(".tar")]
     assert tars == [f"19 shard-{number:06d}.tar" for number in chain(*dataset.windows)]
-    assert re.search(r"the writing took [\d.]+ s of CPU time", str(dataset))
 
 
 def read_few_before(monkeypatch):
@@ -285,22 +281,16 @@ def test_the_next_pass_finds_the_shards(open_tiny, places, workers):
     assert not (places["ssd"] / ".loose-files").exists()
 
 
-def write_old_shards(dataset, folder, min_size):
-    """Write shards by a recipe of before there was a ramp, in the order of the annotations."""
-    recipe = make_recipe("shrink", min_size=min_size, max_size=1333, shard_mb=SHARD_MB)
-    recipe["images_per_shard"] = 2
-    coco = open_coco(dataset.images, dataset.annotations)
-    folder.mkdir()
-    run = ShardRun(folder, dataset.images, coco, recipe, 0)
-    done = [*write_in_turn(run, run.list_shards(), JobProgress())]
-    write_index(folder, write.join_index(run, done))
-
-
-def test_photos_of_an_older_recipe_are_decoded_by_it(tmp_path, places):
+def test_photos_of_an_older_recipe_are_decoded_by_it(tmp_path, places, monkeypatch):
     made = make_dataset(tmp_path / "made", n=4, width=1000, height=900, workers=1)
     data = made.images, made.annotations
     older = tmp_path / "older"
-    write_old_shards(made, older, min_size=200)
+    # Before there was a ramp, shards had the order of the annotations.
+    recipe = make_recipe("shrink", min_size=200, max_size=1333, shard_mb=SHARD_MB)
+    recipe["images_per_shard"] = 2
+    with monkeypatch.context() as patch:
+        patch.setattr(write, "make_recipe", lambda *_, **__: recipe)
+        write_shards(*data, shards=older, workers=1)
     shutil.copytree(older, places["drive"])
     tear_off(places["drive"], "shard-000001.tar")
     dataset = open_dataset(*data, **places)
@@ -405,25 +395,6 @@ def test_a_session_that_was_killed_goes_on_after_its_last_shard(
     assert all(path.stat().st_mtime_ns == time_ns for path, time_ns in on_drive.items())
 
 
-def test_a_bad_image_is_told_and_left_out(open_own, own_dataset, places):
-    images, annotations = own_dataset
-    coco = read_coco(annotations)
-    names = [coco.file_name(index) for index in (2, 7)]
-    (images / names[0]).unlink()
-    (images / names[1]).write_bytes(b"no image")
-    dataset = open_own(max_bad=0.2)
-    assert dataset.max_bad == 2
-    dataset.wait()
-    with pytest.warns(ColabUtilsWarning, match="An image is left out") as caught:
-        ids = list_ids(make_loader(dataset, batch_size=3, workers=0))
-    text = " ".join(str(warning.message) for warning in caught)
-    assert all(words in text for words in (*names, "(number 2 so far)"))
-    assert sorted(ids) == sorted(np.delete(coco.image_ids, (2, 7)).tolist())
-    skipped = read_index(places["drive"]).skipped
-    assert sorted(image.file_name for image in skipped) == sorted(names)
-    assert len(open_own()) == len(coco) - 2
-
-
 def test_an_image_that_was_repaired_is_read_anew(open_own, own_dataset, places):
     images, annotations = own_dataset
     path = images / read_coco(annotations).file_name(4)
@@ -459,22 +430,32 @@ def test_a_folder_that_cannot_be_read_is_said_to_be_unreadable(open_tiny, monkey
         open_tiny()
 
 
-def test_a_shard_without_a_usable_image_is_passed_over(open_own, own_dataset, places):
+def test_bad_images_are_told_and_left_out(open_own, own_dataset, places):
+    """The files of one shard are missing, and one of another shard is damaged."""
     images, annotations = own_dataset
     coco = read_coco(annotations)
     dataset = open_own()
     dataset.wait()
-    rows = np.flatnonzero(np.isin(coco.image_ids, dataset.image_ids[dataset.shard_of == 1]))
-    for row in rows.tolist():
-        (images / coco.file_name(row)).unlink()
+    bad = [*dataset.image_ids[dataset.shard_of == 1], dataset.image_ids[dataset.shard_of == 2][0]]
+    rows = np.flatnonzero(np.isin(coco.image_ids, bad)).tolist()
+    names = [coco.file_name(row) for row in rows]
+    for name in names:
+        (images / name).unlink()
+    damaged = coco.file_name(coco.image_ids.tolist().index(bad[-1]))
+    (images / damaged).write_bytes(b"no image")
     for folder in places.values():
         shutil.rmtree(folder)
-    dataset = open_own(max_bad=1.0)
-    with pytest.warns(ColabUtilsWarning, match="An image is left out"):
+    dataset = open_own(max_bad=0.5)
+    assert dataset.max_bad == 6
+    with pytest.warns(ColabUtilsWarning, match="An image is left out") as caught:
         ids = list_ids(make_loader(dataset, batch_size=2, workers=0))
+    text = " ".join(str(warning.message) for warning in caught)
+    assert all(words in text for words in (*names, f"(number {len(names)} so far)"))
     assert sorted(ids) == sorted(np.delete(coco.image_ids, rows).tolist())
     dataset.wait()
-    assert len(ShardDataset(places["drive"])) == len(ids)
+    skipped = read_index(places["drive"]).skipped
+    assert sorted(image.file_name for image in skipped) == sorted(names)
+    assert len(open_own()) == len(ids)
 
 
 def test_too_many_bad_images_end_in_one_message(open_own, own_dataset):
@@ -485,13 +466,6 @@ def test_too_many_bad_images_end_in_one_message(open_own, own_dataset):
         count_samples(dataset)
     with pytest.raises(ColabUtilsError, match="Bad images so far: 1,"):
         dataset.wait()
-
-
-def test_without_any_usable_image_there_is_no_dataset(open_own, own_dataset):
-    for path in own_dataset[0].iterdir():
-        path.unlink()
-    with pytest.raises(ColabUtilsError, match=r"No image that was tried .* the file is missing"):
-        open_own()
 
 
 @pytest.fixture(params=["another writer", "full", "read-only"])

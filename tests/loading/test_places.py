@@ -2,7 +2,6 @@
 
 import shutil
 import warnings
-from pathlib import Path
 
 import pytest
 
@@ -18,6 +17,7 @@ from colab_utils.loading.opening import LooseFiles, open_dataset
 from tests.faulty_server import FaultyFileSystem, fail_from, fail_times
 
 from .test_dataset import assert_equal_samples
+from .test_open_dataset import read_files
 
 URL = "faulty://bucket/shards"
 IMAGES = "faulty://bucket/images"
@@ -40,11 +40,6 @@ def assert_same_samples(dataset, expected):
     assert len(dataset) == len(expected)
     for index, sample in enumerate(expected):
         assert_equal_samples(dataset[index], sample)
-
-
-def snapshot(folder):
-    files = [path for path in sorted(Path(folder).iterdir()) if path.is_file()]
-    return {path.name: path.read_bytes() for path in files}
 
 
 def test_a_server_that_goes_while_shards_arrive_is_told(ssd):
@@ -81,7 +76,7 @@ def test_shards_are_written_from_loose_files_at_a_url_and_sent_to_one(bucket, ss
     dataset = open_dataset(IMAGES, JSON, **places)
     assert isinstance(dataset, LooseFiles)
     dataset.wait()
-    assert snapshot(bucket / "new") == snapshot(ssd)
+    assert read_files(bucket / "new") == read_files(ssd)
 
 
 def test_images_are_copied_from_a_server_that_fails_now_and_then(tmp_path, bucket):
@@ -89,7 +84,7 @@ def test_images_are_copied_from_a_server_that_fails_now_and_then(tmp_path, bucke
     inner = bucket / "images" / "inner"
     inner.mkdir()
     shutil.copy(min((bucket / "images").glob("*.jpg")), inner / "other.jpg")
-    expected = snapshot(bucket / "images")
+    expected = read_files(bucket / "images")
     for call, annotations, name in (
         ("info", None, ".jpg"),
         ("info", JSON, ".jpg"),
@@ -99,8 +94,8 @@ def test_images_are_copied_from_a_server_that_fails_now_and_then(tmp_path, bucke
         target = tmp_path / f"{call} {annotations is None}"
         FaultyFileSystem.fault = fail_times(2, lost, call=call, name=name)
         copy_images(IMAGES, target, annotations=annotations)
-        assert snapshot(target) == expected
-        assert annotations or snapshot(target / "inner") == snapshot(inner)
+        assert read_files(target) == expected
+        assert annotations or read_files(target / "inner") == read_files(inner)
 
 
 def test_a_url_without_data_is_told(ssd):

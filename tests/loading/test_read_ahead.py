@@ -21,6 +21,7 @@ from colab_utils.slow_drive import DriveProfile, slow_down
 from .test_dataset import assert_equal_samples, flip_bit
 from .test_loader import flatten, list_ids
 from .test_open_dataset import wait_until
+from .test_prefetcher import list_samples
 
 
 @pytest.fixture
@@ -71,10 +72,6 @@ def in_flight(monkeypatch):
 def assert_equal_lists(samples, expected):
     for sample, other in zip(samples, expected, strict=True):
         assert_equal_samples(sample, other)
-
-
-def list_samples(loader):
-    return [sample for batch in loader for sample in zip(*batch, strict=True)]
 
 
 def test_the_files_of_a_batch_are_read_at_the_same_time(dataset, in_flight):
