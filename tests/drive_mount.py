@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from colab_utils.slow_drive import DriveProfile
+from colab_utils.slow_drive import DriveProfile, get_profile
 
 __all__ = ["DriveMount", "Faults", "can_mount", "mount_drive", "mount_or_skip"]
 
@@ -92,7 +92,7 @@ def mount_drive(
     ``direct``: the kernel keeps nothing, so that a short read reaches the reader, and files cannot
     be mapped.
     """
-    name = profile if isinstance(profile, str) else json.dumps(asdict(profile))
+    speed = get_profile(profile)
     # Later libfuse leaves the working directory, so a relative path would lead elsewhere.
     backing = backing.absolute()
     folder = folder.absolute()
@@ -100,11 +100,20 @@ def mount_drive(
     faults = folder.parent / f"{folder.name}.faults.json"
     mount = DriveMount(folder, faults)
     mount.fail()
-    command = [sys.executable, SERVER, backing, folder, "--profile", name, "--faults", faults]
-    command += ["--total-bytes-per-s", str(total_bytes_per_s)]
-    command += ["--direct"] if direct else []
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    options = {
+        "backing": str(backing),
+        "folder": str(folder),
+        "faults": str(faults),
+        "profile": speed and asdict(speed),
+        "direct": direct,
+        "total_bytes_per_s": total_bytes_per_s,
+    }
+    process = subprocess.Popen(
+        [sys.executable, SERVER, json.dumps(options)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         deadline = time.monotonic() + 20
         while not os.path.ismount(folder):

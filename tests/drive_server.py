@@ -7,10 +7,10 @@ while it is used.
 
 from __future__ import annotations
 
-import argparse
 import errno
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from colab_utils.slow_drive import DriveProfile, get_profile
+from colab_utils.slow_drive import DriveProfile
 
 # More reads at once than any reader begins: the profile decides, and not the library.
 _MOST_THREADS = 400
@@ -256,33 +256,23 @@ class Drive:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("backing", type=Path)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--profile", default="none", help="a name, or a profile as JSON")
-    parser.add_argument(
-        "--total-bytes-per-s", type=float, default=0.0, help="of all streams together; 0: no limit"
-    )
-    parser.add_argument("--faults", type=Path, required=True)
-    parser.add_argument("--direct", action="store_true", help="nothing is kept by the kernel")
-    options = parser.parse_args()
-    text = options.profile
-    profile = DriveProfile(**json.loads(text)) if text.startswith("{") else get_profile(text)
+    """Serve, as the JSON in the first argument says."""
+    options = json.loads(sys.argv[1])
     # The import waits until now, so that pytest can look at this file where there is no libfuse.
     import mfusepy
 
     drive = type("Mounted", (Drive, mfusepy.Operations), {})(
-        options.backing.absolute(),
-        profile,
-        options.faults,
-        options.total_bytes_per_s,
+        Path(options["backing"]),
+        options["profile"] and DriveProfile(**options["profile"]),
+        Path(options["faults"]),
+        options["total_bytes_per_s"],
     )
     mfusepy.FUSE(
         drive,
-        str(options.folder),
+        options["folder"],
         foreground=True,
         subtype="drive",
-        direct_io=options.direct,
+        direct_io=options["direct"],
         nothreads=False,
         max_threads=_MOST_THREADS,
     )

@@ -45,12 +45,14 @@ class S3:
         )
         assert self.process.stdout is not None
         # Its first line of output is its port.
-        self.patch.setenv(
-            "AWS_ENDPOINT_URL", f"http://127.0.0.1:{int(self.process.stdout.readline())}"
-        )
-        self.patch.setenv("AWS_ACCESS_KEY_ID", "key")
-        self.patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-        self.patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        port = int(self.process.stdout.readline())
+        for name, value in (
+            ("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}"),
+            ("AWS_ACCESS_KEY_ID", "key"),
+            ("AWS_SECRET_ACCESS_KEY", "secret"),
+            ("AWS_DEFAULT_REGION", "us-east-1"),
+        ):
+            self.patch.setenv(name, value)
         self._set_credentials()
         import s3fs
 

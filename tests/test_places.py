@@ -175,15 +175,15 @@ class Kind:
         """Make the next reads fail as on a Drive that was lost, or at a server."""
         FaultyFileSystem.fault = fail_times(times, ConnectionResetError())
         self.web.faults.write_text(json.dumps({"status": 503, "times": times}))
-        left = [times]
+        lost = OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+        fail = fail_times(times, lost, call="open", name="shard-")
 
-        def fail(path, flags):
-            if left[0] and self.name == "folder":
-                left[0] -= 1
-                raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+        def fail_and_open(path, flags):
+            fail("open", str(path))
             return os.open(path, flags)
 
-        self.patch.setattr(files, "_open_at_once", fail)
+        if self.name == "folder":
+            self.patch.setattr(files, "_open_at_once", fail_and_open)
 
     def cut_writes(self):
         """Make the last bytes of what is written go missing."""

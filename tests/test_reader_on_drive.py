@@ -21,21 +21,13 @@ def photos(tmp_path):
     return folder
 
 
-def read_all(store, streams="auto"):
-    reader = Reader(store.read, store, streams=streams)
+def read_all(store):
+    reader = Reader(store.read, store)
     names = [f"{number}.jpg" for number in range(FILES)]
     contents = [reading.take() for reading in reader.read_all(names)]
     reader.close()
     # A trial of a larger number may be under way. The next reader begins with the one that is kept.
     return contents, guess_streams(store.place)
-
-
-@pytest.mark.parametrize("streams", ["auto", 16])
-def test_a_drive_that_serves_few_at_once_gives_every_file(photos, tmp_path, streams):
-    profile = DriveProfile("narrow", open_s=0.02, bytes_per_s=1e9, source="a test", streams=4)
-    with mount_or_skip(photos, tmp_path / "mnt", profile=profile) as mount:
-        contents, _ = read_all(open_store(mount.folder), streams)
-    assert contents == [b"%d" % number for number in range(FILES)]
 
 
 def test_a_drive_that_refuses_many_reads_gives_every_file(photos, tmp_path, monkeypatch):
