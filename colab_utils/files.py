@@ -432,7 +432,10 @@ class Store:
 
         ``block_bytes`` is the size of the smallest request to a server.
         """
-        return PieceFile(self.locate(name), self)
+        path = self.locate(name)
+        if isinstance(path, UrlPath):
+            return UrlFile(path, self, block_bytes)
+        return PieceFile(path, self)
 
     def hash(self, name: str | Place) -> tuple[int, str]:
         """Return the size of a file in bytes, and its XXH3-64 checksum in hexadecimal."""
@@ -574,8 +577,4 @@ def _find_url_store() -> type[Store]:
     """Return the class of stores at URLs. Its module loads fsspec, which most people do not use."""
     from colab_utils.urls import UrlMethods
 
-    class UrlStore(UrlMethods, Store):
-        def open(self, name: str | Place, *, block_bytes: int = 0) -> PieceFile:
-            return UrlFile(self.locate(name), self, block_bytes)
-
-    return UrlStore
+    return type("UrlStore", (UrlMethods, Store), {})

@@ -87,8 +87,8 @@ class UrlMethods:
     locate: Any
 
     @try_again
-    def read(self, name: Any, *, most_bytes: float = 0, at_full_speed: bool = True) -> bytes:
-        """Read a whole file of any size."""
+    def read(self, name: Any, **_: Any) -> bytes:
+        """Read a whole file of any size, at full speed."""
         return bytes(name.system.cat_file(name.key))
 
     @try_again
@@ -99,10 +99,9 @@ class UrlMethods:
             raise _refuse_parts(name)
         return content
 
-    @try_again
     def find_size(self, name: Any) -> int:
         """Return the size in bytes of a file of which parts are to be read."""
-        size = _find_info(name).get("size")
+        size = self._find_info(name).get("size")
         if size is None:
             raise _refuse_parts(name)
         return int(size)
@@ -159,7 +158,9 @@ class UrlMethods:
 
     @try_again
     def _find_info(self, name: Any) -> dict[str, Any]:
-        return _find_info(name)
+        """Return fsspec's information on a file or folder."""
+        name.system.invalidate_cache()
+        return dict(name.system.info(name.key))
 
     @try_again
     def write(self, name: Any, *parts: bytes | memoryview) -> None:
@@ -191,7 +192,7 @@ class UrlMethods:
     @try_again
     def _remove(self, name: Any, is_large: bool) -> None:
         # Some servers raise no error for a missing file, so look for the file first.
-        _find_info(name)
+        self._find_info(name)
         name.system.rm_file(name.key)
 
     @try_again
@@ -230,12 +231,6 @@ def _send(path: Any, content: bytes) -> None:
     temporary = f"{path.key}.{token_hex(4)}.part"
     path.system.pipe_file(temporary, content)
     path.system.mv(temporary, path.key)
-
-
-def _find_info(path: Any) -> dict[str, Any]:
-    """Return fsspec's information on a file or folder."""
-    path.system.invalidate_cache()
-    return dict(path.system.info(path.key))
 
 
 @lru_cache
