@@ -60,8 +60,7 @@ def test_a_read_that_fails_keeps_nothing(tmp_path):
 def test_a_damaged_file_is_read_anew(tmp_path, damage):
     cache = FileCache(tmp_path)
     cache.read("a.jpg", lambda: b"right")
-    kept = [path for path in tmp_path.iterdir() if not path.suffix]
-    path = kept[0]
+    path = next(path for path in tmp_path.iterdir() if not path.suffix)
     path.write_bytes(damage(path.read_bytes()))
     assert cache.read("a.jpg", lambda: b"anew") == b"anew"
     assert cache.read("a.jpg", lambda: b"again") == b"anew"
