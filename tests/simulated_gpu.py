@@ -13,12 +13,12 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from contextlib import nullcontext
-from time import perf_counter
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.counted_memory import CountedMemory
 
@@ -97,7 +97,6 @@ class SimulatedGpu(TorchFunctionMode):
             "is_current_stream_capturing": lambda: False,
             "get_rng_state": lambda device=None: torch.get_rng_state(),
             "set_rng_state": lambda state, device=None: None,
-            "Event": _Event,
         }
         for name, value in result.items():
             monkeypatch.setattr(torch.cuda, name, value)
@@ -141,8 +140,6 @@ class SimulatedGpu(TorchFunctionMode):
             if name == "pin_memory":
                 self._pinned.append(args[0].clone())
                 return self._pinned[-1]
-            if name == "__deepcopy__":
-                return _copy(*args) if first_on_gpu else function(*args)
             if name == "__set__":
                 function(*args)
                 if attribute == "data":
@@ -154,7 +151,7 @@ class SimulatedGpu(TorchFunctionMode):
 
     def _compute(self, function, name, args, kwargs):
         """A call that gives tensors, on the side that it names or that its tensors are on."""
-        leaves = [*_list_leaves((args, kwargs))]
+        leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         ours = [tensor for tensor in tensors if isinstance(tensor, GpuTensor)]
         named = [device for device in map(_read_device, leaves) if device is not None]
@@ -170,13 +167,13 @@ class SimulatedGpu(TorchFunctionMode):
         if self._waits(name, args, kwargs, tensors, on_gpu):
             self.count_wait(name)
         if named:
-            args, kwargs = _replace_leaves(
-                (args, kwargs), lambda leaf: CPU if _read_device(leaf) else leaf
+            args, kwargs = tree_map(
+                lambda leaf: CPU if _read_device(leaf) else leaf, (args, kwargs)
             )
         crosses = bool(tensors) and on_gpu != isinstance(tensors[0], GpuTensor)
         with self.memory if on_gpu else nullcontext():
             result = function(*args, **kwargs)
-            return _replace_leaves(result, lambda leaf: _mark(leaf, on_gpu, copied=crosses))
+            return tree_map(lambda leaf: _mark(leaf, on_gpu, copied=crosses), result)
 
     def _check(self, function, name, tensors, ours) -> None:
         """No tensors of both sides, but single numbers of the CPU, and its indices into a tensor of
@@ -231,41 +228,6 @@ def _set_device(device) -> None:
         )
 
 
-class _Event:
-    """A point in time of a GPU that is never behind."""
-
-    def __init__(self, enable_timing: bool = False) -> None:
-        self.at_s = 0.0
-
-    def record(self) -> None:
-        self.at_s = perf_counter()
-
-    def synchronize(self) -> None:
-        SimulatedGpu.current.count_wait("Event.synchronize")
-
-    def elapsed_time(self, other: _Event) -> float:
-        return (other.at_s - self.at_s) * 1000
-
-
-def _list_leaves(value):
-    if isinstance(value, list | tuple | dict) and not isinstance(value, torch.Size):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _list_leaves(part)
-    else:
-        yield value
-
-
-def _replace_leaves(value, change):
-    if isinstance(value, dict):
-        return {key: _replace_leaves(part, change) for key, part in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_replace_leaves(part, change) for part in value)
-    # Functions such as torch.max give a named tuple.
-    if isinstance(value, tuple) and not isinstance(value, torch.Size):
-        return type(value)([_replace_leaves(part, change) for part in value])
-    return change(value)
-
-
 def _read_device(leaf) -> torch.device | None:
     if isinstance(leaf, torch.device):
         return leaf
@@ -278,18 +240,10 @@ def _tell_device(groups):
     """What C++ has put together by devices, of which it knows one only."""
     answers = {}
     for (device, dtype), value in groups.items():
-        if any(isinstance(leaf, GpuTensor) for leaf in _list_leaves(value)):
+        if any(isinstance(leaf, GpuTensor) for leaf in tree_leaves(value)):
             device = DEVICE
         answers[device, dtype] = value
     return answers
-
-
-def _copy(tensor, memo):
-    """Deep-copy a tensor of the GPU."""
-    made = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-    memo[id(tensor)] = made
-    made.__class__ = type(tensor)
-    return made
 
 
 def _choose_class(on_gpu: bool, is_parameter: bool) -> type[Tensor]:
