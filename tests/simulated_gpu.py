@@ -77,26 +77,19 @@ class SimulatedGpu(TorchFunctionMode):
         self.memory = CountedMemory(limit)
         self._pinned: list[Tensor] = []
         SimulatedGpu.current = self
-        facts = SimpleNamespace(total_memory=limit, name="Simulated")
         result = {
             "is_available": lambda: True,
             "device_count": lambda: 1,
             "current_device": lambda: 0,
             "_lazy_init": int,
             "set_device": _set_device,
-            "synchronize": lambda device=None: self.count_wait("synchronize"),
             "empty_cache": int,
             "mem_get_info": lambda device=None: (limit - self.memory.count_held(), limit),
             "memory_reserved": lambda device=None: self.memory.count_held(),
-            "memory_allocated": lambda device=None: self.memory.count_held(),
             "max_memory_allocated": lambda device=None: self.memory.peak,
             "reset_peak_memory_stats": lambda device=None: self.memory.reset_peak(),
             "get_device_capability": lambda device=None: capability,
-            "get_device_name": lambda device=None: facts.name,
-            "get_device_properties": lambda device=None: facts,
             "is_current_stream_capturing": lambda: False,
-            "get_rng_state": lambda device=None: torch.get_rng_state(),
-            "set_rng_state": lambda state, device=None: None,
         }
         for name, value in result.items():
             monkeypatch.setattr(torch.cuda, name, value)
