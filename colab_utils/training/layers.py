@@ -182,7 +182,7 @@ def assemble_light(num_classes: int, *, pretrained: bool) -> MaskRCNN:
     # COCO are 10 to 200 px long after the images are resized.
     levels = {"3": 24, "6": 40, "12": 112, "15": 160}
     anchors = (16, 32, 64, 128, 256)
-    return _put_heads(body, levels, anchors, num_classes, scale=2)
+    return put_heads(body, levels, anchors, num_classes, scale=2)
 
 
 def assemble_tiny(num_classes: int, *, pretrained: bool) -> MaskRCNN:
@@ -192,10 +192,10 @@ def assemble_tiny(num_classes: int, *, pretrained: bool) -> MaskRCNN:
     for a, b in pairwise(widths):
         body.append(nn.Sequential(Conv2dNormActivation(a, b, stride=2), Conv2dNormActivation(b, b)))
     levels = {"1": 48, "2": 64, "3": 96}
-    return _put_heads(body, levels, (12, 24, 48, 96), num_classes, scale=1)
+    return put_heads(body, levels, (12, 24, 48, 96), num_classes, scale=1)
 
 
-def _put_heads(
+def put_heads(
     body: nn.Sequential,
     levels: dict[str, int],
     anchors: Sequence[int],
