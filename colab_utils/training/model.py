@@ -98,20 +98,28 @@ def build_mask_rcnn(
         raise ColabUtilsError(
             f"num_classes is {num_classes}, but it counts the background, too. Pass at least 2."
         )
-    sizes: dict[str, Any] = {"min_size": min_size, "max_size": max_size}
-    state = _fetch_pretrained(name) if weights == "coco" and name in _WEIGHTS else None
     if weights not in (None, "coco"):
         model = _load_run(name, weights)
         _set_sizes(model, min_size, max_size)
-    elif state is None:
-        model = assemble_mask_rcnn(name, num_classes=num_classes, starts_from="random", **sizes)
-    elif name == LIGHT_MODEL:
-        model = assemble_mask_rcnn(name, num_classes=num_classes, starts_from="imagenet", **sizes)
-        body = model.backbone.body
-        body.load_state_dict({key: state[f"features.{key}"] for key in body.state_dict()})
     else:
-        model = assemble_mask_rcnn(name, num_classes=_COCO_CLASSES, starts_from="coco", **sizes)
-        model.load_state_dict(state)
+        state = _fetch_pretrained(name) if weights and name in _WEIGHTS else None
+        starts_from = "coco"
+        if state is None:
+            starts_from = "random"
+        elif name == LIGHT_MODEL:
+            starts_from = "imagenet"
+        model = assemble_mask_rcnn(
+            name,
+            num_classes=_COCO_CLASSES if starts_from == "coco" else num_classes,
+            starts_from=starts_from,
+            min_size=min_size,
+            max_size=max_size,
+        )
+        if starts_from == "imagenet":
+            body = model.backbone.body
+            body.load_state_dict({key: state[f"features.{key}"] for key in body.state_dict()})
+        elif state:
+            model.load_state_dict(state)
     if model.roi_heads.box_predictor.cls_score.out_features != num_classes:
         _replace_heads(model, num_classes)
     return model
@@ -191,13 +199,8 @@ def allow_detections(model: MaskRCNN, objects: int) -> None:
 def read_model(state: State) -> MaskRCNN:
     """Return the model of a checkpoint, as `CheckpointFolder.read` gives it, in training mode."""
     plan = state["plan"]
-    model = assemble_mask_rcnn(
-        plan["model"],
-        num_classes=plan["num_classes"],
-        starts_from=plan["starts_from"],
-        min_size=plan["min_size"],
-        max_size=plan["max_size"],
-    )
+    names = ("num_classes", "starts_from", "min_size", "max_size")
+    model = assemble_mask_rcnn(plan["model"], **{name: plan[name] for name in names})
     model.load_state_dict(state["model"])
     allow_detections(model, plan["most_objects"])
     model.class_names = state["class_names"]

@@ -123,6 +123,11 @@ def average_losses(losses: Iterable[float]) -> float:
 class LogLine:
     """A line of the log: what happened since the line before. Its rates count all of the time, also
     that of evaluation, logs and checkpoints.
+
+    Example:
+        >>> ap = AveragePrecision(0.3, 0.2, 0.5, 0.4, 9, 30)
+        >>> print(LogLine(40, 200, 1.9123, 0.005, 5.31, 0.024, 9_100_000_000, ap))
+        step 40/200  loss 1.912  lr 0.00500  5.3 images/s  wait 2%  GPU 9.1 GB  after step 30: AP...
     """
 
     step: int

@@ -239,9 +239,8 @@ class TrainingStep:
         # they would never be written.
         if "momentum" in optimizer.defaults:
             for p in parameters:
-                averages = optimizer.state[p]
-                if averages.get("momentum_buffer") is None:
-                    averages["momentum_buffer"] = torch.zeros_like(p)
+                if "momentum_buffer" not in optimizer.state[p]:
+                    optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
         optimizer.grad_scale = None
         optimizer.found_inf = self.is_skipped.to(torch.float32)
         try:

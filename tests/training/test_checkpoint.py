@@ -76,7 +76,10 @@ def test_a_run_whose_checkpoints_are_all_torn_does_not_begin_anew_unasked(folder
     folder.run.mkdir(parents=True)
     for name in name_steps(1, 2):
         (folder.run / name).write_bytes(b"torn")
-    with pytest.raises(ColabUtilsError, match=r"^.*is torn .*00002\.pt.*resume='never'.*$"):
+    with pytest.raises(
+        ColabUtilsError,
+        match=r"^.*is torn .*version wrote it.*00002\.pt.*resume='never'.*update colab_utils.*$",
+    ):
         folder.read()
     folder.prepare(anew=True)
     assert list_names(folder.run / "previous-1") == name_steps(1, 2)
@@ -212,15 +215,6 @@ def test_a_checkpoint_that_is_no_file_is_told(tmp_path: Path, put):
         CheckpointFolder(tmp_path).read()
 
 
-def test_a_newer_format_is_refused_in_words(folder):
-    path = save_steps(folder, 5)
-    path.write_bytes(path.read_bytes().replace(b"colab_utils 2 ", b"colab_utils 3 "))
-    with pytest.raises(
-        ColabUtilsError, match=r"another program or version wrote it.* update colab_utils"
-    ):
-        folder.read()
-
-
 def test_loading_runs_no_code(tmp_path: Path):
     class Payload:
         def __reduce__(self):
@@ -265,12 +259,11 @@ def test_an_older_best_that_drive_does_not_give_up_harms_nothing(folder, monkeyp
     assert list_names(folder.run) == ["best-00000012.pt"]
 
 
-@pytest.mark.parametrize("start", range(0, 200, 100))
-def test_any_bytes_of_a_checkpoint_are_read_as_they_were_or_told(folder, start):
+def test_any_bytes_of_a_checkpoint_are_read_as_they_were_or_told(folder):
     path = folder.save({"weight": torch.arange(6.0)}, step=10)
     whole = path.read_bytes()
-    draw = random.Random(start)
-    for place in (len(whole) * (start + part) // 200 for part in range(100)):
+    draw = random.Random(0)
+    for place in range(0, len(whole), len(whole) // 200):
         content = bytearray(whole)
         for offset in range(draw.randint(1, 4)):
             content[(place + offset) % len(content)] = draw.randrange(256)

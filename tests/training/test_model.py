@@ -102,17 +102,8 @@ def test_light_model_takes_imagenet_weights(monkeypatch):
     assert torch.allclose(features, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        # There is no network.
-        urllib.error.URLError("Name or service not known"),
-        # The cached file was cut short.
-        EOFError("Ran out of input"),
-    ],
-)
-def test_no_weights_warns_and_starts_from_random(error, monkeypatch):
-    fail = Mock(side_effect=error)
+def test_no_weights_warns_and_starts_from_random(monkeypatch):
+    fail = Mock(side_effect=urllib.error.URLError("Name or service not known"))
     monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", fail)
     with pytest.warns(
         ColabUtilsWarning, match=rf"{LIGHT_MODEL} starts from random weights because"
@@ -149,12 +140,10 @@ def test_the_tiny_model_learns(tmp_path):
     assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
 
 
-# The norms train without weights, and are frozen with them.
-@pytest.mark.parametrize("weights", [None, "coco"])
-def test_a_resumed_model_has_the_layers_of_the_built_one(weights: str | None, monkeypatch):
+def test_a_resumed_model_has_the_frozen_layers_of_the_built_one(monkeypatch):
     patch_download(monkeypatch, mobilenet_v3_large(weights=None).state_dict())
     sizes = {"num_classes": 3, "min_size": 64, "max_size": 96}
-    built = build_mask_rcnn(LIGHT_MODEL, weights=weights, **sizes)
+    built = build_mask_rcnn(LIGHT_MODEL, **sizes)
     resumed = assemble_mask_rcnn(LIGHT_MODEL, starts_from=built.starts_from, **sizes)
     resumed.load_state_dict(built.state_dict())
     for ours, theirs in zip(resumed.parameters(), built.parameters(), strict=True):

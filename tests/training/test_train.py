@@ -38,7 +38,7 @@ from colab_utils.training import train as loop
 from colab_utils.training.checkpoint import CheckpointFolder, CheckpointWriter
 from colab_utils.training.evaluate import AveragePrecision, evaluate
 from colab_utils.training.model import LIGHT_MODEL, build_mask_rcnn, load_trained_model
-from colab_utils.training.report import LogLine, TrainReport
+from colab_utils.training.report import LogLine, LossPoint, TrainReport
 from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import train
 from tests.tiny_model import TINY_MODEL
@@ -168,6 +168,10 @@ def test_the_report_holds_every_step(undisturbed, tiny_shards):
     some = dataclasses.replace(plan, objects=10, skipped_objects=2)
     assert "2 of 12 objects left out" in str(some)
     assert str(undisturbed).startswith("5 steps, loss ")
+    # A skipped step hides no loss.
+    losses = tuple(LossPoint(0, loss) for loss in (math.inf, 3.0, 2.0, math.nan))
+    for shown, expected in ((losses, "loss 3.00 -> 2.00, "), ((), "loss nan -> nan, ")):
+        assert expected in str(dataclasses.replace(undisturbed, losses=shown))
     assert "tiny from random weights on cpu in float32: 6 classes" in str(plan)
     content = torch.load(undisturbed.checkpoint, weights_only=True)
     assert content["class_names"] == dataset.class_names
@@ -869,21 +873,3 @@ def test_transforms_of_ones_own_run_on_the_device_and_resume(train_here, tmp_pat
     assert seen[0] == (torch.uint8, BoundingBoxes, (80, 96))
     with pytest.raises(ColabUtilsError, match=r"The run of .* was begun with transforms"):
         train_here(steps=5)
-
-
-def test_a_log_line_tells_every_value():
-    line = LogLine(
-        40,
-        200,
-        1.9123,
-        0.005,
-        5.31,
-        0.024,
-        9_100_000_000,
-        AveragePrecision(0.3, 0.2, 0.5, 0.4, 9, 30),
-    )
-    assert str(line) == (
-        "step 40/200  loss 1.912  lr 0.00500  5.3 images/s  wait 2%  GPU 9.1 GB  after step 30: "
-        "AP of boxes 0.300 "
-        "(0.500 at IoU 0.5), of masks 0.200 (0.400 at IoU 0.5), 9 images"
-    )

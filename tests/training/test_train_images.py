@@ -99,18 +99,13 @@ def test_a_run_needs_a_folder(source):
         train(**source)
 
 
-def list_words(source, tmp_path):
-    """The command that trains the tiny model."""
-    words = ["train", "--images", source["images"], "--annotations", source["annotations"]]
-    words += ["--drive", source["drive"], "--ssd", source["ssd"], "--run", tmp_path / "run"]
-    words += ["--model", TINY_MODEL, "--min-size", "64", "--epochs", "1", "--json", "-"]
-    return [str(word) for word in words]
-
-
 def test_the_command_line_trains_from_images(source, tmp_path, capsys, monkeypatch):
     # A test downloads nothing.
     monkeypatch.setattr(loop, "train", partial(loop.train, weights=None))
-    assert main(list_words(source, tmp_path)) == 0
+    words = "train --images {images} --annotations {annotations} --drive {drive} --ssd {ssd}"
+    words += " --run {run} --model {model} --min-size 64 --epochs 1 --json -"
+    folders = {**source, "run": tmp_path / "run", "model": TINY_MODEL}
+    assert main(words.format(**folders).split()) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 6
     # Training may end before the last shard is written. The next session goes on there.
     open_source(source).wait()
