@@ -115,7 +115,7 @@ def build_mask_rcnn(
             min_size=min_size,
             max_size=max_size,
         )
-        if starts_from == "imagenet":
+        if state and name == LIGHT_MODEL:
             body = model.backbone.body
             body.load_state_dict({key: state[f"features.{key}"] for key in body.state_dict()})
         elif state:

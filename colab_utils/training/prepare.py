@@ -29,7 +29,6 @@ from colab_utils.training.model import (
     build_mask_rcnn,
     read_model,
 )
-from colab_utils.training.ranks import share_errors
 from colab_utils.training.settings import (
     OWN_TRANSFORMS,
     MemoryPlan,
@@ -37,7 +36,7 @@ from colab_utils.training.settings import (
     choose_rate,
     make_optimizer,
 )
-from colab_utils.training.step import MOST_PARTS, TrainingStep
+from colab_utils.training.step import MOST_PARTS, TrainingStep, share_errors
 from colab_utils.units import format_bytes
 
 # The share of the memory that a batch may take. The rest is for steps with more proposals, and for

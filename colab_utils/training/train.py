@@ -26,7 +26,6 @@ from colab_utils.training.checkpoint import CheckpointFolder, State
 from colab_utils.training.data import OpenData, find_images, open_images
 from colab_utils.training.layers import use_cpu
 from colab_utils.training.prepare import prepare_step
-from colab_utils.training.ranks import join_ranks, require_same, share_errors
 from colab_utils.training.report import Log, TrainReport, make_plan
 from colab_utils.training.settings import (
     KEPT,
@@ -36,6 +35,7 @@ from colab_utils.training.settings import (
     choose_settings,
     read_settings,
 )
+from colab_utils.training.step import join_ranks, require_same, share_errors
 from colab_utils.training.trainer import Trainer
 
 # A sample that takes longer than these seconds is tried once more by a new process.

@@ -34,8 +34,7 @@ from colab_utils.shards.verify import verify_shards
 from colab_utils.slow_drive import DriveProfile, slow_down
 from colab_utils.training import trainer
 from colab_utils.training.checkpoint import CheckpointFolder
-from colab_utils.training.ranks import join_ranks
-from colab_utils.training.step import TrainingStep
+from colab_utils.training.step import TrainingStep, join_ranks
 from colab_utils.training.train import train
 from tests.tiny_model import TINY_MODEL
 from tests.training.small_shards import TINY, make_shards
