@@ -110,7 +110,8 @@ class Places:
 
 def find_own_line() -> tuple[str, int]:
     """Return the file and the line of the innermost code that runs now and is no library's."""
-    frames = [*walk_stack(sys._getframe())]
+    # With its own frame among them, they would stay until garbage is collected.
+    frames = [*walk_stack(sys._getframe(1))]
     own = [frame for frame in frames if not _LIBRARY.match(frame[0].f_code.co_filename)]
     frame, line = (own or frames)[0]
     return frame.f_code.co_filename, line
