@@ -46,6 +46,7 @@ _FORMATS = {
     "annotations/coordinates/(x|width)": "CreateML's JSON",
 }
 _MARK = re.compile(r"[ \t\n\r]*([][{},:])[ \t\n\r]*")
+_LIST = re.compile(r"[ \t\n\r]*\[")
 # JSON Lines: an object on one line, and another object on the next line.
 _NEXT_LINE = re.compile(r"[ \t\r]*\n\s*\{")
 _decode = json.JSONDecoder().raw_decode
@@ -161,18 +162,24 @@ class _Reader:
         value, self.position = _decode(self._text, self.position)
         return value
 
-    def is_next(self, character: str) -> bool:
-        """Return whether this character is the next one."""
-        return self._text.startswith(character, self.position)
+    def is_next(self, *characters: str) -> bool:
+        """Return whether one of these characters is the next one."""
+        return self._text.startswith(characters, self.position)
 
-    def read_entries(self, closing: str) -> Iterator[None]:
-        """Read a list or an object behind its opening mark, up to its closing mark.
-
-        The caller reads an entry each time that this yields.
+    def read_entries(self) -> Iterator[Any]:
+        """Read a list or an object. Yield where the value of each entry is to be read: its key in
+        an object, None in a list.
         """
+        closing = "}" if self.read_mark("{[") == "{" else "]"
         mark = self.read_mark(closing) if self.is_next(closing) else ","
         while mark != closing:
-            yield
+            key = None
+            if closing == "}":
+                if not self.is_next('"'):
+                    raise json.JSONDecodeError("expected a name", "", self.position)
+                key = self.read_value()
+                self.read_mark(":")
+            yield key
             mark = self.read_mark("," + closing)
 
     def require_end(self) -> None:
@@ -232,7 +239,7 @@ def read_columns(text: str) -> Columns:
     reader = _Reader(text)
     columns = Columns()
     try:
-        _read_sections(reader, columns)
+        _read_sections(text, reader, columns)
     except RecursionError:
         raise ColabUtilsError("JSON that is nested too deeply. Export or copy it again.") from None
     except _OtherFormatError as error:
@@ -252,18 +259,14 @@ def read_columns(text: str) -> Columns:
     return columns
 
 
-def _read_sections(reader: _Reader, columns: Columns) -> None:
+def _read_sections(text: str, reader: _Reader, columns: Columns) -> None:
     """Add each entry of the three lists."""
-    if reader.read_mark("{[") == "[":
+    if _LIST.match(text):
         raise _OtherFormatError(
             "it is a list. Name the instances file: a list holds results, or one part of a dataset."
         )
     keys = set[str]()
-    for _ in reader.read_entries("}"):
-        if not reader.is_next('"'):
-            raise json.JSONDecodeError("expected a name", "", reader.position)
-        key = reader.read_value()
-        reader.read_mark(":")
+    for key in reader.read_entries():
         # If a name occurs twice, other readers of JSON silently keep only its last value.
         if key in keys:
             raise ColabUtilsError(f"it has {key} twice. Make one list of both.")
@@ -280,14 +283,9 @@ def _read_sections(reader: _Reader, columns: Columns) -> None:
 
 def _read_list(reader: _Reader, section: str, columns: Columns) -> None:
     """Read the entries of a list, or of an object that has each entry by its id, as LIVECell's."""
-    is_object = reader.is_next("{")
-    if not (is_object or reader.is_next("[")):
+    if not reader.is_next("[", "{"):
         raise _OtherFormatError(f"no list of {section}. {_NAME_INSTANCES}")
-    reader.read_mark("[{")
-    for _ in reader.read_entries("}" if is_object else "]"):
-        if is_object:
-            reader.read_value()
-            reader.read_mark(":")
+    for _ in reader.read_entries():
         start = reader.position
         entry = reader.read_value()
         try:

@@ -66,7 +66,7 @@ def check_object(
         is_object = annotation["iscrowd"] and isinstance(outline, dict) and annotation["area"] == 0
         kind = "crowd without area" if is_object else "area 0"
         defects.append((kind, f"the mask has {pixels:,} pixels"))
-    elif _is_area_odd(annotation, mask):
+    elif _is_area_odd(annotation, pixels, size):
         text = f"area {annotation['area']:,.0f}, the mask has {pixels:,} pixels"
         defects.append((_ODD_AREA, text))
     is_usable = not wrong_box or wrong_box[0][0] == _LOOSE
@@ -95,17 +95,16 @@ def count_faults(annotations: Sequence[Entry], rles: Sequence[Rle]) -> Counter[s
     return faults
 
 
-def _is_area_odd(annotation: Entry, mask: Rle) -> bool:
+def _is_area_odd(annotation: Entry, pixels: int, size: Size) -> bool:
     """Return whether an object's area fits neither its mask nor its box.
 
     An area that fits the box is not odd, because many tools export the area of the box. Some
     objects are not judged: crowds, masks with few pixels, and objects that the image's edge cuts.
     The area of a cut object may be that of the whole object.
     """
-    _, pixels = measure_mask(mask)
     area = annotation["area"]
     left, top, width, height = annotation["bbox"]
-    is_cut = left + width > mask["size"][1] + NEAR or top + height > mask["size"][0] + NEAR
+    is_cut = left + width > size[1] + NEAR or top + height > size[0] + NEAR
     if annotation["iscrowd"] or area <= 0 or is_cut or pixels < _FEW_PIXELS:
         return False
     is_of_box = abs(area - width * height) <= 0.02 * width * height
