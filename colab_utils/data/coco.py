@@ -344,8 +344,8 @@ def open_coco(images: PlaceLike, annotations: PlaceLike) -> CocoDataset:
     require_folder(images)
     dataset = read_coco(annotations)
     _refuse_strangers(annotations, dataset)
-    _warn_of_divided(annotations, dataset)
-    _warn_of_place(images, dataset)
+    for text in _list_warnings(images, annotations, dataset):
+        warnings.warn(text, ColabUtilsWarning, stacklevel=3)
     return dataset
 
 
@@ -364,30 +364,26 @@ def _refuse_strangers(annotations: PlaceLike, dataset: CocoDataset) -> None:
             )
 
 
-def _warn_of_divided(annotations: PlaceLike, dataset: CocoDataset) -> None:
-    """Warn if an image has several entries with different objects."""
+def _list_warnings(
+    images: PlaceLike, annotations: PlaceLike, dataset: CocoDataset
+) -> Iterator[str]:
+    """Say if an image has several entries with different objects, and if the first image does not
+    lie where the annotations say.
+    """
     divided = [name for name, is_same in list_repeated_names(dataset) if not is_same]
     if divided:
-        warnings.warn(
+        yield (
             f"{annotations} has several entries of {divided[0]!r:.80} with different objects. "
             "In training, the objects of one entry count as background in the other. "
-            "`check --repair OUT.json` joins the entries.",
-            ColabUtilsWarning,
-            stacklevel=4,
+            "`check --repair OUT.json` joins the entries."
         )
-
-
-def _warn_of_place(images: PlaceLike, dataset: CocoDataset) -> None:
-    """Warn if the first image does not lie where the annotations say."""
     # The first image stands for all of them. If it is missing, the code that reads it says so.
     with suppress(ColabUtilsError, IndexError):
         path, by_base_name = dataset.find_image(images, 0)
         if by_base_name:
-            warnings.warn(
+            yield (
                 "images do not lie where the annotations say: "
-                f"found {dataset.file_name(0)!r} at {path}",
-                ColabUtilsWarning,
-                stacklevel=4,
+                f"found {dataset.file_name(0)!r} at {path}"
             )
 
 

@@ -81,12 +81,13 @@ class Columns:
         elif section == "images":
             self._add_image(entry)
         else:
-            self._add_category(to_integer(entry.get("id"), "id"), entry.get("name"))
+            self._add_category(entry)
 
-    def _add_category(self, number: int, named: Any) -> None:
-        if named is None:
+    def _add_category(self, category: Entry) -> None:
+        number = to_integer(category.get("id"), "id")
+        if category.get("name") is None:
             raise ValueError("no 'name'")
-        name = escape(str(named))
+        name = escape(str(category["name"]))
         if self.categories.setdefault(number, name) != name:
             raise ValueError(
                 f"the name {name!r}, but an earlier entry of this id has the name "

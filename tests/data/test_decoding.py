@@ -368,7 +368,7 @@ def test_a_jpeg_whose_tables_are_damaged_is_refused_as_by_pillow(marker, change)
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("white", [0, 1])
 def test_a_tiff_in_which_zero_is_white_is_no_negative(bits, white):
-    values = (np.arange(64 * 96) % 60000 * 10).astype(np.uint16).reshape(64, 96)
+    values = np.arange(0, 61_440, 10, np.uint16).reshape(64, 96)
     stored = values if bits == 16 else (values >> 8).astype(np.uint8)
     data = bytearray(save(Image.fromarray(stored), "TIFF"))
     # The tag 262 says whether 0 is white (0) or black (1).

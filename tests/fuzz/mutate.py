@@ -15,6 +15,8 @@ from copy import deepcopy
 from random import Random
 from typing import Any
 
+from tests.pictures import make_chunk
+
 NUMBERS = [
     0,
     -1,
@@ -242,13 +244,7 @@ def change_png(rng: Random, data: bytes) -> bytes:
     chunks = _list_chunks(data)
     for _ in range(rng.randint(1, 2)):
         _change_chunk(rng, chunks)
-    changed = data[:8]
-    for kind, body in chunks:
-        changed += len(body).to_bytes(4, "big")
-        changed += kind
-        changed += body
-        changed += zlib.crc32(kind + body).to_bytes(4, "big")
-    return changed
+    return data[:8] + b"".join(make_chunk(*chunk) for chunk in chunks)
 
 
 def _list_chunks(data: bytes) -> list[tuple[bytes, bytes]]:

@@ -99,8 +99,6 @@ class Result:
     kind: str
     outcome: str
     """``"correct"``, ``"refused"`` or ``"bug"``."""
-    seconds: float
-    """Of a core."""
     bug: str = ""
     """The same for all cases with the same cause."""
     text: str = ""
@@ -289,11 +287,10 @@ def _run_case(
         bug = f"Outside: {guard.met}"
     if not bug and _read_memory("VmHWM") - before > MEGABYTES:
         bug = "more than 1 GB"
-    seconds = time.process_time() - started_s
-    if not bug and seconds > CORE_SECONDS:
+    if not bug and time.process_time() - started_s > CORE_SECONDS:
         bug = f"more than {CORE_SECONDS} s of a core"
     outcome = "refused" if case.refused else "correct"
-    return Result(number, kind, "bug" if bug else outcome, seconds, bug, text)
+    return Result(number, kind, "bug" if bug else outcome, bug, text)
 
 
 def _read_memory(name: str) -> float:
@@ -329,11 +326,4 @@ def _explain_end(number: int, kind: str, worker: _Worker) -> Result:
         reason = f"signal {-worker.process.exitcode}"
     place = re.search(r'File "[^"]*/colab_utils/([^"]*)", line \d+ in (\S+)', text)
     where = f"{place[1]} {place[2]}" if place else "?"
-    return Result(
-        number,
-        kind,
-        "bug",
-        0.0,
-        f"{reason} in {where}",
-        text[-4000:],
-    )
+    return Result(number, kind, "bug", f"{reason} in {where}", text[-4000:])
