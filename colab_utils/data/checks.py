@@ -12,6 +12,7 @@ from functools import partial
 from typing import get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from colab_utils.data.coco import CocoDataset, list_repeated_names, read_coco
 from colab_utils.data.defects import EFFECTS, SERIOUS, Defect, describe_full_images
@@ -238,7 +239,8 @@ def _sum_up(dataset: CocoDataset, findings: Sequence[Findings]) -> DatasetReport
                 scores[i] += _SERIOUS_SCORE
             elif kind != "image without objects":
                 scores[i] += 1
-    for kind, text in _find_in_all(dataset, findings):
+    objects = np.concatenate([np.zeros((0, 3)), *(finding.objects for finding in findings)])
+    for kind, text in [*_find_in_all(dataset, findings), *_find_corner(objects[:, 1:])]:
         examples[kind].append(text)
     problems = []
     for kind, effect in EFFECTS.items():
@@ -254,23 +256,23 @@ def _sum_up(dataset: CocoDataset, findings: Sequence[Findings]) -> DatasetReport
         annotations=len(dataset.ids) + len(dataset.unknown_images),
         ok=SERIOUS.isdisjoint(problem.kind for problem in problems),
         problems=tuple(problems),
-        statistics=_measure(dataset, findings),
+        statistics=_measure(dataset, findings, objects),
         worst=worst,
     )
 
 
-def _measure(dataset: CocoDataset, findings: Sequence[Findings]) -> DatasetStatistics:
+def _measure(
+    dataset: CocoDataset, findings: Sequence[Findings], objects: NDArray[np.float64]
+) -> DatasetStatistics:
     """Return the statistics of a dataset, by the names of its categories."""
-    objects = np.concatenate([np.zeros((0, 3)), *(finding.objects for finding in findings)])
     names = {category["id"]: category["name"] for category in dataset.categories}
     classes = Counter(dict.fromkeys(names.values(), 0))
     classes.update(names[number] for number in objects[:, 0].tolist())
     per_image = np.array([len(finding.objects) for finding in findings])
-    full = describe_full_images(per_image)
     return DatasetStatistics(
         objects=len(objects),
         classes=dict(classes.most_common()),
-        advice=(full,) if full else (),
+        advice=tuple(filter(None, [describe_full_images(per_image)])),
     )
 
 
@@ -299,12 +301,10 @@ def _find_in_all(dataset: CocoDataset, findings: Sequence[Findings]) -> Iterator
     for _ in range(dataset.ignored):
         yield "annotation to ignore", f"{dataset.ignored:,} annotations have 'ignore'"
     yield from _find_in_categories(dataset)
-    yield from _find_corner(findings)
 
 
-def _find_corner(findings: Sequence[Findings]) -> Iterator[Defect]:
+def _find_corner(ends: NDArray[np.float64]) -> Iterator[Defect]:
     """Yield a defect if all objects lie in the upper left corner of their images."""
-    ends = np.concatenate([np.zeros((0, 2)), *(finding.objects[:, 1:] for finding in findings)])
     if len(ends) >= _FEW_OBJECTS and ends.max() < _CORNER:
         width, height = ends.max(0)
         text = (

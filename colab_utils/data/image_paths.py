@@ -234,14 +234,13 @@ def list_files(folder: Place, *, links: bool = False) -> Iterator[str]:
             yield from store.list_tree()
             return
         with guard_drive(folder):
-            for entry in _walk(str(folder), links=links):
-                yield os.path.relpath(entry.path, str(folder))
+            yield from _walk(str(folder), links=links)
     except OSError as error:
         reason = explain_os_error(error, "Check the folder.")
         raise ColabUtilsError(f"The images in {folder} cannot be listed: {reason}") from None
 
 
-def _walk(folder: str, *, links: bool) -> "Iterator[os.DirEntry[str]]":
+def _walk(folder: str, *, links: bool) -> Iterator[str]:
     waiting = deque([folder])
     followed = {os.path.realpath(folder)}
     while waiting:
@@ -259,7 +258,7 @@ def _walk(folder: str, *, links: bool) -> "Iterator[os.DirEntry[str]]":
             if entry.is_dir(follow_symlinks=follows):
                 waiting.append(entry.path)
             elif links or entry.is_file(follow_symlinks=follows):
-                yield entry
+                yield os.path.relpath(entry.path, folder)
 
 
 def explain_missing(folder: PlaceLike, name: str) -> str:

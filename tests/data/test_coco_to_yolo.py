@@ -97,7 +97,6 @@ def test_what_is_left_out_is_counted(tmp_path):
         ({"category_id": 2}, "left out, of an unknown image or category"),
         ({"segmentation": []}, "left out, without an outline"),
         ({"segmentation": [[1, 1, 2, 2]]}, "left out, without an outline"),
-        ({"segmentation": None}, "left out, without an outline"),
         ({"segmentation": encode(DISC & ~DISC)}, "left out, without an outline"),
     ]:
         counts = convert_coco(write(tmp_path, BOX, **more), tmp_path / "yolo")
