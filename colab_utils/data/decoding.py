@@ -243,31 +243,25 @@ def decode_pixels(data: Encoded) -> Pixels:
 
 @guard_pillow()
 def _decode_by_pillow(data: Encoded) -> Pixels:
-    return np.array(to_rgb(open_image(data)))
-
-
-@guard_pillow()
-def open_image(data: Encoded) -> "Image.Image":
-    """Open an image with Pillow and decode all of it.
-
-    Damaged metadata of a PNG (profile, texts, EXIF) is ignored.
-
-    Raises:
-        ColabUtilsError: if the bytes are not a complete image; if it has more than `MOST_PIXELS`
-            pixels, which is checked before any is decoded; or if it has 16 bits a channel and uses
-            so few of them that it would become black.
-    """
-    return open_reduced(data)[0]
+    return np.array(to_rgb(open_reduced(data)[0]))
 
 
 @guard_pillow()
 def open_reduced(data: Encoded, **limits: float) -> tuple["Image.Image", Size]:
-    """Decode an image as `open_image` does; return it, and its height and width in the file.
+    """Open an image with Pillow and decode all of it; return it, and its height and width in the
+    file.
+
+    Damaged metadata of a PNG (profile, texts, EXIF) is ignored.
 
     With the ``limits`` of `plan_size`, a JPEG of at least twice the planned size becomes an RGB
     image of the planned size. Pillow decodes it at 1/2, 1/4 or 1/8 of its size, at the smallest of
     these that is not below the planned one. That takes less time than to decode all pixels, and
     gives nearly the same ones. Other decoders do not give the same pixels as Pillow.
+
+    Raises:
+        ColabUtilsError: if the bytes are not a complete image; if it has more than `MOST_PIXELS`
+            pixels, which is checked before any is decoded; or if it has 16 bits a channel and uses
+            so few of them that it would become black.
 
     Example:
         >>> from PIL import Image

@@ -12,8 +12,8 @@ from colab_utils.data.coco import CocoDataset
 from colab_utils.data.decoding import (
     guard_pillow,
     has_16_bits,
-    open_image,
     open_lazily,
+    open_reduced,
     to_rgb,
 )
 from colab_utils.data.defects import EFFECTS, Defect
@@ -106,8 +106,8 @@ def _describe(data: bytes, notes: list[Defect], *, deep: bool) -> Header:
     try:
         opened = open_lazily(io.BytesIO(data))
     except ColabUtilsError:
-        # `open_image` also opens a PNG whose metadata is damaged.
-        opened = open_image(data)
+        # `open_reduced` also opens a PNG whose metadata is damaged.
+        opened, _ = open_reduced(data)
     kind = opened.format or ""
     is_deep = has_16_bits(opened)
     if is_deep:
@@ -117,7 +117,7 @@ def _describe(data: bytes, notes: list[Defect], *, deep: bool) -> Header:
     # file, decoding also shows whether the file is cut short, or only has other data behind the
     # mark.
     if deep or is_deep or _ENDS.get(kind, b"") not in data[-_TAIL:]:
-        to_rgb(open_image(data))
+        to_rgb(open_reduced(data)[0])
     # This raises an error for pixels that do not fit into 8 bits.
     to_rgb(Image.new(opened.mode, (1, 1)))
     orientation = read_orientation(opened)
