@@ -86,19 +86,16 @@ def _open_dataset(setting: Setting, kind: str) -> Any:
 
 
 def _by_workers(
-    setting: Setting, kind: str, *, workers: int | None = None, ahead: int = 2
+    setting: Setting, kind: str, *, workers: int | None = None, prefetch: int = 2, ahead: int = 0
 ) -> EpochLoader:
     """Open torch's ``DataLoader``. Its workers last from epoch to epoch. With 0 workers, the
-    process that trains loads the samples itself.
+    process that trains loads the samples itself, or a thread of it loads ``ahead`` batches before.
     """
     if workers is None:
         workers = setting.workers
-    options = {"persistent_workers": True, "prefetch_factor": ahead} if workers else {}
-    return EpochLoader(setting, _open_dataset(setting, kind), num_workers=workers, **options)
-
-
-def _by_thread(setting: Setting, kind: str) -> EpochLoader:
-    return EpochLoader(setting, _open_dataset(setting, kind), ahead=_QUEUED)
+    options = {"persistent_workers": True, "prefetch_factor": prefetch} if workers else {}
+    dataset = _open_dataset(setting, kind)
+    return EpochLoader(setting, dataset, ahead=ahead, num_workers=workers, **options)
 
 
 def _by_tensorflow(setting: Setting, kind: str) -> TensorFlowLoader:
@@ -168,11 +165,12 @@ class ArrivingLoader:
 
 _FILES = "files_on_drive"
 _ALONE = partial(_by_workers, workers=0)
-_AHEAD = partial(_by_workers, workers=1, ahead=_QUEUED)
+_THREAD = partial(_by_workers, workers=0, ahead=_QUEUED)
+_AHEAD = partial(_by_workers, workers=1, prefetch=_QUEUED)
 
 _TABLE: tuple[tuple[str, str, str, str, Callable[..., Any]], ...] = (
     ("sequential", "plain loop", "The training loop loads each image itself.", _FILES, _ALONE),
-    ("thread_queue", "thread ahead", "A thread loads 4 batches ahead.", _FILES, _by_thread),
+    ("thread_queue", "thread ahead", "A thread loads 4 batches ahead.", _FILES, _THREAD),
     ("process_queue", "process ahead", "A process loads 4 batches ahead.", _FILES, _AHEAD),
     (
         "dataloader",

@@ -58,9 +58,13 @@ def plot_first_seconds(
     for name, spans in steps.items():
         worked_s = np.diff(np.minimum(spans, shown_s)).sum()
         waits[name] = f"{max(0.0, 1 - worked_s / ends_s[name]):.0%}"
-    title = title or _describe_waits(waits)
+    # The title says how long the step waits in the first row, and in the last one.
+    shares = [f"{share} ({name})" for name, share in waits.items()]
+    finding = f"{shares[0]} → {shares[-1]}"
+    if len(shares) == 1:
+        finding = f"{next(iter(waits.values()))} of the time"
     figure, axis = _make_rows(
-        title,
+        title or f"The step waits {finding}",
         rows,
         unit=f"{unit} (orange: the step runs, white: it waits)",
         height=1.35 + 0.62 * len(rows),
@@ -93,16 +97,6 @@ def plot_first_seconds(
 def count_batches(spans: Spans, seconds: float) -> int:
     """Return the number of steps that ended in the first ``seconds`` seconds."""
     return sum(end_s <= seconds for _, end_s in spans)
-
-
-def _describe_waits(waits: Mapping[str, str]) -> str:
-    """Return a title that says how long the step waits in the first row and in the last one."""
-    names = list(waits)
-    first = names[0]
-    last = names[-1]
-    if first == last:
-        return f"The step waits {waits[first]} of the time"
-    return f"The step waits {waits[first]} ({first}) → {waits[last]} ({last})"
 
 
 def plot_bars(

@@ -18,31 +18,17 @@ from tools.run_notebooks import find_labs
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 DOCS = FOLDER.parent / "docs"
-NAMES = [
-    "01_detect_bottleneck",
-    "02_preprocess_to_shards",
-    "03_copy_to_local_ssd",
-    "04_train_mask_rcnn",
-    "05_compare_timings",
-]
-# Notebook 01 measures each term of the law in a cell of its own, and 02 each kind of work.
-MOST_CELLS = {
-    "01_detect_bottleneck": 71,
-    "02_preprocess_to_shards": 54,
-    # Each way to bring data near, and each measure against full memory, has a cell of its own.
-    "03_copy_to_local_ssd": 50,
-    "04_train_mask_rcnn": 72,
-    # Each of twelve pieces of advice has a text and one or two cells.
-    "05_compare_timings": 76,
+# The cells of all; and the cells, visible code lines and words of what a class runs: all that
+# stands before the labs. Notebook 01 measures each term of the law in a cell of its own, 02 each
+# kind of work, 03 each way to bring data near, and 05 each of twelve pieces of advice.
+BUDGETS = {
+    "01_detect_bottleneck": (71, 40, 150, 1200),
+    "02_preprocess_to_shards": (54, 40, 150, 1000),
+    "03_copy_to_local_ssd": (50, 32, 120, 850),
+    "04_train_mask_rcnn": (72, 48, 190, 1300),
+    "05_compare_timings": (76, 30, 100, 900),
 }
-# The cells, visible code lines and words of what a class runs: all that stands before the labs.
-MOST_OF_A_SPINE = {
-    "01_detect_bottleneck": (40, 150, 1200),
-    "02_preprocess_to_shards": (40, 150, 1000),
-    "03_copy_to_local_ssd": (32, 120, 850),
-    "04_train_mask_rcnn": (48, 190, 1300),
-    "05_compare_timings": (30, 100, 900),
-}
+NAMES = [*BUDGETS]
 BADGE = re.compile(
     r"\[!\[Open In Colab\]\(https://colab\.research\.google\.com/assets/colab-badge\.svg\)\]"
     r"\(https://colab\.research\.google\.com/github/([\w.-]+/[\w.-]+)"
@@ -180,7 +166,7 @@ def test_labs_are_folded_on_opening(sources, spine, notebook):
 
 def test_a_class_can_run_the_spine(name, sources, spine):
     assert len(spine) < len(sources)
-    most_cells, most_lines, most_words = MOST_OF_A_SPINE[name]
+    _, most_cells, most_lines, most_words = BUDGETS[name]
     texts = [source for kind, source, _ in spine if kind == "markdown"]
     # A check of a sentence is not read, and the words of a drawing are read in its place.
     unread = r"<!--.*?-->|!\[[^]]*\]\(data:[^)]*\)"
@@ -197,7 +183,7 @@ def test_time_and_runtime_type_are_said(sources):
 
 
 def test_the_number_of_cells_keeps_its_budget(name, sources, codes):
-    assert 25 <= len(sources) <= MOST_CELLS[name]
+    assert 25 <= len(sources) <= BUDGETS[name][0]
     assert 0.65 <= (len(sources) - len(codes)) / len(codes) <= 1.5
 
 

@@ -40,7 +40,7 @@ def test_text_is_escaped_in_html():
 
 def test_a_notebook_gets_html_and_a_terminal_text():
     table = make_table([{"way": "Drive", "images/s": 16}, {"way": "SSD", "images/s": None}])
-    assert table._repr_html_() == table.to_html()
+    assert "<table" in table._repr_html_()
     assert str(table).splitlines() == ["way    images/s", "Drive        16", "SSD           –"]
 
 
