@@ -31,23 +31,19 @@ def results(tiny_dataset, tmp_path_factory):
     packed = get_system("packed")
 
     def run_job_here(job, python, *, timeout_s):
-        return (
-            run_apart(job, python, timeout_s=timeout_s) if job.task == "measure" else run_job(job)
-        )
+        if job.task == "measure":
+            return run_apart(job, python, timeout_s=timeout_s)
+        return run_job(job)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loaders, "run_apart", run_job_here)
         patch.setattr(packed, "crews", packed.crews[:2])
-        return run_kept_jpeg(tiny_dataset, work)
-
-
-def run_kept_jpeg(tiny_dataset, work):
-    command = (
-        f"--images {tiny_dataset.images} --annotations {tiny_dataset.annotations} "
-        f"--work {work} --json {work}/out.json --repeats 1 --samples 12 --seconds 0.2 "
-        "--scenario kept_jpeg --systems packed,spdl_files"
-    )
-    assert loaders.main(command.split()) == 0
+        command = (
+            f"--images {tiny_dataset.images} --annotations {tiny_dataset.annotations} "
+            f"--work {work} --json {work}/out.json --repeats 1 --samples 12 --seconds 0.2 "
+            "--scenario kept_jpeg --systems packed,spdl_files"
+        )
+        assert loaders.main(command.split()) == 0
     # The runner deletes what no later scenario reads.
     assert not (work / "forms" / "shards-kept").exists()
     return json.loads((work / "out.json").read_text())

@@ -176,7 +176,6 @@ EXERCISES: list[tuple[str, dict[str, Any], str, list[tuple[Any, str]]]] = [
             (1000, "Correct"),
             (10_000, "so many JPEGs would fit"),
             (500, "a copy for each process"),
-            (333, "a copy for each process"),
             (2000, "all of the free memory"),
             (70, "divide the bytes"),
             *zip(NO_NUMBERS, repeat("write a number of images")),
@@ -219,7 +218,6 @@ EXERCISES: list[tuple[str, dict[str, Any], str, list[tuple[Any, str]]]] = [
             (-1, "whole number"),
             (2.5, "whole number"),
             ("three", "whole number"),
-            (None, "whole number"),
         ],
     ),
     (
