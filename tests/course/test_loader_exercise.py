@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import time
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from functools import partial
 from itertools import islice
 from queue import Queue
 from threading import Thread
@@ -38,17 +39,11 @@ def hurry(monkeypatch):
 
 def cut(samples, batch_size):
     """Cut samples into batches. Only the last one may be smaller."""
-    batch = []
-    for sample in samples:
-        batch.append(sample)
-        if len(batch) == batch_size:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
+    samples = iter(samples)
+    return iter(lambda: list(islice(samples, batch_size)), [])
 
 
-def take_ready(read, order, most_reads, take=islice):
+def take_ready(read, order, most_reads=THREADS, take=islice):
     """Yield what is ready, and begin a read for each that has ended."""
     indices = iter(order)
     with ThreadPoolExecutor(min(most_reads, THREADS)) as pool:
@@ -61,8 +56,8 @@ def take_ready(read, order, most_reads, take=islice):
                 yield task.result()
 
 
-def solve(read, order, batch_size):
-    yield from cut(take_ready(read, order, THREADS), batch_size)
+def solve(read, order, batch_size, most_reads=THREADS, take=islice):
+    yield from cut(take_ready(read, order, most_reads, take), batch_size)
 
 
 def read_in_turn(read, order, batch_size):
@@ -85,14 +80,6 @@ def wait_at_the_end(read, order, batch_size):
     yield from cut([ready.get().result() for _ in range(ready.qsize())], batch_size)
 
 
-def ask_for_all(read, order, batch_size):
-    yield from cut(take_ready(read, order, len(order)), batch_size)
-
-
-def use_few_threads(read, order, batch_size):
-    yield from cut(take_ready(read, order, 5), batch_size)
-
-
 def drop_the_last_batch(read, order, batch_size):
     for batch in solve(read, order, batch_size):
         if len(batch) == batch_size:
@@ -101,10 +88,6 @@ def drop_the_last_batch(read, order, batch_size):
 
 def take_by_zip(indices, count):
     return [index for index, _ in zip(indices, range(count), strict=False)]
-
-
-def lose_by_zip(read, order, batch_size):
-    yield from cut(take_ready(read, order, THREADS, take_by_zip), batch_size)
 
 
 def fill_the_last_batch(read, order, batch_size):
@@ -130,7 +113,7 @@ def forgive(read, say):
 
 
 def swallow_errors(read, order, batch_size):
-    samples = take_ready(forgive(read, str), order, THREADS)
+    samples = take_ready(forgive(read, str), order)
     yield from cut(filter(None, samples), batch_size)
 
 
@@ -139,7 +122,7 @@ def hand_over_none(read, order, batch_size):
 
 
 def leave_out_and_say_so(read, order, batch_size):
-    samples = take_ready(forgive(read, print), order, THREADS)
+    samples = take_ready(forgive(read, print), order)
     yield from cut(filter(None, samples), batch_size)
 
 
@@ -159,13 +142,21 @@ def list_faults(grade):
     ("loader", "check", "sentence"),
     [
         (read_in_turn, "10 times the plain loop", "You read one file at a time"),
-        (use_few_threads, "10 times the plain loop", "Reads ran dry"),
+        (partial(solve, most_reads=5), "10 times the plain loop", "Reads ran dry"),
         (wait_in_order, "a slow file", "You waited for the first file of the window"),
         (wait_at_the_end, "a slow file", "You waited for a slow file when 12 had come."),
-        (ask_for_all, "at most 100 files in memory", "You asked for all at once"),
+        (
+            partial(solve, most_reads=1000),
+            "at most 100 files in memory",
+            "You asked for all at once",
+        ),
         (drop_the_last_batch, "whole batches", "You dropped the last batch"),
         (fill_the_last_batch, "each file once", "A file came twice"),
-        (lose_by_zip, "each file once", "Did zip take an index that nobody read?"),
+        (
+            partial(solve, take=take_by_zip),
+            "each file once",
+            "Did zip take an index that nobody read?",
+        ),
         (leave_a_thread, "no thread runs on", "threads ran on"),
         (swallow_errors, "a broken file", "You swallowed the error of the broken file"),
         (hang_on_broken, "a broken file", "It hung"),
