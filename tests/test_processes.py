@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import Future
 
 import psutil
@@ -25,7 +24,10 @@ from colab_utils.processes import (
     pop_done,
     start_thread,
 )
+from tests.snapshots import snapshot
 
+# Folders of packages, for a process of its own.
+PATHS = os.pathsep.join(filter(None, sys.path))
 CHECK = ["check"]
 PREPROCESS = ["preprocess", "--shards", "new", "--workers", "2"]
 
@@ -91,28 +93,19 @@ def user():
     return 40_000 + os.getpid() % 20_000
 
 
-def run_limited(command, folder, *, kind, value, user=None):
+def run_limited(command, folder, kind, value, user=None):
     """Run a command with few processes, as another user who can read what root can."""
     prefix = []
     if user is not None:
         powers = "-all,+dac_override"
-        prefix = [
-            "setpriv",
-            f"--reuid={user}",
-            f"--inh-caps={powers}",
-            f"--ambient-caps={powers}",
-            f"--bounding-set={powers}",
-        ]
+        options = f"--inh-caps={powers} --ambient-caps={powers} --bounding-set={powers}"
+        prefix = ["setpriv", f"--reuid={user}", *options.split()]
     # The libraries' own threads would take what is left.
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     return subprocess.run(
         [*prefix, sys.executable, "-m", "colab_utils", *command],
         cwd=folder,
-        env={
-            **os.environ,
-            **threads,
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        },
+        env={**os.environ, **threads, "PYTHONPATH": PATHS},
         preexec_fn=lambda: resource.setrlimit(kind, (value, value)),
         capture_output=True,
         text=True,
@@ -120,23 +113,24 @@ def run_limited(command, folder, *, kind, value, user=None):
     )
 
 
-def find_lines(done):
-    """Return the lines that a command showed, without its notes, and those of Matplotlib, which
-    finds no folder of this user.
+def assert_refused(done, words):
+    """The command says in one line which limit is reached.
+
+    Its notes do not count, and what Matplotlib says, which finds no folder of this user.
     """
-    lines = []
-    for line in done.stderr.splitlines():
-        if not line.startswith("note: ") and "matplotlib" not in line.lower():
-            lines.append(line)
-    return lines
+    [line] = [
+        line
+        for line in done.stderr.splitlines()
+        if not line.startswith("note: ") and "matplotlib" not in line.lower()
+    ]
+    assert line.startswith("error: A limit of the system is reached: ")
+    assert words in line
+    assert done.returncode == 2
 
 
-def list_processes_of(user):
-    ids = []
-    for process in psutil.process_iter(["uids"]):
-        if process.info["uids"] and process.info["uids"].real == user:
-            ids.append(process.pid)
-    return ids
+@pytest.fixture
+def data(tiny_dataset):
+    return ["--images", str(tiny_dataset.images), "--annotations", str(tiny_dataset.annotations)]
 
 
 # With two, the second process of a pool cannot be forked; with the others, a thread of it.
@@ -144,40 +138,25 @@ def list_processes_of(user):
     ("command", "value"),
     [(CHECK, 2), (CHECK, 4), (PREPROCESS, 1), (PREPROCESS, 4)],
 )
-def test_too_few_processes_are_said_in_one_line(command, value, user, tiny_dataset, tmp_path):
-    data = ["--images", str(tiny_dataset.images), "--annotations", str(tiny_dataset.annotations)]
-    done = run_limited(
-        [*command, *data], tmp_path, kind=resource.RLIMIT_NPROC, value=value, user=user
-    )
-    [line] = find_lines(done)
-    assert line.startswith("error: A limit of the system is reached: ")
-    assert "`ulimit -u`" in line
-    assert done.returncode == 2
-    assert list_processes_of(user) == []
+def test_too_few_processes_are_said_in_one_line(command, value, user, data, tmp_path):
+    done = run_limited([*command, *data], tmp_path, resource.RLIMIT_NPROC, value, user)
+    assert_refused(done, "`ulimit -u`")
+    users = [process.info["uids"] for process in psutil.process_iter(["uids"])]
+    assert user not in [uids.real for uids in users if uids]
     assert not (tmp_path / "new").exists()
 
 
 def test_a_copy_goes_on_with_the_threads_that_it_gets(user, tiny_shards, tmp_path):
     command = ["copy", "--shards", str(tiny_shards), "--to", str(tmp_path / "copy")]
-    done = run_limited(command, tmp_path, kind=resource.RLIMIT_NPROC, value=3, user=user)
+    done = run_limited(command, tmp_path, resource.RLIMIT_NPROC, 3, user)
     assert done.returncode == 0, done.stderr
-    for path in tiny_shards.iterdir():
-        assert (tmp_path / "copy" / path.name).read_bytes() == path.read_bytes()
+    assert snapshot(tmp_path / "copy") == snapshot(tiny_shards)
 
 
 @pytest.mark.parametrize("command", [CHECK, PREPROCESS])
-def test_too_few_open_files_are_said_in_one_line(command, tiny_dataset, tmp_path):
-    data = ["--images", str(tiny_dataset.images), "--annotations", str(tiny_dataset.annotations)]
-    done = run_limited(
-        [*command, *data],
-        tmp_path,
-        kind=resource.RLIMIT_NOFILE,
-        value=6,
-    )
-    [line] = find_lines(done)
-    assert line.startswith("error: A limit of the system is reached: Too many open files. ")
-    assert "`ulimit -n 4096`" in line
-    assert done.returncode == 2
+def test_too_few_open_files_are_said_in_one_line(command, data, tmp_path):
+    done = run_limited([*command, *data], tmp_path, resource.RLIMIT_NOFILE, 6)
+    assert_refused(done, "Too many open files. Raise the limit of open files (`ulimit -n 4096`")
 
 
 def refuse_thread(self):
@@ -199,17 +178,6 @@ def test_other_errors_pass(error):
     assert caught.value is error
 
 
-def wait_until(is_true):
-    end_s = time.monotonic() + 30
-    while not is_true() and time.monotonic() < end_s:
-        time.sleep(0.02)
-    assert is_true()
-
-
-def is_alive(pid):
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
 def test_workers_end_when_their_parent_is_killed():
     code = """
 import os, time
@@ -223,14 +191,16 @@ time.sleep(600)
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env={**os.environ, "PYTHONPATH": PATHS},
     )
     with parent:
-        pids = [int(word) for word in parent.stdout.readline().split()]
-        assert len(pids) == 3
-        assert all(map(is_alive, pids))
-        parent.send_signal(signal.SIGKILL)
-    wait_until(lambda: not any(map(is_alive, pids)))
+        workers = [psutil.Process(int(word)) for word in parent.stdout.readline().split()]
+        assert len(workers) == 3
+        assert all(worker.is_running() for worker in workers)
+        parent.kill()
+    _, alive = psutil.wait_procs(workers, timeout=30)
+    # Nobody may have waited for a worker that has ended.
+    assert [worker for worker in alive if worker.status() != psutil.STATUS_ZOMBIE] == []
 
 
 def test_a_worker_whose_parent_died_before_it_looked_ends(monkeypatch):

@@ -24,38 +24,28 @@ from colab_utils.shards.lock import hold_folder, remove_leftovers
 def test_leftovers_of_dead_processes_go_and_nothing_else(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", "pass"])
     process.wait()
-    dead = process.pid
-    alive = os.getppid()
-    host = find_host()
-    gone = [
-        f".shard-000001.tar.{host}-{dead}-{dead}.part",
-        f".index.json.{host}-{dead}-{dead}.part",
-        f".train-index.json.{host}-{dead}-{dead}.part",
-        f".begun.txt.{host}-{dead}-{dead}.part",
-        f".checkpoint-00000030.pt.{host}-{dead}-{dead}.part",
-    ]
+    dead = f"{find_host()}-{process.pid}-1.part"
+    alive = f"{find_host()}-{os.getppid()}-1.part"
+    # The process of another machine has a number that none here has.
+    elsewhere = "0123abcd4026531836-999999999-1.part"
+    ours = ["shard-000001.tar", "index.json", "train-index.json", "begun.txt", "best-00000030.pt"]
+    gone = [f".{name}.{dead}" for name in ours]
     kept = [
-        f".shard-000001.arrays.{host}-{alive}-{alive}.part",
-        f".checkpoint-00000030.pt.{alive}-{alive}.part",
-        f".my-notes.{dead}.part",
-        f"shard-000001.tar.{dead}.part",
+        f".shard-000001.arrays.{alive}",
+        f".shard-000002.tar.{elsewhere}",
+        ".checkpoint-00000030.pt.12-12.part",
+        ".my-notes.12.part",
+        f"shard-000001.tar.{dead}",
         ".shard-000001.tar.part",
     ]
     for name in gone + kept:
         (tmp_path / name).touch()
-    remove_leftovers(open_store(tmp_path))
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
-
-
-def test_what_another_machine_writes_is_left_for_an_hour(tmp_path):
-    """Its process has a number that none here has."""
-    recent = tmp_path / ".shard-000001.tar.0123abcd4026531836-999999999-1.part"
-    abandoned = tmp_path / ".shard-000002.tar.0123abcd4026531836-999999999-1.part"
-    for path in (recent, abandoned):
-        path.touch()
+    # What another machine writes is left for an hour.
+    abandoned = tmp_path / f".shard-000003.tar.{elsewhere}"
+    abandoned.touch()
     os.utime(abandoned, (time.time() - 3700,) * 2)
     remove_leftovers(open_store(tmp_path))
-    assert list(tmp_path.iterdir()) == [recent]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
 
 
 WRITE_IN_PART = """

@@ -39,6 +39,7 @@ from colab_utils.shards.index import read_index, write_index
 from colab_utils.shards.lock import hold_folder
 from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import write_shards
+from colab_utils.slow_drive import DriveProfile, slow_down
 from tests.bad_reads import BadReads, cut
 from tests.coco_files import CocoFiles
 from tests.snapshots import snapshot
@@ -171,38 +172,18 @@ def read_times(folder):
     return {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
 
 
-SLOW_RUN = """
-import sys, time
-from colab_utils import files as module
-from colab_utils.shards import write
-read = module.read_whole
-def read_slowly(path, **options):
-    time.sleep(0.15)
-    return read(path, **options)
-if __name__ == "__main__":
-    module.read_whole = read_slowly
-    images, annotations, shards, shard_mb, workers = sys.argv[1:]
-    options = {"shards": shards, "shard_mb": float(shard_mb), "workers": int(workers)}
-    write.write_shards(images, annotations, **options)
-"""
-
-
-def start_slow_run(data, folder, workers, script):
-    """A run, once it has finished its first shard."""
-    script.write_text(SLOW_RUN)
-    words = map(str, (script, *data, folder, SHARD_MB, workers))
-    process = subprocess.Popen([sys.executable, *words], stderr=subprocess.PIPE)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_killed_in_the_middle_the_same_call_ends_byte_identical(
+    dataset, undisturbed, folder, workers
+):
+    slow_down(dataset[0], DriveProfile("slow", 0.15, 1e9, "a test"))
+    words = f"--images {dataset[0]} --annotations {dataset[1]} --shards {folder} --streams 1"
+    words += f" --shard-mb {SHARD_MB} --workers {workers}"
+    command = [sys.executable, "-m", "colab_utils", "preprocess", *words.split()]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
     while not list(folder.glob("shard-*.tar")):
         assert process.poll() is None
         time.sleep(0.01)
-    return process
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_killed_in_the_middle_the_same_call_ends_byte_identical(
-    data, undisturbed, folder, tmp_path, workers
-):
-    process = start_slow_run(data, folder, workers, tmp_path / "slow_run.py")
     children = psutil.Process(process.pid).children()
     process.kill()
     process.communicate()
@@ -218,7 +199,7 @@ def test_killed_in_the_middle_the_same_call_ends_byte_identical(
     assert 0 < len(finished) < sum(name.endswith(".tar") for name in expected)
     # A kill in the middle of a write leaves this.
     (folder / f".shard-000009.tar.{find_host()}-{process.pid}-1.part").write_bytes(b"half")
-    run(data, folder, workers=3 - workers)
+    run(dataset, folder, workers=3 - workers)
     assert snapshot(folder) == expected
     # The run was continued, not begun again.
     times = read_times(folder)
@@ -594,38 +575,29 @@ FAULTS = {
 }
 
 
-def spoil_objects(dataset, kind, count):
-    """Give the first objects a fault. None of the objects is a crowd."""
-    with edit_objects(dataset) as rows:
-        for row in rows[:count]:
-            row.update(FAULTS[kind])
-    return len(rows)
-
-
 @pytest.mark.parametrize("kind", FAULTS)
-def test_objects_that_check_calls_serious_are_counted_and_said(dataset, folder, kind):
-    spoil_objects(dataset, kind, 2)
+def test_objects_that_check_calls_serious_are_counted_and_said_and_too_many_stop(
+    dataset, folder, kind
+):
+    # None of the objects is a crowd.
+    with edit_objects(dataset) as rows:
+        for row in rows[:3]:
+            row.update(FAULTS[kind])
     problems = {problem.kind: problem for problem in check_dataset(*dataset).problems}
-    assert problems[kind].count == 2
-    report = run(dataset, folder, max_bad=1.0)
-    assert f"2 x {kind}: {problems[kind].effect}" in str(report)
+    assert problems[kind].count == 3
+    message = (
+        rf"Bad objects so far: 3, and at most 2 of {len(rows):,} may be .*\(3 x {kind}: object "
+        r".*check --repair OUT\.json.*--max-bad"
+    )
+    with pytest.raises(ColabUtilsError, match=message):
+        run(dataset, folder, max_bad=2 / len(rows), shard_mb=128)
+    assert not (folder / "index.json").exists()
+    report = run(dataset, folder, max_bad=3 / len(rows), shard_mb=128)
+    assert f"3 x {kind}: {problems[kind].effect}" in str(report)
     assert verify_shards(folder).bad == ()
     expected = snapshot(folder)
-    again = run(dataset, folder, max_bad=1.0)
+    again = run(dataset, folder, shard_mb=128)
     (folder / "index.json").unlink()
-    resumed = run(dataset, folder, max_bad=1.0)
-    assert report.faults == again.faults == resumed.faults == {kind: 2}
+    resumed = run(dataset, folder, max_bad=3, shard_mb=128)
+    assert report.faults == again.faults == resumed.faults == {kind: 3}
     assert snapshot(folder) == expected
-
-
-@pytest.mark.parametrize("kind", FAULTS)
-def test_more_bad_objects_than_max_bad_stop(dataset, folder, kind):
-    objects = spoil_objects(dataset, kind, 3)
-    with pytest.raises(
-        ColabUtilsError, match=rf"Bad objects so far: 3, and at most 2 of {objects:,} may be"
-    ) as error:
-        run(dataset, folder, max_bad=2 / objects, shard_mb=128)
-    for words in (f"(3 x {kind}: object ", "check --repair OUT.json", "--max-bad"):
-        assert words in str(error.value)
-    assert not (folder / "index.json").exists()
-    assert run(dataset, folder, max_bad=3 / objects, shard_mb=128).faults == {kind: 3}

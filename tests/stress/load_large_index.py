@@ -11,13 +11,11 @@ pages that the training process stops sharing when its garbage is first collecte
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
 
 import numpy as np
 import psutil
@@ -26,8 +24,7 @@ from PIL import Image
 from colab_utils import ShardDataset, make_loader
 from colab_utils.shards.arrays import describe_shard, dump_arrays, load_arrays
 from colab_utils.shards.index import read_index, write_index
-from colab_utils.shards.write import write_shards
-from tests.coco_files import make_object
+from tests.coco_files import CocoFiles
 
 EPOCHS = 10
 IMAGES = 500
@@ -39,48 +36,36 @@ MOST_MB = 1200
 
 def make_shards(folder: Path) -> Path:
     """One shard of 500 small images, and 236 more whose tars are hard links to its own."""
-    pictures = folder / "images"
-    pictures.mkdir()
+    data = CocoFiles(folder)
     rng = np.random.default_rng(0)
-    annotations = []
-    for i in range(IMAGES):
-        Image.fromarray(rng.integers(0, 256, (32, 48, 3), np.uint8)).save(pictures / f"{i}.jpg")
-        for _ in range(int(OBJECTS) + int(rng.random() < OBJECTS % 1)):
-            x = 4 + int(rng.integers(0, 20))
-            y = 4 + int(rng.integers(0, 10))
-            annotations.append(make_object(len(annotations) + 1, i, [x, y, 12, 9]))
-    images = [{"id": i, "file_name": f"{i}.jpg", "height": 32, "width": 48} for i in range(IMAGES)]
-    content = {
-        "images": images,
-        "annotations": annotations,
-        "categories": [{"id": 1, "name": "box"}],
-    }
-    (folder / "a.json").write_text(json.dumps(content))
-    write_shards(pictures, folder / "a.json", shards=folder / "shards")
-    index = read_index(folder / "shards")
+    for number in range(1, IMAGES + 1):
+        picture = Image.fromarray(rng.integers(0, 256, (32, 48, 3), np.uint8))
+        data.add_image(picture, f"{number}.jpg")
+        for _ in range(int(OBJECTS + rng.random())):
+            data.add_object(number, [4 + int(rng.integers(20)), 4 + int(rng.integers(10)), 12, 9])
+    data.write()
+    index = read_index(data.shards)
     shards = []
     [first] = index.shards
-    path = folder / "shards" / first.arrays_name
+    path = data.shards / first.arrays_name
     head = describe_shard(path.read_bytes())[0]
     arrays = load_arrays(path, first)
     arrays = replace(arrays, bits=np.fromfile(path, np.uint8, offset=arrays.bits))
     for n in range(COPIES):
         name = f"shard-{n + 1:06d}.tar"
-        os.link(folder / "shards" / first.name, folder / "shards" / name)
+        os.link(data.shards / first.name, data.shards / name)
         content = dump_arrays(head | {"name": name}, arrays)
         shards.append(describe_shard(content)[1])
-        (folder / "shards" / shards[-1].arrays_name).write_bytes(content)
-    write_index(folder / "shards", replace(index, shards=tuple(shards)))
-    return folder / "shards"
+        (data.shards / shards[-1].arrays_name).write_bytes(content)
+    write_index(data.shards, replace(index, shards=tuple(shards)))
+    return data.shards
 
 
 def measure_mb(process: psutil.Process, *kinds: str) -> float:
-    """Memory of a process by the kernel's names; by default its PSS: its own, and its part of what
-    it shares.
-    """
+    """Return the memory of a process by the kernel's names."""
     lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()[1:]
     sizes = {line.split(":")[0]: int(line.split()[1]) / 1000 for line in lines}
-    return sum(sizes[kind] for kind in kinds or ("Pss",))
+    return sum(sizes[kind] for kind in kinds)
 
 
 def main() -> int:
@@ -89,21 +74,16 @@ def main() -> int:
         loader = make_loader(dataset, batch_size=8, workers=2, deliver="packed")
         workers: list[float] = []
         for epoch in range(EPOCHS):
-            started = perf_counter()
             images = sum(len(batch) for batch in loader)
             children = psutil.Process().children()
             workers.append(
                 max(measure_mb(child, "Private_Clean", "Private_Dirty") for child in children)
             )
-            # The share of libraries is left out, as it grows when any other program ends.
-            shared = max(measure_mb(child, "Pss_Anon", "Pss_Shmem") for child in children)
-            total = measure_mb(psutil.Process()) + sum(map(measure_mb, children))
-            seconds = perf_counter() - started
+            # What processes share counts once.
+            total = sum(measure_mb(process, "Pss") for process in (psutil.Process(), *children))
             print(
-                f"epoch {epoch}: {images:,} images, {seconds:.0f} s; the larger worker: "
-                f"{workers[-1]:.1f} MB its own, "
-                f"PSS without libraries {shared:.1f} MB; PSS of all {len(children) + 1} processes "
-                f"{total:.0f} MB",
+                f"epoch {epoch}: {images:,} images; the larger worker: {workers[-1]:.1f} MB its "
+                f"own; PSS of all {len(children) + 1} processes {total:.0f} MB",
                 flush=True,
             )
         loader.close()
