@@ -33,7 +33,7 @@ from colab_utils.data.masks import pack_masks
 from colab_utils.errors import ColabUtilsError, UnavailableError
 from colab_utils.files import Store, hash_bytes, open_store
 from colab_utils.places import Place
-from colab_utils.shards.index import ShardInfo
+from colab_utils.shards.index import ShardIndex, ShardInfo, make_index
 
 # The head begins after this many bytes. They hold the length of the head, and the checksum.
 _START_BYTES = 16
@@ -187,8 +187,10 @@ def dump_arrays(head: dict[str, Any], arrays: ShardArrays) -> bytes:
     return b"".join((len(text).to_bytes(8, "little"), checksum, text, tables, bits))
 
 
-def describe_shard(content: bytes) -> tuple[dict[str, Any], ShardInfo]:
-    """Read the content of an arrays file; return its head, and its shard's entry for the index.
+def describe_shard(content: bytes) -> ShardIndex:
+    """Return an index of the shard that the content of an arrays file describes.
+
+    The index is ``partial``, because other shards may be missing.
 
     Raises:
         KeyError, OverflowError, TypeError, ValueError: if the file is damaged.
@@ -204,7 +206,7 @@ def describe_shard(content: bytes) -> tuple[dict[str, Any], ShardInfo]:
         arrays_xxh3_64=hash_bytes(content),
         tables_xxh3_64=hash_bytes(content[: len(content) - head["bits_bytes"]]),
     )
-    return head, shard
+    return make_index({**head, "categories": (), "shards": (shard,), "partial": True})
 
 
 def load_arrays(path: Place, shard: ShardInfo, store: Store | None = None) -> ShardArrays:

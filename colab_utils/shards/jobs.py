@@ -21,7 +21,7 @@ from colab_utils.reader import Reader, Reading
 from colab_utils.running import JobProgress
 from colab_utils.shards.arrays import ArraysBuilder, describe_shard, dump_arrays
 from colab_utils.shards.copy import Copying
-from colab_utils.shards.index import ShardIndex, SkippedImage, make_index
+from colab_utils.shards.index import ShardIndex, SkippedImage
 from colab_utils.shards.plan import split_images
 from colab_utils.shards.records import name_image, read_image, try_sample
 
@@ -147,7 +147,7 @@ def _write_shard(
     images are all bad has no tar.
     """
     tar, arrays = _build_shard(run, job, files, progress)
-    index = _parse_shard_index(arrays)
+    index = describe_shard(arrays)
     folder = job.path.parent
     # If the run was stopped, this raises an error: another run may be writing already.
     progress.add(0)
@@ -167,7 +167,7 @@ def read_shard_index(store: Store, name: str) -> ShardIndex | None:
     """
     try:
         content = store.read(name, most_bytes=_MOST_ARRAYS_BYTES, at_full_speed=True)
-        return _parse_shard_index(content)
+        return describe_shard(content)
     except (FileNotFoundError, *DAMAGE):
         return None
 
@@ -280,12 +280,3 @@ def _build_shard(
     if faults:
         head["faults"] = dict(faults)
     return tar, dump_arrays(head, builder.build())
-
-
-def _parse_shard_index(content: bytes) -> ShardIndex:
-    """Return an index of the shard that the content of an arrays file describes.
-
-    The index is ``partial``, because other shards may be missing.
-    """
-    head, shard = describe_shard(content)
-    return make_index({**head, "categories": (), "shards": (shard,), "partial": True})

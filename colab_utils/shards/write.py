@@ -8,7 +8,7 @@ ones.
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any, Literal
@@ -64,13 +64,13 @@ class ShardReport:
     bytes: int
     """Size of all shards and their arrays."""
     seconds: float
-    storage: Storage = "shrink"
+    storage: Storage
     """How the images are stored; see :func:`write_shards`."""
-    annotations: int = 0
+    annotations: int
     """Annotations of the dataset."""
-    crowds: int = 0
+    crowds: int
     """Annotations with ``iscrowd``. The shards keep them, but training leaves them out."""
-    faults: dict[str, int] = field(default_factory=dict)
+    faults: dict[str, int]
     """How often each kind of defect occurs. The kinds are those of `check_dataset`. Training would
     use a defective object wrongly, or not at all.
     """

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import warnings
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
@@ -314,15 +314,15 @@ def test_arrays_with_tables_of_another_length_are_refused(shards, name):
     index = read_index(shards)
     shard = index.shards[0]
     path = shards / shard.arrays_name
-    head, _ = describe_shard(path.read_bytes())
+    head = asdict(index) | asdict(shard)
     arrays = load_arrays(path, shard)
     bits = np.frombuffer(path.read_bytes()[arrays.bits :], np.uint8)
     table = getattr(arrays, name)
     for change in (table[:0], np.concatenate([table, table])):
         content = dump_arrays(head, replace(arrays, bits=bits, **{name: change}))
         path.write_bytes(content)
-        entry = describe_shard(content)[1]
-        write_index(shards, replace(index, shards=(entry, *index.shards[1:])))
+        entries = describe_shard(content).shards
+        write_index(shards, replace(index, shards=entries + index.shards[1:]))
         with pytest.raises(ColabUtilsError, match=r"The shards in .* are not of this version"):
             ShardDataset(shards)
 

@@ -13,7 +13,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import psutil
 import pytest
 
 from colab_utils.shards.write import write_shards
@@ -76,74 +75,26 @@ def after_two_shards(folder, act):
         acting.result()
 
 
-class Dask:
-    """A scheduler and two workers, each a process of its own below a nanny."""
-
-    def __init__(self, folder):
-        self.file = folder / "scheduler.json"
-        self.processes = []
-        self.start("dask_scheduler", "--port", "0", "--scheduler-file", str(self.file))
-        wait_for(self.file.exists)
-        for _ in range(2):
-            self.start("dask_worker", "--scheduler-file", str(self.file), "--nthreads", "2")
-        with self.connect() as client:
-            self.address = client.scheduler.address
-
-    def start(self, module, *words):
-        command = [sys.executable, "-m", f"distributed.cli.{module}", *words, "--no-dashboard"]
-        process = subprocess.Popen(
-            command,
-            cwd=self.file.parent,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stderr=subprocess.DEVNULL,
-        )
-        self.processes.append(process)
-
-    def connect(self):
-        from distributed import Client
-
-        client = Client(scheduler_file=str(self.file), timeout=60)
-        client.wait_for_workers(2, timeout=60)
-        return client
-
-    def kill_worker(self):
-        """Kill one of the workers; its nanny starts another one."""
-        with self.connect() as client:
-            pids = client.run(os.getpid)
-        os.kill(min(pids.values()), 9)
-
-    def close(self):
-        for process in self.processes:
-            for child in psutil.Process(process.pid).children(recursive=True):
-                child.kill()
-            process.kill()
-            process.wait()
-
-
 @pytest.fixture
-def dask(tmp_path):
-    pytest.importorskip("distributed")
-    cluster = Dask(tmp_path)
-    yield cluster
-    cluster.close()
-
-
-def run_on_dask(dask, sixty, folder):
-    from distributed import default_client
-
-    names = {"tcp://scheduler:8786": dask.address}
-    try:
-        run_example("from dask.distributed import Client", sixty, folder, **names)
-    finally:
-        default_client().close()
+def dask(monkeypatch):
+    """Two workers, each a process of its own below a nanny, which starts another one at need."""
+    distributed = pytest.importorskip("distributed")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with distributed.LocalCluster(
+        n_workers=2, threads_per_worker=2, dashboard_address=None, protocol="tcp"
+    ) as cluster:
+        yield cluster
+        # That of the example.
+        distributed.default_client().close()
 
 
 def test_a_killed_worker_of_dask_is_not_seen(sixty, expected, dask, tmp_path):
     # So slow that a worker can be killed in the middle.
     slow_down(sixty.images, "typical")
     folder = tmp_path / "shards"
-    with after_two_shards(folder, dask.kill_worker):
-        run_on_dask(dask, sixty, folder)
+    names = {"tcp://scheduler:8786": dask.scheduler_address}
+    with after_two_shards(folder, lambda: os.kill(dask.workers[0].pid, 9)):
+        run_example("from dask.distributed import Client", sixty, folder, **names)
     assert snapshot(folder) == expected
 
 

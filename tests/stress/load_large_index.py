@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -48,14 +48,14 @@ def make_shards(folder: Path) -> Path:
     shards = []
     [first] = index.shards
     path = data.shards / first.arrays_name
-    head = describe_shard(path.read_bytes())[0]
+    head = asdict(index) | asdict(first)
     arrays = load_arrays(path, first)
     arrays = replace(arrays, bits=np.fromfile(path, np.uint8, offset=arrays.bits))
     for n in range(COPIES):
         name = f"shard-{n + 1:06d}.tar"
         os.link(data.shards / first.name, data.shards / name)
         content = dump_arrays(head | {"name": name}, arrays)
-        shards.append(describe_shard(content)[1])
+        shards += describe_shard(content).shards
         (data.shards / shards[-1].arrays_name).write_bytes(content)
     write_index(data.shards, replace(index, shards=tuple(shards)))
     return data.shards
