@@ -105,15 +105,14 @@ def _load_shard(store: Store, shard: ShardInfo) -> ShardArrays:
     count = store.stamp(shard.name).bytes
     if count < 0 and store.find_again([shard.name]):
         count = store.stamp(shard.name).bytes
-    path = store.locate(shard.name)
     if count != shard.bytes:
         size = f"{count:,}" if count >= 0 else "none"
         raise ColabUtilsError(
-            f"{path} should have {shard.bytes:,} bytes, and has {size}: it was cut short or "
-            "changed. Copy it again, or run preprocess again on this folder."
+            f"{store.locate(shard.name)} should have {shard.bytes:,} bytes, and has {size}: it was "
+            "cut short or changed. Copy it again, or run preprocess again on this folder."
         )
     try:
-        return load_arrays(store.locate(shard.arrays_name), shard, store)
+        return load_arrays(store, shard)
     except UnavailableError:
         raise
     except (ColabUtilsError, OSError) as error:
@@ -122,7 +121,7 @@ def _load_shard(store: Store, shard: ShardInfo) -> ShardArrays:
             ColabUtilsWarning,
             stacklevel=5,
         )
-        return rebuild_arrays(path, shard, store)
+        return rebuild_arrays(store, shard)
 
 
 def load_shards(

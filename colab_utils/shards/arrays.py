@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from colab_utils.data.decoding import read_npy_header
 from colab_utils.data.masks import pack_masks
 from colab_utils.errors import ColabUtilsError, UnavailableError
-from colab_utils.files import Store, hash_bytes, open_store
+from colab_utils.files import Store, hash_bytes
 from colab_utils.places import Place
 from colab_utils.shards.index import ShardIndex, ShardInfo, make_index
 
@@ -209,19 +209,18 @@ def describe_shard(content: bytes) -> ShardIndex:
     return make_index({**head, "categories": (), "shards": (shard,), "partial": True})
 
 
-def load_arrays(path: Place, shard: ShardInfo, store: Store | None = None) -> ShardArrays:
+def load_arrays(store: Store, shard: ShardInfo) -> ShardArrays:
     """Load the arrays of one shard. The bits of the masks stay on disk.
 
     Args:
-        path: the arrays file.
+        store: the folder of the shards.
         shard: the shard's entry in the index.
-        store: reads the file. Default: a store of its own.
 
     Raises:
         ColabUtilsError: if the file is damaged, or is not the one that the index lists.
     """
-    pieces = (store or open_store(path)).open(path, block_bytes=_BLOCK_BYTES)
-    with _explain_damage(path), pieces as file:
+    path = store.locate(shard.arrays_name)
+    with _explain_damage(path), store.open(path, block_bytes=_BLOCK_BYTES) as file:
         size = file.find_size()
 
         def pread(n: int, start: int) -> bytes:
@@ -251,20 +250,15 @@ def _split_tables(data: bytes) -> dict[str, Any]:
     return tables
 
 
-def rebuild_arrays(path: Place, shard: ShardInfo, store: Store | None = None) -> ShardArrays:
-    """Build the arrays of one shard again from its tar.
-
-    Args:
-        path: the tar.
-        shard: the shard's entry in the index.
-        store: reads the file. Default: a store of its own.
+def rebuild_arrays(store: Store, shard: ShardInfo) -> ShardArrays:
+    """Build the arrays of one shard again from its tar; see `load_arrays`.
 
     Raises:
         ColabUtilsError: if the tar is damaged, or is not the one that the index lists.
     """
     builder = ArraysBuilder()
-    with _explain_damage(path):
-        content = memoryview((store or open_store(path)).read(path, most_bytes=math.inf))
+    with _explain_damage(store.locate(shard.name)):
+        content = memoryview(store.read(shard.name, most_bytes=math.inf))
         if (len(content), hash_bytes(content)) != (shard.bytes, shard.xxh3_64):
             raise ValueError("another checksum than the index has")
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:

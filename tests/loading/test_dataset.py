@@ -315,7 +315,7 @@ def test_arrays_with_tables_of_another_length_are_refused(shards, name):
     shard = index.shards[0]
     path = shards / shard.arrays_name
     head = asdict(index) | asdict(shard)
-    arrays = load_arrays(path, shard)
+    arrays = load_arrays(open_store(shards), shard)
     bits = np.frombuffer(path.read_bytes()[arrays.bits :], np.uint8)
     table = getattr(arrays, name)
     for change in (table[:0], np.concatenate([table, table])):

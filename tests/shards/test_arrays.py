@@ -13,6 +13,7 @@ from pycocotools import mask as coco_mask
 from colab_utils.data.coco import read_coco
 from colab_utils.data.masks import PackedMasks, encode_segmentation
 from colab_utils.errors import ColabUtilsError
+from colab_utils.files import open_store
 from colab_utils.loading.masks import unpack_masks
 from colab_utils.shards.arrays import (
     ArraysBuilder,
@@ -55,13 +56,11 @@ def coco_shards(coco_mini, tmp_path_factory):
     return folder
 
 
-def load_bits(path, shard):
+def load_bits(folder, shard):
     """The arrays of a shard, with the masks' bits in memory."""
-    arrays = load_arrays(path, shard)
-    return dataclasses.replace(
-        arrays,
-        bits=np.fromfile(path, np.uint8, offset=arrays.bits),
-    )
+    arrays = load_arrays(open_store(folder), shard)
+    bits = np.fromfile(folder / shard.arrays_name, np.uint8, offset=arrays.bits)
+    return dataclasses.replace(arrays, bits=bits)
 
 
 def assert_equal(first, other):
@@ -77,8 +76,8 @@ def test_arrays_are_those_of_the_records_and_are_made_again_from_the_tars(coco_s
     assert len(index.shards) > 1
     for shard in index.shards:
         path = coco_shards / shard.arrays_name
-        arrays = load_bits(path, shard)
-        assert_equal(arrays, rebuild_arrays(coco_shards / shard.name, shard))
+        arrays = load_bits(coco_shards, shard)
+        assert_equal(arrays, rebuild_arrays(open_store(coco_shards), shard))
         assert describe_shard(path.read_bytes()).shards == (shard,)
         blob = (coco_shards / shard.name).read_bytes()
         first = 0
@@ -154,7 +153,7 @@ def test_no_images_and_no_objects(tmp_path):
     for images in range(2):
         path.write_bytes(dump_arrays(HEAD | {"images": images}, builder.build()))
         [info] = describe_shard(path.read_bytes()).shards
-        assert_equal(load_bits(path, info), builder.build())
+        assert_equal(load_bits(tmp_path, info), builder.build())
         assert info.images == images
         builder.add(make_record(), (b"image", b"{}"), (512, 1536))
 
@@ -163,7 +162,7 @@ def test_no_python_code_is_parsed_for_arrays(local, monkeypatch):
     shard = read_index(local).shards[0]
     # In Python 3.11 it sometimes fails in several threads.
     monkeypatch.setattr("ast.literal_eval", lambda _: 1 / 0)
-    assert len(load_arrays(local / shard.arrays_name, shard).image_ids)
+    assert len(load_bits(local, shard).image_ids)
 
 
 @QUICK
@@ -173,7 +172,7 @@ def test_no_python_code_is_parsed_for_arrays(local, monkeypatch):
 )
 def test_damaged_arrays_and_tars_are_refused_or_as_they_were(local, tmp_path, changes, kept):
     shard = read_index(local).shards[0]
-    arrays = load_bits(local / shard.arrays_name, shard)
+    arrays = load_bits(local, shard)
     for name, read in ((shard.arrays_name, load_arrays), (shard.name, rebuild_arrays)):
         data = bytearray((local / name).read_bytes())
         for share, value in changes:
@@ -182,7 +181,7 @@ def test_damaged_arrays_and_tars_are_refused_or_as_they_were(local, tmp_path, ch
         path.write_bytes(data[: int(len(data) * kept)])
         message = f"{path}: Run verify on the shards"
         try:
-            result = read(path, shard)
+            result = read(open_store(tmp_path), shard)
         except ColabUtilsError as error:
             message = str(error)
         else:

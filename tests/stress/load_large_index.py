@@ -22,6 +22,7 @@ import psutil
 from PIL import Image
 
 from colab_utils import ShardDataset, make_loader
+from colab_utils.files import open_store
 from colab_utils.shards.arrays import describe_shard, dump_arrays, load_arrays
 from colab_utils.shards.index import read_index, write_index
 from tests.coco_files import CocoFiles
@@ -49,7 +50,7 @@ def make_shards(folder: Path) -> Path:
     [first] = index.shards
     path = data.shards / first.arrays_name
     head = asdict(index) | asdict(first)
-    arrays = load_arrays(path, first)
+    arrays = load_arrays(open_store(data.shards), first)
     arrays = replace(arrays, bits=np.fromfile(path, np.uint8, offset=arrays.bits))
     for n in range(COPIES):
         name = f"shard-{n + 1:06d}.tar"
