@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -105,23 +104,18 @@ def test_only_what_is_damaged_is_copied_again(source, tmp_path, opened):
     assert report.skipped_shards == 2
 
 
-@pytest.mark.parametrize("which", ["source", "target"])
-def test_an_edited_index_does_not_survive_a_copy(source, tmp_path, which):
+def test_an_edited_index_does_not_survive_a_copy(source, tmp_path):
     target = tmp_path / "ssd"
     copy_shards(source, target)
-    path = (source if which == "source" else target) / INDEX_NAME
-    index = json.loads(path.read_text())
-    index["categories"][0].update(name="root")
-    path.write_text(json.dumps(index))
-    before = path.read_bytes()
-    with pytest.raises(ColabUtilsError, match=re.escape(str(path.parent))):
+    edited = json.dumps({**json.loads((target / INDEX_NAME).read_text()), "categories": []})
+    (target / INDEX_NAME).write_text(edited)
+    with pytest.raises(ColabUtilsError, match=f"{target}.* changed since"):
         copy_shards(source, target)
-    assert path.read_bytes() == before
+    assert (target / INDEX_NAME).read_text() == edited
     # Deleting the file is the cure that the message names.
-    if which == "target":
-        path.unlink()
-        copy_shards(source, target)
-        assert snapshot(target) == snapshot(source)
+    (target / INDEX_NAME).unlink()
+    copy_shards(source, target)
+    assert snapshot(target) == snapshot(source)
 
 
 def test_too_little_disk_is_told_before_the_first_byte(source, tmp_path, monkeypatch):

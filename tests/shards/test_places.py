@@ -3,6 +3,7 @@
 import errno
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -42,9 +43,9 @@ def filled(bucket, local):
     return bucket
 
 
-def write(photos, **options):
-    settings = {**SETTINGS, "workers": 2, **options}
-    return write_shards(photos.images, photos.annotations, shards=URL, **settings)
+def write(photos, images=None, annotations=None, **options):
+    places = (images or photos.images, annotations or photos.annotations)
+    return write_shards(*places, **{**SETTINGS, "shards": URL, "workers": 2, **options})
 
 
 def test_shards_at_a_url_are_those_of_a_folder(photos, local, bucket):
@@ -71,13 +72,8 @@ def test_images_and_annotations_may_lie_at_a_url(photos, local, tmp_path):
     shutil.copytree(photos.images, server / "images")
     shutil.copy(photos.annotations, server / "instances.json")
     FaultyFileSystem.fault = fail_times(3, ConnectionResetError(), name=".jpg")
-    write_shards(
-        "faulty://data/images",
-        "faulty://data/instances.json",
-        shards=tmp_path / "shards",
-        workers=1,
-        **SETTINGS,
-    )
+    places = ("faulty://data/images", "faulty://data/instances.json")
+    write(photos, *places, shards=tmp_path / "shards", workers=1)
     assert snapshot(tmp_path / "shards") == snapshot(local)
 
 
@@ -90,16 +86,7 @@ def test_no_image_is_left_out_because_credentials_have_expired(photos, local, tm
         if call == "read" and path.endswith(last):
             raise PermissionError("The provided token has expired.")
 
-    def call():
-        return write_shards(
-            "faulty://data",
-            photos.annotations,
-            shards=tmp_path / "shards",
-            workers=1,
-            max_bad=1,
-            **SETTINGS,
-        )
-
+    call = partial(write, photos, "faulty://data", shards=tmp_path / "shards", workers=1, max_bad=1)
     FaultyFileSystem.fault = refuse
     with pytest.raises(RefusedError, match="token has expired"):
         call()
@@ -120,13 +107,7 @@ def test_expired_credentials_are_never_called_a_damage(filled):
 def test_shards_that_only_the_workers_see_are_told(photos):
     """The files of ``memory://`` end with the process that writes them."""
     with pytest.raises(ColabUtilsError, match="this process does not see all of them"):
-        write_shards(
-            photos.images,
-            photos.annotations,
-            shards="memory://lost/shards",
-            workers=2,
-            **SETTINGS,
-        )
+        write(photos, shards="memory://lost/shards")
     assert not open_store("memory://lost/shards").find_kind("index.json")
 
 
@@ -212,7 +193,7 @@ def test_shards_images_and_annotations_come_from_a_web_server(photos, local, tmp
         assert snapshot(tmp_path / "ssd") == snapshot(local)
         assert verify_shards(f"{url}/shards").bad == ()
         places = (f"{url}/my photos", f"{url}/a.json?signature=secret")
-        write_shards(*places, shards=tmp_path / "shards", workers=2, **SETTINGS)
+        write(photos, *places, shards=tmp_path / "shards")
         assert snapshot(tmp_path / "shards") == snapshot(local)
         with pytest.raises(ColabUtilsError, match="can only be read"):
             copy_shards(local, f"{url}/new")
