@@ -117,7 +117,7 @@ def test_a_shard_without_a_usable_image_is_not_missing(dataset, folder, tmp_path
     shards = ShardDataset(tmp_path / "all")
     numbers = np.flatnonzero(shards.shard_of == 1)
     bad = [shards.record(i)["file_name"] for i in numbers]
-    whole = {name: (dataset[0] / name).read_bytes() for name in bad}
+    whole = snapshot(dataset[0])
     for name in bad:
         (dataset[0] / name).write_bytes(b"")
     expected = write_alone(dataset, tmp_path / "alone", max_bad=1.0)
