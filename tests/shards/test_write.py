@@ -420,8 +420,8 @@ def damage_before_the_end(folder):
     """Give a shard another name, and change a bit of a mask."""
     (folder / "index.json").unlink()
     for ending in ("tar", "arrays"):
-        shutil.copy(folder / f"shard-000001.{ending}", folder / f"shard-000000.{ending}")
-    path = folder / "shard-000002.arrays"
+        shutil.copy(folder / f"shard-000001.{ending}", folder / f"shard-000002.{ending}")
+    path = folder / "shard-000000.arrays"
     content = bytearray(path.read_bytes())
     content[-3] ^= 1
     path.write_bytes(content)
