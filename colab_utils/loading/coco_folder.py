@@ -24,7 +24,7 @@ from colab_utils.loading.contract import PackedSample, Target
 from colab_utils.loading.masks import unpack_masks
 from colab_utils.loading.samples import CocoSamples
 from colab_utils.loading.targets import pack_target
-from colab_utils.places import Place, open_place
+from colab_utils.places import Place, PlaceLike, open_place
 from colab_utils.reader import Reader
 from colab_utils.require import require_choice, require_number
 from colab_utils.shards.arrays import convert_boxes
@@ -80,8 +80,8 @@ class CocoFolder(CocoSamples):
 
     def __init__(
         self,
-        images: str | Place,
-        annotations: str | Place | CocoDataset,
+        images: PlaceLike,
+        annotations: PlaceLike | CocoDataset,
         *,
         contiguous_labels: bool = False,
         streams: int | str = "auto",

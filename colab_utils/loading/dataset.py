@@ -31,7 +31,7 @@ from colab_utils.files import Store, hash_bytes, open_store
 from colab_utils.loading.contract import PackedSample, Target, Transforms
 from colab_utils.loading.masks import unpack_masks
 from colab_utils.loading.samples import CocoSamples
-from colab_utils.places import Place, open_place
+from colab_utils.places import Place, PlaceLike, open_place
 from colab_utils.reader import Reader
 from colab_utils.shards.arrays import (
     ShardArrays,
@@ -176,7 +176,7 @@ class ShardDataset(CocoSamples):
 
     def __init__(
         self,
-        folder: str | Place,
+        folder: PlaceLike,
         *,
         transforms: Transforms | None = None,
         contiguous_labels: bool = False,

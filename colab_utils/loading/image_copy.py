@@ -14,7 +14,13 @@ from colab_utils.data.image_paths import explain_missing, find_file, list_files,
 from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError, UnavailableError, explain_os_error
 from colab_utils.files import Store, open_store
-from colab_utils.places import Place, identify_place, name_below, open_place, require_local_path
+from colab_utils.places import (
+    PlaceLike,
+    identify_place,
+    name_below,
+    open_place,
+    require_local_path,
+)
 from colab_utils.progress import show_progress
 from colab_utils.reader import Reader
 from colab_utils.shards.index import SkippedImage
@@ -53,10 +59,10 @@ class ImageCopyReport:
 
 
 def copy_images(
-    source: str | Place,
+    source: PlaceLike,
     target: str | Path,
     *,
-    annotations: str | Place | None = None,
+    annotations: PlaceLike | None = None,
     streams: int | str = "auto",
 ) -> ImageCopyReport:
     """Copy loose image files to this machine's disk, where any trainer reads them.

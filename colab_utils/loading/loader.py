@@ -623,7 +623,15 @@ class Loader:
         shards = 0 if shard_of is None else int(shard_of[-1]) + 1
         saved = LoaderState.parse(state, shards=shards)
         is_resized = saved.batch_size != self.batch_size and order.sampler is None
-        self._require_same_order(saved, any_batch_size=is_resized)
+        own_order = self._take_state().describe_order()
+        saved_order = saved.describe_order()
+        if is_resized:
+            own_order["batch_size"] = saved.batch_size
+        if saved_order != own_order:
+            raise ColabUtilsError(
+                f"Expected a state of the same order {own_order}, found {saved_order}. "
+                "Make the loader with the settings of the state."
+            )
         order.resume(saved)
         self._delivered = saved.batch
         self._resumed = True
@@ -635,16 +643,6 @@ class Loader:
         if self.left < 1:
             self._has_passed = True
             self._end_epoch()
-
-    def _require_same_order(self, saved: LoaderState, *, any_batch_size: bool) -> None:
-        own_order = self._take_state().describe_order()
-        saved_order = saved.describe_order()
-        wanted = own_order | {"batch_size": saved.batch_size} if any_batch_size else own_order
-        if saved_order != wanted:
-            raise ColabUtilsError(
-                f"Expected a state of the same order {own_order}, found {saved_order}. "
-                "Make the loader with the settings of the state."
-            )
 
     def close(self) -> None:
         """End the workers. The next pass starts new ones."""
