@@ -91,7 +91,9 @@ class FileCache:
             # Another process may have read the file meanwhile.
             content = _load(path)
             if content is None:
-                content = self._read_slowly(read)
+                self._note_read()
+                content = read()
+                self._note_read()
                 if file is not None:
                     self._keep(path, file, content)
         return content
@@ -103,13 +105,10 @@ class FileCache:
     def _find_path(self, name: str) -> Path:
         return self.folder / hash_bytes(name.encode(errors="surrogateescape"))
 
-    def _read_slowly(self, read: Callable[[], bytes]) -> bytes:
-        if self.gives_way:
-            return read()
-        self._read_s[0] = monotonic()
-        content = read()
-        self._read_s[0] = monotonic()
-        return content
+    def _note_read(self) -> None:
+        """Let those who give way wait."""
+        if not self.gives_way:
+            self._read_s[0] = monotonic()
 
     def _give_way(self) -> None:
         """Wait while other processes read the slow folder, but let a file pass each second."""

@@ -185,11 +185,10 @@ class RefusingHandler(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def refusing_server():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), RefusingHandler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
+    with ThreadingHTTPServer(("127.0.0.1", 0), RefusingHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
 
 
 # Of these, one says that the file is missing, and one that the server refuses.

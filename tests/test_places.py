@@ -30,10 +30,6 @@ class AnswerError(Exception):
         self.message = "said the server"
 
 
-class NonRetryableError(Exception):
-    """That of gcsfs."""
-
-
 class NoCredentialsError(Exception):
     """As botocore calls it."""
 
@@ -41,17 +37,14 @@ class NoCredentialsError(Exception):
 class ClientError(Exception):
     """That of botocore for an answer of S3. s3fs raises an error of Python from it."""
 
-    def __init__(self, status, code, message):
-        super().__init__(f"An error occurred ({code}) when calling a method: {message}")
-        self.response = {
-            "Error": {"Code": code, "Message": message},
-            "ResponseMetadata": {"HTTPStatusCode": status},
-        }
+    def __init__(self, status, code):
+        super().__init__(f"An error occurred ({code}) when calling a method: said S3")
+        self.response = {"ResponseMetadata": {"HTTPStatusCode": status}}
 
 
-def make_s3_error(status, code, message="said S3", number=errno.EIO):
-    error = OSError(number, message)
-    error.__cause__ = ClientError(status, code, message)
+def make_s3_error(status, code):
+    error = OSError(errno.EIO, "said S3")
+    error.__cause__ = ClientError(status, code)
     return error
 
 
@@ -380,10 +373,8 @@ def test_what_may_pass_is_tried_again(file, error):
         (PermissionError("The provided token has expired."), "token has expired"),
         (NoCredentialsError("Unable to locate credentials"), "Unable to locate credentials"),
         (AnswerError(403), "403 said the server"),
-        (make_s3_error(400, "InvalidBucketName", number=errno.EINVAL), "InvalidBucketName"),
-        # So gcsfs tells of Google's 403, and of credentials that cannot be renewed.
+        # So gcsfs tells of Google's 403.
         (OSError("Forbidden: b/bucket/o\nno access to the object"), "no access to the object"),
-        (NonRetryableError("Got error while refreshing credentials."), "refreshing"),
         # s3fs does not know these codes.
         (make_s3_error(400, "ExpiredTokenException"), r"400 .*\(ExpiredTokenException\)"),
         (make_s3_error(301, "PermanentRedirect"), r"301 .*\(PermanentRedirect\)"),
