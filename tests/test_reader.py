@@ -182,18 +182,17 @@ def test_a_slow_file_keeps_no_stream_from_its_work(open_reader):
     readings.close()
 
 
-@pytest.mark.parametrize("way", ["read_all", "prefetch"])
-def test_what_is_given_up_starts_no_other_read(gate, open_reader, way):
+@pytest.mark.parametrize("is_prefetched", [False, True])
+def test_what_is_given_up_starts_no_other_read(gate, open_reader, is_prefetched):
     reader = open_reader(gate.read, streams=4)
-    if way == "read_all":
-        readings = reader.read_all(range(1000))
-        next(readings)
-        wait_until(lambda: len(gate.names) == 4)
-        readings.close()
-    else:
+    readings = reader.read_all(range(1000))
+    if is_prefetched:
         reader.prefetch(range(100))
-        wait_until(lambda: len(gate.names) == 4)
-        reader.forget()
+    else:
+        next(readings)
+    wait_until(lambda: len(gate.names) == 4)
+    readings.close()
+    reader.forget()
     time.sleep(0.1)
     assert len(gate.names) == 4
     # The streams are free, and what is asked for is read beside what hangs.
