@@ -31,11 +31,8 @@ def test_a_setting_that_is_not_named_stays_as_it_was():
 @pytest.mark.parametrize(
     ("model", "on_gpu", "size"),
     [
-        # Without a GPU, the light model is the default.
-        ("", False, 192),
         ("", True, 800),
         ("maskrcnn_mobilenet_v3_large_fpn", True, 800),
-        ("maskrcnn_tiny_fpn", False, 128),
         ("maskrcnn_tiny_fpn", True, 128),
     ],
 )

@@ -81,22 +81,19 @@ def test_beside_another_writer_it_trains_on_loose_files(source, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "message"),
     [
-        {"shards": "shards"},
-        {"annotations": None},
-        {"ssd": None},
+        ({"shards": "shards"}, "either shards, or images"),
+        ({"annotations": None}, "either shards, or images"),
+        ({"ssd": None}, "either shards, or images"),
+        ({"run": None}, "a folder for its checkpoints"),
     ],
 )
-def test_data_is_named_once(source, tmp_path, change):
-    with pytest.raises(ColabUtilsError, match="A run needs either shards, or images"):
-        train(run=tmp_path / "run", **(source | change))
+def test_data_is_named_once_and_a_run_has_a_folder(source, tmp_path, change, message):
+    folders = {**source, "run": tmp_path / "run", **change}
+    with pytest.raises(ColabUtilsError, match=f"A run needs {message}"):
+        train(**folders)
     assert not (tmp_path / "run").exists()
-
-
-def test_a_run_needs_a_folder(source):
-    with pytest.raises(ColabUtilsError, match="needs a folder for its checkpoints"):
-        train(**source)
 
 
 def test_the_command_line_trains_from_images(source, tmp_path, capsys, monkeypatch):
