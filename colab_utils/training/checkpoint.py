@@ -80,9 +80,10 @@ class CheckpointFolder:
     @property
     def newest(self) -> Place | None:
         """Return the newest checkpoint, or None. If Drive is lost, search this machine alone."""
+        paths = _list_files(open_store(self.waiting), "newest")
         with suppress(DriveLostError, RefusedError):
-            return next(reversed(self._list(is_patient=False)), None)
-        return next(reversed(_list_files(open_store(self.waiting), "newest")), None)
+            paths = self._list(is_patient=False)
+        return paths[-1] if paths else None
 
     def read_to_resume(self) -> State | None:
         """Read the newest checkpoint as `read` does.

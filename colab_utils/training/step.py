@@ -207,9 +207,7 @@ class TrainingStep:
                         self.device.type, self.precision, enabled=self.precision != torch.float32
                     ):
                         loss = self._network(*given)
-                    share = 0.0
-                    if count:
-                        share = min(size, count - first) / (total or count)
+                    share = min(size, count - first) / (total or count or 1)
                     # torch averages the gradients over the processes. The sum is needed, so each
                     # process multiplies its loss by the number of processes.
                     self.scaler.scale(loss * share * self.ranks.count).backward()

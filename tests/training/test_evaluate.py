@@ -44,8 +44,7 @@ class ScriptedModel(nn.Module):
 def predict_targets(dataset) -> list[dict]:
     """What is annotated, as predictions; crowds are left out."""
     predictions = []
-    for i in range(len(dataset)):
-        _, target = dataset[i]
+    for _, target in dataset:
         predictions.append(
             {
                 "boxes": target["boxes"],

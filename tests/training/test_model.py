@@ -17,7 +17,7 @@ from torchvision.ops import FrozenBatchNorm2d
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.training import model as model_module
-from colab_utils.training.layers import choose_precision, fold_norms, keep_boxes_exact
+from colab_utils.training.layers import fold_norms, keep_boxes_exact
 from colab_utils.training.model import (
     GPU_MODEL,
     LIGHT_MODEL,
@@ -214,20 +214,6 @@ def test_folded_layers_stay_in_half_precision():
         assert model(image).dtype == torch.float32
         fold_norms(model)
         assert model(image).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize(
-    ("capability", "precision"),
-    [
-        # A T4 emulates bfloat16.
-        ((7, 5), torch.float16),
-        # This is the capability of an L4.
-        ((8, 9), torch.bfloat16),
-    ],
-)
-def test_precision_follows_the_gpu(capability, precision, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert choose_precision("cuda") is precision
 
 
 def test_boxes_are_exact_in_half_precision():
