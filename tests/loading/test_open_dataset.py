@@ -212,6 +212,7 @@ def test_the_writer_follows_the_first_epoch_at_the_lowest_priority(
     dataset.wait()
     tars = [line for line in log.read_text().splitlines() if line.endswith(".tar")]
     assert tars == [f"19 shard-{number:06d}.tar" for number in chain(*dataset.windows)]
+    assert str(dataset).startswith("12 loose files; ")
 
 
 def read_few_before(monkeypatch):
