@@ -5,7 +5,6 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from math import inf
 from typing import Any
 
@@ -22,6 +21,7 @@ from colab_utils.diagnosis.watch import WatchedLoader, take_watched
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.loader import Loader
 from colab_utils.machine import find_free_memory
+from colab_utils.progress import show_progress
 from colab_utils.require import require_number
 
 _CACHED_BATCHES = 4
@@ -193,16 +193,22 @@ def _keep_batch(kept: dict[int, Any], number: int, batch: Any) -> None:
 def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis:
     kept: dict[int, Any] = {}
     watched = WatchedLoader(loader, TIMEOUT_S, "raise")
-    now = time_batches(
-        watched,
-        step,
-        batches=500,
-        warmup=_WARMUP,
-        max_s=_LOOP_SHARE * seconds,
-        # Workers that wait for files deliver in rounds, and a single round says little.
-        least=2 * max(1, count_workers(loader)),
-        on_batch=partial(_keep_batch, kept),
-    )
+
+    def on_batch(number: int, batch: Any) -> None:
+        bar.update()
+        _keep_batch(kept, number, batch)
+
+    with show_progress("diagnose: your loop", unit="batch") as bar:
+        now = time_batches(
+            watched,
+            step,
+            batches=500,
+            warmup=_WARMUP,
+            max_s=_LOOP_SHARE * seconds,
+            # Workers that wait for files deliver in rounds, and a single round says little.
+            least=2 * max(1, count_workers(loader)),
+            on_batch=on_batch,
+        )
     summary = watched.summary()
     cached = now
     slower = 1.0

@@ -45,6 +45,7 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.emulated_step import EmulatedStep
 from colab_utils.loading.loader import Loader, make_loader
 from colab_utils.machine import count_cores
+from colab_utils.progress import show_progress
 from colab_utils.reader import AHEAD_BYTES, AHEAD_IMAGES
 from colab_utils.shards.copy import Copying
 from colab_utils.shards.index import write_index
@@ -284,7 +285,10 @@ def find_fixes(now: Situation) -> list[Fix]:
         All fixes, the best first. Of those within 5 % of the best, the one with the least effort
         for you comes first. If fixes were tried, the best of these comes first.
     """
-    with tempfile.TemporaryDirectory(prefix="colab_utils-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="colab_utils-") as folder,
+        show_progress("diagnose: fixes", unit="fix") as bar,
+    ):
         model = _Model(now, Path(folder))
         own_rate = max(model.forecast(model.loop)[0], now.loop.images_per_second)
         options = {}
@@ -292,11 +296,13 @@ def find_fixes(now: Situation) -> list[Fix]:
         for plan in _plan_fixes(model):
             options[plan.id] = plan.options
             fixes.append(_forecast_fix(model, plan, own_rate))
+            bar.update()
         ranked = rank_fixes(fixes)
         count = len(ranked) if now.verify else int(ranked[0].is_gain)
         tried: list[Fix] = []
         while len(tried) < min(count, len(ranked)):
             fix = ranked[len(tried)]
+            bar.set_postfix_str(f"trying {fix.name}")
             tried.append(_try_out(now, fix, options[fix.id], own_rate))
             if not tried[-1].is_confirmed:
                 count = max(count, 1 + _MORE_TRIALS)
