@@ -13,12 +13,15 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
+from colab_utils.data.decoding import load_jpeg_decoder
 from colab_utils.diagnosis.cures import Cause, make_cause
 from colab_utils.diagnosis.fixes import TIMEOUT_S, Fix, Situation, find_fixes
 from colab_utils.diagnosis.stages import Stage, time_stages
 from colab_utils.diagnosis.timing import BatchTimes, count_workers, time_batches
 from colab_utils.diagnosis.watch import WatchedLoader, take_watched
 from colab_utils.errors import ColabUtilsError
+from colab_utils.loading.coco_folder import CocoFolder
+from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import Loader
 from colab_utils.machine import find_free_memory
 from colab_utils.progress import show_progress
@@ -191,6 +194,10 @@ def _keep_batch(kept: dict[int, Any], number: int, batch: Any) -> None:
 
 
 def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis:
+    if isinstance(getattr(loader, "dataset", None), CocoFolder | ShardDataset):
+        # Workers that start later share this import, as they do where a model was built before.
+        # Without it, each of them would import torchvision for itself, which takes a second.
+        load_jpeg_decoder()
     kept: dict[int, Any] = {}
     watched = WatchedLoader(loader, TIMEOUT_S, "raise")
 

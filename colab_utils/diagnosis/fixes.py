@@ -610,7 +610,7 @@ def _measure_cost(loader: Any, sample: int, batch_size: int, seconds: float) -> 
     batches_a_round = ceil(sample / batch_size)
     with closing(fetch_batches(loader)) as batches:
         # The first batches load libraries.
-        for _ in range(3):
+        for _ in range(2):
             next(batches)
         cpu_began_s = measure_tree_cpu()
         own_began_s = process_time()
