@@ -4,7 +4,6 @@ Threads and processes may share the folder of a cache. A file that several of th
 time is read from the slow folder once: the others wait until it is kept.
 """
 
-import mmap
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from colab_utils.errors import ColabUtilsWarning
 from colab_utils.files import hash_bytes
 from colab_utils.machine import find_free_space
 from colab_utils.places import require_local_path
+from colab_utils.processes import share_array
 from colab_utils.units import format_bytes
 
 # Free space that a cache leaves for checkpoints and for other programs.
@@ -67,8 +67,8 @@ class FileCache:
             self.folder.mkdir(parents=True, exist_ok=True)
         # Forked processes share this memory: whether the disk is full, and the time of the last
         # read of the slow folder.
-        self._is_full = np.frombuffer(mmap.mmap(-1, 1), np.bool_)
-        self._read_s = np.frombuffer(mmap.mmap(-1, 8), np.float64)
+        self._is_full = share_array(np.bool_)
+        self._read_s = share_array(np.float64)
         self._turn = Lock()
 
     def __reduce__(self) -> Any:

@@ -221,9 +221,13 @@ class PieceFile(io.IOBase):
     def _read_some(self, view: memoryview, offset: int) -> int:
         """Read bytes into the buffer; return their number, which is 0 at the end of the file."""
         if self._descriptors[-1] == self._lost:
-            require_linux("read files in pieces")
             # After a remount, the old descriptor still belongs to the lost mount.
-            self._descriptors.append(_open_at_once(self.path, os.O_RDONLY))
+            opened = _open_at_once(self.path, os.O_RDONLY)
+            if self._descriptors[-1] == self._lost:
+                self._descriptors.append(opened)
+            else:
+                # Another thread has opened the file meanwhile.
+                os.close(opened)
         descriptor = self._descriptors[-1]
         try:
             return os.preadv(descriptor, [view], offset)
@@ -435,6 +439,7 @@ class Store:
         path = self.locate(name)
         if isinstance(path, UrlPath):
             return UrlFile(path, self, block_bytes)
+        require_linux("read files in pieces")
         return PieceFile(path, self)
 
     def hash(self, name: str | Place) -> tuple[int, str]:

@@ -17,6 +17,8 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.units import format_bytes
 
 COLAB_ROOT = Path("/content")
+# The folder that holds ``proc`` and ``sys``.
+_ROOT = Path("/")
 """Colab's own folder. Google Drive is mounted in its subfolder ``drive``."""
 
 
@@ -62,28 +64,22 @@ def find_host() -> str:
     return host
 
 
-def find_group_cores(root: Path = Path("/")) -> float:
+def find_group_cores() -> float:
     """Return the smallest CPU quota of this process's control groups, in cores.
 
     Without a quota, it is infinity.
-
-    Args:
-        root: Folder that holds ``proc`` and ``sys``.
     """
-    limits = [text.split() for text in _read_groups(root, "cpu.max")]
+    limits = [text.split() for text in _read_groups("cpu.max")]
     return min((int(quota) / int(period) for quota, period in limits), default=math.inf)
 
 
-def find_group_memory(root: Path = Path("/")) -> float:
+def find_group_memory() -> float:
     """Return the bytes of memory that this process's control groups leave to it.
 
     It is the smallest number of free bytes in any of the groups. Without a limit, it is infinity.
-
-    Args:
-        root: Folder that holds ``proc`` and ``sys``.
     """
     free = math.inf
-    for text in _read_groups(root, "memory.max", "memory.current", "memory.stat"):
+    for text in _read_groups("memory.max", "memory.current", "memory.stat"):
         limit, used, stat = text.split(maxsplit=2)
         # The kernel can drop the cache, so it counts as free.
         cache = re.findall(r"inactive_file (\d+)", stat)[0]
@@ -91,17 +87,14 @@ def find_group_memory(root: Path = Path("/")) -> float:
     return free
 
 
-def count_oom_kills(root: Path = Path("/")) -> int:
+def count_oom_kills() -> int:
     """Return the number of processes that the kernel killed because memory ran out.
 
     They are counted in this process's control group. If the group has no count, the number is that
     of the whole machine since it was started.
-
-    Args:
-        root: Folder that holds ``proc`` and ``sys``.
     """
-    events = [folder / "memory.events" for folder in _list_groups(root)]
-    for path in (*events, root / "proc/vmstat"):
+    events = [folder / "memory.events" for folder in _list_groups()]
+    for path in (*events, _ROOT / "proc/vmstat"):
         # The file may be missing, or not be readable.
         with suppress(OSError):
             count = re.search(r"^oom_kill (\d+)", path.read_text(), re.M)
@@ -110,25 +103,25 @@ def count_oom_kills(root: Path = Path("/")) -> int:
     return 0
 
 
-def _list_groups(root: Path) -> list[Path]:
+def _list_groups() -> list[Path]:
     """Return the folders of the control groups (version 2) that hold this process, innermost first.
 
     In a container, the inner folders may not be visible. The top folder of the tree is then the
     container's own group.
     """
-    table = root / "proc/self/cgroup"
+    table = _ROOT / "proc/self/cgroup"
     group = re.search("^0::/(.*)$", table.read_text() if table.is_file() else "", re.M)
     if group is None:
         return []
-    tree = root / "sys/fs/cgroup"
+    tree = _ROOT / "sys/fs/cgroup"
     folder = tree / group[1]
     return [path for path in (folder, *folder.parents) if path.is_relative_to(tree)]
 
 
-def _read_groups(root: Path, *names: str) -> list[str]:
+def _read_groups(*names: str) -> list[str]:
     """Return the joined text of these files for each control group that limits this process."""
     texts: list[str] = []
-    for folder in _list_groups(root):
+    for folder in _list_groups():
         paths = [folder / name for name in names]
         text = "".join(path.read_text() for path in paths if path.is_file())
         # Without a limit, the text begins with "max".

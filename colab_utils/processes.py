@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import mmap
 import multiprocessing
 import os
 import signal
@@ -21,7 +22,9 @@ from pathlib import Path
 from threading import Thread, current_thread, main_thread
 from typing import Any
 
+import numpy as np
 import psutil
+from numpy.typing import NDArray
 
 from colab_utils.errors import SHORTAGES, ColabUtilsError, explain_os_error
 from colab_utils.machine import require_linux
@@ -136,6 +139,16 @@ def map_ahead(
             yield jobs.popleft().result()
     for job in jobs:
         yield job.result()
+
+
+def share_array(kind: Any, count: int = 1) -> NDArray[Any]:
+    """Return an array of zeros in memory that this process shares with those forked from it.
+
+    Example:
+        >>> share_array(np.int64)
+        array([0])
+    """
+    return np.frombuffer(mmap.mmap(-1, count * np.dtype(kind).itemsize), kind)
 
 
 def start_thread(call: Callable[[], object], name: str) -> Thread:

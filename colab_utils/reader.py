@@ -126,8 +126,8 @@ class Reader:
         self.tuner = StreamTuner(first, most_streams)
         self._read = read
         self._place = store.place
-        if self._is_auto:
-            store.retries.on_failure = self._refuse
+        # A reader before this one may have left its own function there.
+        store.retries.on_failure = self._refuse if self._is_auto else None
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
         self._waiting: deque[Reading] = deque()

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from colab_utils import machine
 from colab_utils.errors import ColabUtilsError
 from colab_utils.machine import (
     count_oom_kills,
@@ -22,6 +23,12 @@ def test_another_system_than_linux_is_told_so(monkeypatch):
         match=r"Only Linux can share memory, and this system is win32\. Use Colab, a Linux machine",
     ):
         require_linux("share memory")
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "_ROOT", tmp_path)
+    return tmp_path
 
 
 def make_files(root, files):
@@ -47,24 +54,24 @@ def join_groups(root, *lines):
 
 
 @pytest.mark.parametrize("groups", [[], ["user.slice", "user.slice/session.scope"]])
-def test_without_limits_of_control_groups_there_is_none(tmp_path, groups):
+def test_without_limits_of_control_groups_there_is_none(root, groups):
     for place in groups:
-        join_groups(tmp_path, f"0::/{place}")
-        make_group(tmp_path, place, used=5)
-    assert find_group_memory(tmp_path) == math.inf
-    assert find_group_cores(tmp_path) == math.inf
+        join_groups(root, f"0::/{place}")
+        make_group(root, place, used=5)
+    assert find_group_memory() == math.inf
+    assert find_group_cores() == math.inf
 
 
 # The top group is a container's own.
 @pytest.mark.parametrize("tightest", ["", "slurm", "slurm/job/step 0"])
-def test_the_tightest_group_counts(tmp_path, tightest):
-    join_groups(tmp_path, "0::/slurm/job/step 0")
+def test_the_tightest_group_counts(root, tightest):
+    join_groups(root, "0::/slurm/job/step 0")
     for place in ("", "slurm", "slurm/job", "slurm/job/step 0"):
-        make_group(tmp_path, place, memory=5000, used=400, quota=800000)
-    make_group(tmp_path, tightest, memory=1000, used=300, cache=100, quota=150000)
-    make_group(tmp_path, "slurm/other", memory=1, quota=1)
-    assert find_group_memory(tmp_path) == 800
-    assert find_group_cores(tmp_path) == 1.5
+        make_group(root, place, memory=5000, used=400, quota=800000)
+    make_group(root, tightest, memory=1000, used=300, cache=100, quota=150000)
+    make_group(root, "slurm/other", memory=1, quota=1)
+    assert find_group_memory() == 800
+    assert find_group_cores() == 1.5
 
 
 EVENTS = "low 0\nhigh 3\nmax 40\noom 5\noom_kill 2\noom_group_kill 0"
@@ -89,9 +96,9 @@ EVENTS = "low 0\nhigh 3\nmax 40\noom 5\noom_kill 2\noom_group_kill 0"
         (["9:name=systemd:/"], {"proc/vmstat": "pgfault 7\noom_kill 2"}),
     ],
 )
-def test_kills_for_want_of_memory_are_counted(tmp_path, groups, files):
-    assert count_oom_kills(tmp_path) == 0
-    join_groups(tmp_path, *groups)
-    make_files(tmp_path, files)
-    make_files(tmp_path, {"proc/vmstat": files.get("proc/vmstat", "oom_kill 9")})
-    assert count_oom_kills(tmp_path) == 2
+def test_kills_for_want_of_memory_are_counted(root, groups, files):
+    assert count_oom_kills() == 0
+    join_groups(root, *groups)
+    make_files(root, files)
+    make_files(root, {"proc/vmstat": files.get("proc/vmstat", "oom_kill 9")})
+    assert count_oom_kills() == 2

@@ -4,7 +4,6 @@ The system call and the file of a worker are read without its help, so this also
 Forked workers note their samples themselves. On systems other than Linux, most of this is unknown.
 """
 
-import mmap
 import multiprocessing
 import operator
 import os
@@ -24,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colab_utils.diagnosis.system_calls import find_wait, measure_use, read_call, read_ending
+from colab_utils.processes import share_array
 
 # There are rows for the notes of this many workers.
 _ROWS = 128
@@ -177,7 +177,7 @@ class WorkerMonitor:
         # A Subset, or a wrapper like it, holds another dataset. The wrapper may work on samples,
         # too, so the methods of both are wrapped.
         self.follow(dataset)
-        self._rows = np.frombuffer(mmap.mmap(-1, _ROWS * _ROW.itemsize), _ROW)
+        self._rows = share_array(_ROW, _ROWS)
         self._rows["sample"] = NO_SAMPLE
 
     def follow(self, dataset: Any) -> None:

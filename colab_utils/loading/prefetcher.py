@@ -1,6 +1,5 @@
 """Worker processes that load batches ahead of the training loop."""
 
-import mmap
 import os
 import pickle
 import traceback
@@ -29,7 +28,7 @@ from colab_utils.loading.workers import (
     start_worker,
 )
 from colab_utils.machine import count_oom_kills
-from colab_utils.processes import end_process, quiet_fork
+from colab_utils.processes import end_process, quiet_fork, share_array
 from colab_utils.reader import AHEAD_IMAGES
 
 PREFETCH = 2
@@ -96,7 +95,7 @@ class Worker:
     """
 
     def __init__(self, fetcher: Fetcher, pool: SharedBufferPool, place: int, workers: int) -> None:
-        self.at_work = np.frombuffer(mmap.mmap(-1, 8), np.int64)
+        self.at_work = share_array(np.int64)
         self.at_work[0] = -1
         self.process, self.connection = start_worker(
             _serve, fetcher, pool, self.at_work, place, workers

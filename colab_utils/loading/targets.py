@@ -4,7 +4,6 @@
 """
 
 import io
-import mmap
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -28,6 +27,7 @@ from colab_utils.loading.contract import (
 from colab_utils.loading.sampler import seed_random
 from colab_utils.loading.samples import is_own
 from colab_utils.loading.transforms import check_objects, describe_part, is_plain, to_corners
+from colab_utils.processes import share_array
 
 # The numpy dtypes that each part of a target may have, by their ``kind``: i and u are integers, f
 # is floating point, b is bool.
@@ -49,7 +49,7 @@ class SamplePacker:
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
         # All workers share this memory, so that one of them warns once.
-        self._has_warned = np.frombuffer(mmap.mmap(-1, 1), np.bool_)
+        self._has_warned = share_array(np.bool_)
 
     def pack(
         self,

@@ -1,6 +1,5 @@
 """The writing of shards from loose files in the background, while training reads the same files."""
 
-import mmap
 import multiprocessing
 import os
 import warnings
@@ -21,7 +20,12 @@ from colab_utils.file_cache import FileCache
 from colab_utils.files import open_store
 from colab_utils.loading.workers import start_worker
 from colab_utils.places import Place, identify_place
-from colab_utils.processes import end_process, explain_lost_process, explain_shared_memory
+from colab_utils.processes import (
+    end_process,
+    explain_lost_process,
+    explain_shared_memory,
+    share_array,
+)
 from colab_utils.running import JobProgress
 from colab_utils.shards.copy import Copying
 from colab_utils.shards.index import ShardIndex, ShardInfo, write_index
@@ -62,7 +66,7 @@ class ShardWriter:
 
     def __post_init__(self) -> None:
         # Memory that both processes share: shards written, shards sent, and the CPU time.
-        self.done = np.frombuffer(mmap.mmap(-1, 24), np.float64)
+        self.done = share_array(np.float64, 3)
         self._failure: ColabUtilsError | None = None
 
     def serve(self, connection: Connection, stop: Any) -> None:

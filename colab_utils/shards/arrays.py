@@ -220,7 +220,7 @@ def load_arrays(store: Store, shard: ShardInfo) -> ShardArrays:
         ColabUtilsError: if the file is damaged, or is not the one that the index lists.
     """
     path = store.locate(shard.arrays_name)
-    with _explain_damage(path), store.open(path, block_bytes=_BLOCK_BYTES) as file:
+    with store.open(path, block_bytes=_BLOCK_BYTES) as file, _explain_damage(path):
         size = file.find_size()
 
         def pread(n: int, start: int) -> bytes:

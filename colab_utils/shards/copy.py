@@ -198,6 +198,8 @@ class Copying:
         piece = memoryview(bytearray(_PIECE_BYTES))
         with self._explain_read(name):
             source = self.source.open(name, block_bytes=_BLOCK_BYTES)
+            # A file that is missing is named before the target is touched.
+            source.find_size()
         with explain_write(self.target.place), source as file, self.target.create(name) as out:
             # One byte more than the file should have shows a file that is too long.
             while self._bytes_done[name] <= size:

@@ -1,20 +1,22 @@
 """Compare the files of a folder of shards with its index."""
 
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 
 from colab_utils.files import Store, open_store
 from colab_utils.places import Place
-from colab_utils.processes import ThreadPool, map_ahead
+from colab_utils.processes import pop_done
 from colab_utils.progress import show_progress
+from colab_utils.reader import Reader
 from colab_utils.shards.index import ShardInfo, read_index
 from colab_utils.units import format_count
 
 _MISSING = "is missing"
 # On a bad day, it takes 0.6 s until the first byte of a file comes. So shards are read so many at
 # once.
-_READERS = 4
+_STREAMS = 4
 
 
 @dataclass(frozen=True)
@@ -56,18 +58,27 @@ def verify_shards(folder: str | Place) -> VerifyReport:
     """
     store = open_store(folder)
     index = read_index(store.place)
-    check = partial(_check_shard, store)
-    bad = []
+    reader = Reader(partial(_check_shard, store), store, streams=_STREAMS)
+    reasons = [reading.content for reading in reader.ask(index.shards)]
+    checked = dict(zip(reasons, index.shards, strict=True))
+    pending = set(reasons)
     with (
+        closing(reader),
         show_progress("verify", total=index.bytes, unit="B", scale=True) as bar,
-        ThreadPool(_READERS) as pool,
     ):
-        reasons = map_ahead(pool, check, index.shards, ahead=_READERS)
-        for shard, reason in zip(index.shards, reasons, strict=True):
-            if reason:
-                bad.append(BadShard(shard.name, reason))
-            bar.set_postfix_str(str(store.retries), refresh=False)
-            bar.update(shard.bytes + shard.arrays_bytes)
+        try:
+            while pending:
+                for reason in pop_done(pending):
+                    reason.result()
+                    bar.update(checked[reason].bytes + checked[reason].arrays_bytes)
+                bar.set_postfix_str(str(store.retries), refresh=False)
+        finally:
+            # After an error or Ctrl-C, the threads end after their shard, and are not waited for.
+            store.retries.stop.set()
+    bad = []
+    for reason, shard in checked.items():
+        if reason.result():
+            bad.append(BadShard(shard.name, reason.result()))
     return VerifyReport(len(index.shards), index.images, tuple(bad))
 
 

@@ -262,12 +262,14 @@ def _watch(run: ShardRun, processes: int, streams: int | str) -> list[ShardIndex
     # The largest come first, so that all processes are busy until the end.
     shards = sorted(run.list_shards(), key=lambda shard: len(shard[1]), reverse=True)
     total = sum(len(places) for _, places in shards)
+    # A look at the mounts may hang where one of them does.
+    is_patient = is_on_drive(run.images)
     runs = run_jobs(partial(write_in_turn, run, streams=streams), shards, processes)
     with show_progress("preprocess", total=total, unit="image") as bar, closing(runs):
         for finished, images_done in runs:
             done += finished
             bar.update(images_done - bar.n)
-            check_bad(run, done, is_patient=is_on_drive(run.images))
+            check_bad(run, done, is_patient=is_patient)
     return done
 
 
