@@ -200,10 +200,14 @@ class Pass:
     def _name_sample(self, error: Exception) -> None:
         """Say at which sample the loader raised an error. Our own loaders say it themselves."""
         sample = None if self._knows_jobs else self._monitor.find_failed(error)
-        note = BLAMES.format(sample)
-        # The text of a worker's error has the note already.
-        if sample is not None and note not in str(error):
-            error.add_note(note)
+        if sample is None:
+            return
+        text = error.args[0] if error.args else None
+        if isinstance(text, str) and text.startswith("Caught "):
+            # These are torch's own words, and a long traceback follows them.
+            error.args = (type(text)(f"Sample {sample} failed. {text}"), *error.args[1:])
+        else:
+            error.add_note(BLAMES.format(sample))
 
     def _describe_files(self, error: str = "") -> str:
         """Say that a process has used up the files that it may open, as the text of an error may
