@@ -17,9 +17,10 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.units import format_bytes
 
 COLAB_ROOT = Path("/content")
+"""Colab's own folder. Google Drive is mounted in its subfolder ``drive``."""
+
 # The folder that holds ``proc`` and ``sys``.
 _ROOT = Path("/")
-"""Colab's own folder. Google Drive is mounted in its subfolder ``drive``."""
 
 
 def count_cores() -> int:

@@ -1,6 +1,6 @@
 """Compare strategies, which are ways of loading the same images.
 
-`prepared` makes the data that the strategies read. `loaders` has their datasets and prefetchers,
+`prepared` makes the data that the strategies read. `loaders` has their datasets and loaders,
 and `strategies` the table of all strategies. `compare` checks that all samples are equal, then
 times the strategies in turns.
 """

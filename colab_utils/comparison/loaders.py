@@ -1,4 +1,4 @@
-"""The datasets and prefetchers of the strategies. `deliver` moves their batches to the device."""
+"""The datasets and loaders of the strategies. `deliver` moves their batches to the device."""
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,6 +1,6 @@
 """The table of all strategies, and the functions that open their loaders.
 
-A loader reads one kind of prepared data. It is made of a dataset and a prefetcher, or by
+A loader reads one kind of prepared data. It is a ``DataLoader`` of a dataset, or made by
 `make_loader`.
 """
 

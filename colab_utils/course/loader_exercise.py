@@ -272,7 +272,10 @@ def grade_loader(loader: Callable[..., Any]) -> LoaderGrade | None:
             "and do not call it."
         )
     bad = DRIVE_PROFILES["bad"]
-    with TemporaryDirectory() as folder:
+    # The table says all that is to be said; of an untouched exercise, nothing.
+    bar = show_progress("trying your loader", total=_ROUNDS + 4)
+    bar.leave = False
+    with bar, TemporaryDirectory() as folder:
         # With this seed, the slowest read takes five times as long as the mean.
         data = make_dataset(
             folder, n=_FILES, width=32, height=32, objects=(1, 1), seed=1, workers=1
@@ -280,12 +283,15 @@ def grade_loader(loader: Callable[..., Any]) -> LoaderGrade | None:
         slow_down(folder, replace(bad, name="exercise", open_s=bad.open_s * _TIME_SCALE))
         try:
             # Two workers have 48 streams together.
-            return _grade(loader, CocoFolder(data.images, data.annotations, streams=24))
+            dataset = CocoFolder(data.images, data.annotations, streams=24)
+            return _grade(loader, dataset, bar.update)
         finally:
             slow_down(folder, None)
 
 
-def _grade(loader: Callable[..., Any], dataset: CocoFolder) -> LoaderGrade | None:
+def _grade(
+    loader: Callable[..., Any], dataset: CocoFolder, on_trial: Callable[[], object]
+) -> LoaderGrade | None:
     order = random.Random(0).sample(range(_FILES), _FILES)
     trials = [
         _Trial((_SHORT,), order[:6]),
@@ -294,14 +300,12 @@ def _grade(loader: Callable[..., Any], dataset: CocoFolder) -> LoaderGrade | Non
         _Trial((_MEMORY, _THREADS), order, stops=True),
         *[_Trial((_TIMES, _SHARE), order)] * _ROUNDS,
     ]
-    bar = show_progress("trying your loader", trials)
-    # The table says all that is to be said; of an untouched exercise, nothing.
-    bar.leave = False
     faults = dict[str, str]()
     # How many times as fast as the plain loop the loader is, and as `make_loader`, in each round.
     ratios = list[tuple[float, float]]()
-    for plan in bar:
+    for plan in trials:
         trial = _run(plan, loader, dataset)
+        on_trial()
         if trial.is_untouched:
             return None
         faults = trial.find_faults() | faults

@@ -322,11 +322,11 @@ class WorkerMonitor:
         """Yield the other threads of this process that run code in Python, and what they do. A
         thread that sends tensors to other processes is left out.
         """
-        own = (thread, threading.current_thread())
-        for helper in threading.enumerate():
+        # A thread that reads its own stack would keep it until garbage is collected.
+        for helper in {*threading.enumerate()} - {thread, threading.current_thread()}:
             activity = self.read_stack(helper)
             lines = "".join(activity.stack)
-            if lines and helper not in own and "/multiprocessing/resource_sharer" not in lines:
+            if lines and "/multiprocessing/resource_sharer" not in lines:
                 yield helper, activity
 
     def find_failed(self, error: BaseException) -> int | None:

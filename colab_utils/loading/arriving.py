@@ -18,11 +18,13 @@ from colab_utils.loading.dataset import ShardDataset, ShardFiles, load_shards
 from colab_utils.places import Place, PlaceLike, open_place, require_local_path
 from colab_utils.processes import pop_done, start_thread
 from colab_utils.reader import Reader
+from colab_utils.require import require_count
 from colab_utils.shards.copy import COPY_STREAMS, Copying, check_space, read_target
 from colab_utils.shards.folder_state import inspect_folder
 from colab_utils.shards.index import INDEX_NAME, ShardIndex, read_index, write_index
 from colab_utils.shards.lock import lock_here, remove_leftovers
 from colab_utils.shards.plan import order_shards
+from colab_utils.streams import MOST_STREAMS
 
 # Seconds between two checks for shards that have arrived.
 POLL_S = 0.02
@@ -202,10 +204,10 @@ class Arrival:
             CancelledError: the copy was stopped.
         """
         remove_leftovers(self.copying.target)
-        first, *others = self._order
-        self._copy(first)
+        for number in self._order[:1]:
+            self._copy(number)
         with closing(Reader(self._copy, self.copying.source, streams=self._workers)) as reader:
-            copies = {reading.content for reading in reader.ask(others)}
+            copies = {reading.content for reading in reader.ask(self._order[1:])}
             try:
                 while copies:
                     for copy in pop_done(copies):
@@ -222,6 +224,8 @@ class Arrival:
     def _copy(self, number: int) -> None:
         """Copy a shard. Arrays come first, as they show the dataset of a tar."""
         for file in reversed(self.index.shards[number].files()):
+            if self.copying.stop.is_set():
+                raise CancelledError
             self.copying.copy_file(*file)
         self.arrived.add(number)
 
@@ -332,6 +336,7 @@ class ArrivingShards(ShardDataset):
         contiguous_labels: bool = False,
         index: ShardIndex | None = None,
     ) -> None:
+        require_count("workers", workers, maximum=MOST_STREAMS)
         source = open_place(source)
         target = require_local_path(target)
         index = index or read_index(source)

@@ -44,9 +44,9 @@ _WRITTEN, _SENT, _CPU_S = range(3)
 UNSENT = "The shards are not sent to Drive in this session. Training goes on."
 
 
-def warn(error: ColabUtilsError, consequence: str) -> None:
+def warn(error: ColabUtilsError, consequence: str, stacklevel: int = 3) -> None:
     """Warn of an error that training does not end for."""
-    warnings.warn(f"{error} {consequence}", ColabUtilsWarning, stacklevel=3)
+    warnings.warn(f"{error} {consequence}", ColabUtilsWarning, stacklevel=stacklevel)
 
 
 @dataclass
@@ -193,7 +193,7 @@ class Writing:
         if error is not None:
             raise error
         if refusal is not None:
-            warn(refusal, UNSENT)
+            warn(refusal, UNSENT, stacklevel=5)
 
     def _receive(self) -> list[ColabUtilsError | None]:
         """Return what the process says: why Drive takes no shards, and why it has ended early."""

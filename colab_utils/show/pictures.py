@@ -271,7 +271,7 @@ def _draw_objects(
     each = max(1, max(image.shape) // 1000)
     pixels = np.asarray(image)[:, ::each, ::each].transpose(1, 2, 0)
     canvas = pixels.astype(np.float32) / (255 if pixels.dtype.kind in "ui" else 1)
-    boxes = _to_array(objects["boxes"]) / each
+    boxes = _to_array(objects["boxes"]).reshape(-1, 4) / each
     masks = _to_array(objects["masks"])
     labels = _to_array(objects["labels"])
     scores = _to_array(objects.get("scores", ()))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import multiprocessing
 import os
 import queue
 import re
 import threading
 import time
+import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -422,6 +424,18 @@ def test_workers_are_listed_from_the_oldest_sample_on():
     monitor._rows["pid"][:3] = (101, 102, 105)
     monitor._rows["since_ns"][:3] = (30, 10, 20)
     assert [*monitor.list_samples()] == [102, 105, 101]
+
+
+def test_a_look_at_other_threads_keeps_nothing():
+    monitor = WorkerMonitor(None)
+    alive = weakref.ref(monitor)
+    gc.disable()
+    try:
+        list(monitor.list_helpers(threading.main_thread()))
+        del monitor
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_a_look_at_the_profiler_of_a_loader_says_nothing():

@@ -197,17 +197,20 @@ def test_a_drive_that_is_gone_ends_in_a_line_that_says_what_is_safe(drive, ssd, 
 
 def test_a_copy_that_is_stopped_leaves_no_index(drive, ssd, monkeypatch):
     real = Copying.copy_file
+    names = []
 
     def copy_file(self, name, *rest):
+        names.append(name)
         done = real(self, name, *rest)
         if name.endswith(".arrays"):
-            # The copy stops between two shards.
             self.stop.set()
         return done
 
     monkeypatch.setattr(Copying, "copy_file", copy_file)
     dataset = ArrivingShards(drive, ssd, workers=1)
     dataset.arrival.stop()
+    # After the stop, no other file is begun.
+    assert len(names) == 1
     assert not dataset.arrival.is_complete
     assert not (ssd / "index.json").exists()
 
@@ -331,6 +334,13 @@ def test_a_damaged_copy_that_was_broken_off_is_never_trained_on(drive, ssd, monk
     dataset.stop()
     assert tar.read_bytes() == good
     assert verify_shards(ssd).bad == ()
+
+
+@pytest.mark.parametrize("workers", [0, "auto", 257])
+def test_no_copy_begins_with_a_wrong_number_of_workers(drive, ssd, workers):
+    with pytest.raises(ColabUtilsError, match="workers"):
+        ArrivingShards(drive, ssd, workers=workers)
+    assert not ssd.exists()
 
 
 def test_a_file_of_the_user_is_not_replaced(drive, ssd):
