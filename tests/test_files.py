@@ -101,8 +101,19 @@ def test_threads_share_an_open_file(tmp_path, monkeypatch):
         time.sleep(0)
         return preadv(descriptor, [buffers[0][:997]], offset)
 
+    def open_slowly(*arguments, **options):
+        time.sleep(0.05)
+        return open_now(*arguments, **options)
+
+    open_now = os.open
+    monkeypatch.setattr(os, "open", open_slowly)
     monkeypatch.setattr(os, "preadv", give_less)
     with open_store(tmp_path).open("shard.tar") as file, ThreadPoolExecutor(8) as pool:
         offsets = range(0, 290_000, 1_450)
         pieces = pool.map(lambda offset: file.pread(10_000, offset), offsets)
         assert list(pieces) == [content[offset : offset + 10_000] for offset in offsets]
+        # All threads wanted to open it first.
+        names = [
+            os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")
+        ]
+        assert names.count(str(tmp_path / "shard.tar")) == 1

@@ -167,7 +167,7 @@ def test_each_name_is_imported_from_the_module_that_defines_it():
 # raise them.
 LIMITS = {
     "colab_utils": {"nodes": 93_755, "nodes_a_line": 5.6},
-    "tests": {"nodes": 150_262, "nodes_a_line": 5.7},
+    "tests": {"nodes": 150_386, "nodes_a_line": 5.7},
     "benchmarks": {"nodes": 18_000, "nodes_a_line": 5.6},
     "tools": {"nodes": 9_000, "nodes_a_line": 5.7},
 }

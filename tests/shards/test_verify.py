@@ -5,10 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
+import threading
 
 import pytest
 
 from colab_utils.drive import DriveLostError
+from colab_utils.files import Store
 from colab_utils.shards.index import read_index
 from colab_utils.shards.verify import verify_shards
 
@@ -68,3 +71,19 @@ def test_a_lost_drive_stops_and_a_locked_file_is_named(shards, monkeypatch, numb
             verify_shards(shards)
     else:
         assert "cannot be read" in verify_shards(shards).bad[0].reason
+
+
+def test_ctrl_c_waits_for_no_read_that_hangs(shards, monkeypatch):
+    over = threading.Event()
+    ended = []
+
+    def hash_for_ever(*_):
+        over.wait(60)
+        ended.append(True)
+
+    monkeypatch.setattr(Store, "hash", hash_for_ever)
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        verify_shards(shards)
+    assert not ended
+    over.set()
