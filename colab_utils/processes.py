@@ -22,9 +22,7 @@ from pathlib import Path
 from threading import Thread, current_thread, main_thread
 from typing import Any
 
-import numpy as np
 import psutil
-from numpy.typing import NDArray
 
 from colab_utils.errors import SHORTAGES, ColabUtilsError, explain_os_error
 from colab_utils.machine import require_linux
@@ -141,13 +139,16 @@ def map_ahead(
         yield job.result()
 
 
-def share_array(kind: Any, count: int = 1) -> NDArray[Any]:
-    """Return an array of zeros in memory that this process shares with those forked from it.
+def share_array(kind: Any, count: int = 1) -> Any:
+    """Return a numpy array of zeros that this process shares with those forked from it.
 
     Example:
-        >>> share_array(np.int64)
+        >>> share_array("int64")
         array([0])
     """
+    # The command line loads this module, and numpy only where it needs it.
+    import numpy as np
+
     return np.frombuffer(mmap.mmap(-1, count * np.dtype(kind).itemsize), kind)
 
 
