@@ -15,7 +15,7 @@ from typing import Any
 
 from colab_utils.errors import ColabUtilsError, UnavailableError
 from colab_utils.files import Store
-from colab_utils.processes import start_thread
+from colab_utils.processes import pop_done, start_thread
 from colab_utils.streams import (
     MOST_STREAMS,
     StreamTuner,
@@ -126,6 +126,7 @@ class Reader:
         self.tuner = StreamTuner(first, most_streams)
         self._read = read
         self._place = store.place
+        self._stop = store.retries.stop
         # A reader before this one may have left its own function there.
         store.retries.on_failure = self._refuse if self._is_auto else None
         self._most_bytes = most_bytes
@@ -178,6 +179,23 @@ class Reader:
                 yield pending.popleft()
         finally:
             self._drop(pending)
+
+    def read_as_done(
+        self, names: Iterable[Hashable], *, patience_s: float
+    ) -> Generator[list[Any], None, None]:
+        """Yield the contents that came, in any order, several times a second, until all have come.
+
+        Close this generator. If reads are under way then, because of an error or Ctrl-C, the
+        store's waits end, and these reads are waited for, for ``patience_s`` at most.
+        """
+        pending = {reading.content for reading in self.ask(names)}
+        try:
+            while pending:
+                yield [content.result() for content in pop_done(pending)]
+        finally:
+            if pending:
+                self._stop.set()
+                wait(pending, patience_s)
 
     def prefetch(self, names: Iterable[Hashable]) -> None:
         """Begin to read files for later calls of `take`.

@@ -4,7 +4,7 @@ training uses the shards.
 
 import os
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import CancelledError, wait
+from concurrent.futures import CancelledError
 from contextlib import closing, suppress
 from itertools import chain
 from pathlib import Path
@@ -16,7 +16,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.contract import Transforms
 from colab_utils.loading.dataset import ShardDataset, ShardFiles, load_shards
 from colab_utils.places import Place, PlaceLike, open_place, require_local_path
-from colab_utils.processes import pop_done, start_thread
+from colab_utils.processes import start_thread
 from colab_utils.reader import Reader
 from colab_utils.require import require_count
 from colab_utils.shards.copy import COPY_STREAMS, Copying, check_space, read_target
@@ -206,19 +206,14 @@ class Arrival:
         remove_leftovers(self.copying.target)
         for number in self._order[:1]:
             self._copy(number)
-        with closing(Reader(self._copy, self.copying.source, streams=self._workers)) as reader:
-            copies = {reading.content for reading in reader.ask(self._order[1:])}
-            try:
-                while copies:
-                    for copy in pop_done(copies):
-                        copy.result()
-                    if self.copying.stop.is_set():
-                        raise CancelledError
-            finally:
-                # After an error, the other copies end after their next piece.
-                if copies:
-                    self.copying.stop.set()
-                    wait(copies, _STOP_S)
+        with (
+            closing(Reader(self._copy, self.copying.source, streams=self._workers)) as reader,
+            # After an error, the other copies end after their next piece.
+            closing(reader.read_as_done(self._order[1:], patience_s=_STOP_S)) as rounds,
+        ):
+            for _ in rounds:
+                if self.copying.stop.is_set():
+                    raise CancelledError
         write_index(self.target, self.index)
 
     def _copy(self, number: int) -> None:

@@ -3,7 +3,7 @@
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import CancelledError, wait
+from concurrent.futures import CancelledError
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,6 @@ from colab_utils.drive import explain_write, is_on_drive
 from colab_utils.errors import ColabUtilsError, explain_os_error
 from colab_utils.files import open_store
 from colab_utils.places import Place, find_server, identify_place, open_place
-from colab_utils.processes import pop_done
 from colab_utils.progress import show_progress
 from colab_utils.reader import AHEAD_BYTES, Reader
 from colab_utils.shards.index import INDEX_NAME, ShardIndex, read_index, write_index
@@ -156,20 +155,15 @@ class Copying:
         copied: set[str] = set()
         with (
             closing(reader),
+            # After an error or Ctrl-C, the other threads end after their next buffer.
+            closing(reader.read_as_done(files, patience_s=_STOP_S)) as rounds,
             show_progress("copying shards", total=sum(sizes.values()), unit="B", scale=True) as bar,
         ):
-            pending = {reading.content for reading in reader.ask(files)}
-            try:
-                while pending:
-                    names = {content.result() for content in pop_done(pending)}
-                    copied |= names - {""}
-                    bar.set_postfix_str(str(self.source.retries), refresh=False)
-                    bar.update(sum(list(self._bytes_done.values())) - bar.n)
-            finally:
-                # After an error or Ctrl-C, the other threads end after their next buffer.
-                self.stop.set()
-                wait(pending, _STOP_S)
-        return copied
+            for names in rounds:
+                copied.update(names)
+                bar.set_postfix_str(str(self.source.retries), refresh=False)
+                bar.update(sum(list(self._bytes_done.values())) - bar.n)
+        return copied - {""}
 
     def copy_file(self, name: str, size: int, checksum: str) -> str:
         """Copy one file unless it is there; return its name if it was copied, else ""."""

@@ -7,7 +7,6 @@ from functools import partial
 
 from colab_utils.files import Store, open_store
 from colab_utils.places import Place
-from colab_utils.processes import pop_done
 from colab_utils.progress import show_progress
 from colab_utils.reader import Reader
 from colab_utils.shards.index import ShardInfo, read_index
@@ -59,36 +58,30 @@ def verify_shards(folder: str | Place) -> VerifyReport:
     store = open_store(folder)
     index = read_index(store.place)
     reader = Reader(partial(_check_shard, store), store, streams=_STREAMS)
-    reasons = [reading.content for reading in reader.ask(index.shards)]
-    checked = dict(zip(reasons, index.shards, strict=True))
-    pending = set(reasons)
+    bad = []
     with (
         closing(reader),
+        # After an error or Ctrl-C, the threads end after their shard, and are not waited for.
+        closing(reader.read_as_done(index.shards, patience_s=0)) as rounds,
         show_progress("verify", total=index.bytes, unit="B", scale=True) as bar,
     ):
-        try:
-            while pending:
-                for reason in pop_done(pending):
-                    reason.result()
-                    bar.update(checked[reason].bytes + checked[reason].arrays_bytes)
-                bar.set_postfix_str(str(store.retries), refresh=False)
-        finally:
-            # After an error or Ctrl-C, the threads end after their shard, and are not waited for.
-            store.retries.stop.set()
-    bad = []
-    for reason, shard in checked.items():
-        if reason.result():
-            bad.append(BadShard(shard.name, reason.result()))
+        for checked in rounds:
+            for shard, reason in checked:
+                if reason:
+                    bad.append(BadShard(shard.name, reason))
+                bar.update(shard.bytes + shard.arrays_bytes)
+            bar.set_postfix_str(str(store.retries), refresh=False)
+    bad.sort(key=lambda shard: shard.shard)
     return VerifyReport(len(index.shards), index.images, tuple(bad))
 
 
-def _check_shard(store: Store, shard: ShardInfo) -> str:
-    """Return what is wrong with a shard, or "". A missing file is looked for again."""
+def _check_shard(store: Store, shard: ShardInfo) -> tuple[ShardInfo, str]:
+    """Return a shard, and what is wrong with it, or "". A missing file is looked for again."""
     reason = find_fault(store, shard.files())
     if reason.endswith(_MISSING):
         store.find_again(name for name, _, _ in shard.files())
         reason = find_fault(store, shard.files())
-    return reason
+    return shard, reason
 
 
 def find_fault(store: Store, files: Iterable[tuple[str, int, str]]) -> str:
