@@ -87,7 +87,7 @@ class UrlMethods:
     locate: Any
 
     @try_again
-    def read(self, name: Any, **_: Any) -> bytes:
+    def read(self, name: Any, *, most_bytes: float = 0, at_full_speed: bool = True) -> bytes:
         """Read a whole file of any size, at full speed."""
         return bytes(name.system.cat_file(name.key))
 
@@ -135,13 +135,15 @@ class UrlMethods:
     def list_tree(self, name: Any = "") -> list[str]:
         """Return the path in the folder of each file below it."""
         paths: list[str] = []
+        system = name.system
+        key = name.key
         # The list grows while the loop goes over it. fsspec's own walk leaves out what fails.
-        folders = [name.key]
+        folders = [key]
         for folder in folders:
-            for info in name.system.ls(folder, detail=True):
+            for info in system.ls(folder, detail=True):
                 path = info["name"].rstrip("/")
                 if info["type"] != "directory":
-                    paths.append(path.removeprefix(name.key).strip("/"))
+                    paths.append(path.removeprefix(key).strip("/"))
                 # Some servers list a folder in itself.
                 elif path != folder.rstrip("/"):
                     folders.append(path)

@@ -264,15 +264,13 @@ class _ArrivingFiles(ShardFiles):
             ColabUtilsError: no process brings files to the folder any more.
         """
         seen_s = monotonic()
-        while True:
+        wanted = [(name, self._missing[name], "")]
+        while not self.store.has_files(wanted):
             with lock_here(self.folder / INDEX_NAME) as is_free:
                 if not is_free:
                     seen_s = monotonic()
-            is_over = monotonic() - seen_s > _GRACE_S
-            # On a disk that stalls, the last file may have come since the look at the lock.
-            if self.store.has_files([(name, self._missing[name], "")]):
-                return
-            if is_over:
+            # On a disk that stalls, the last file may have come since the look above.
+            if monotonic() - seen_s > _GRACE_S and not self.store.has_files(wanted):
                 raise ColabUtilsError(
                     f"{self.folder / name} has not arrived, and the process that brings shards to "
                     "its folder has ended. Make the dataset again: the work continues there."

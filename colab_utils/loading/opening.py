@@ -160,7 +160,6 @@ def open_dataset(
             drive if find_ranks().is_on_first_host else None,
             # Shards in which no image can be used are not among those that were opened.
             order=[*chain(*loose.windows)],
-            cache=cache,
             streams=streams,
             is_written=is_here,
         ),
@@ -174,8 +173,11 @@ def _begin_writing(dataset: CocoSamples, writer: ShardWriter) -> None:
         try:
             dataset.arrival = Writing(writer)
         except ColabUtilsError as error:
-            reads = f"So training reads the files in {writer.run.images}"
-            warn(error, f"{reads}, and this call writes no shards.")
+            warn(
+                error,
+                f"So training reads the files in {writer.run.images}, and this call writes no "
+                "shards.",
+            )
 
 
 class LooseFiles(CocoFolder):

@@ -16,7 +16,6 @@ import numpy as np
 
 from colab_utils.drive import explain_write, is_on_drive
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, describe_error
-from colab_utils.file_cache import FileCache
 from colab_utils.files import open_store
 from colab_utils.loading.workers import start_worker
 from colab_utils.places import Place, identify_place
@@ -59,7 +58,6 @@ class ShardWriter:
     """Folder that each finished shard is sent to; None if no more shards are sent."""
     order: list[int]
     """Numbers of the shards, in the order in which they are written."""
-    cache: FileCache
     streams: int | str
     is_written: bool
     """Whether all shards are in the folder of the run, so that they are only sent."""
@@ -78,7 +76,8 @@ class ShardWriter:
             stop: event that ends the work.
         """
         os.nice(_PRIORITY)
-        self.cache.gives_way = True
+        if self.run.cache is not None:
+            self.run.cache.gives_way = True
         self._progress = JobProgress(stop=stop)
         error: ColabUtilsError | None = None
         try:
@@ -130,12 +129,13 @@ class ShardWriter:
         other shards: it may hang, and the shards can be written without it.
         """
         drive = self.drive
-        store = open_store(drive or self.run.folder, self._progress.stop)
-        with explain_write(store.place):
-            finished = store.list_names("shard-*.arrays")
+        finished: list[str] = []
+        if drive is not None:
+            with explain_write(drive):
+                finished = open_store(drive, self._progress.stop).list_names("shard-*.arrays")
         shards = self.run.list_shards()
         for number in self.order:
-            name = name_shard(store.place, number).with_suffix(".arrays").name
+            name = name_shard(self.run.folder, number).with_suffix(".arrays").name
             yield *shards[number], drive if name in finished else None
 
     def _try_on_drive(self, call: Callable[[Place], object]) -> None:

@@ -80,9 +80,10 @@ class CheckpointFolder:
     @property
     def newest(self) -> Place | None:
         """Return the newest checkpoint, or None. If Drive is lost, search this machine alone."""
-        paths = _list_files(open_store(self.waiting), "newest")
-        with suppress(DriveLostError, RefusedError):
+        try:
             paths = self._list(is_patient=False)
+        except (DriveLostError, RefusedError):
+            paths = _list_files(open_store(self.waiting), "newest")
         return paths[-1] if paths else None
 
     def read_to_resume(self) -> State | None:
