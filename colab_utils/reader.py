@@ -66,7 +66,7 @@ class Reading:
         try:
             if not wait([self.content], _GIVE_UP_S).done:
                 raise UnavailableError(
-                    f"A file of {self._reader._place} did not come within {_GIVE_UP_S:.0f} "
+                    f"A file of {self._reader._store.place} did not come within {_GIVE_UP_S:.0f} "
                     "seconds. Mount that folder again, or restart the session. Then run the same "
                     "again: what is done is safe."
                 )
@@ -125,8 +125,7 @@ class Reader:
         first = min(most_streams, guess_streams(store.place)) if self._is_auto else int(streams)
         self.tuner = StreamTuner(first, most_streams)
         self._read = read
-        self._place = store.place
-        self._stop = store.retries.stop
+        self._store = store
         # A reader before this one may have left its own function there.
         store.retries.on_failure = self._refuse if self._is_auto else None
         self._most_bytes = most_bytes
@@ -194,7 +193,7 @@ class Reader:
                 yield [content.result() for content in pop_done(pending)]
         finally:
             if pending:
-                self._stop.set()
+                self._store.retries.stop.set()
                 wait(pending, patience_s)
 
     def prefetch(self, names: Iterable[Hashable]) -> None:
@@ -318,7 +317,7 @@ class Reader:
         best = self.tuner.best
         if best and best != self._remembered:
             self._remembered = best
-            remember_streams(self._place, best)
+            remember_streams(self._store.place, best)
 
     def _hurry(self, reading: Reading) -> None:
         """Start a reading at once, beyond all limits, because `take` waits for it."""

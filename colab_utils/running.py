@@ -51,8 +51,9 @@ it are done, to begin to read its files.
 """
 
 
-# What this process does in a run. It is a global, as shared memory cannot be sent to a process.
-_call: Callable[[], object] = int
+# What this process does in the run that it has joined. It is a global, as shared memory cannot be
+# sent to a process.
+_call: Any = None
 
 
 def _join(call: Callable[[], object]) -> None:

@@ -283,15 +283,12 @@ def grade_loader(loader: Callable[..., Any]) -> LoaderGrade | None:
         slow_down(folder, replace(bad, name="exercise", open_s=bad.open_s * _TIME_SCALE))
         try:
             # Two workers have 48 streams together.
-            dataset = CocoFolder(data.images, data.annotations, streams=24)
-            return _grade(loader, dataset, bar.update)
+            return _grade(loader, CocoFolder(data.images, data.annotations, streams=24), bar)
         finally:
             slow_down(folder, None)
 
 
-def _grade(
-    loader: Callable[..., Any], dataset: CocoFolder, on_trial: Callable[[], object]
-) -> LoaderGrade | None:
+def _grade(loader: Callable[..., Any], dataset: CocoFolder, bar: Any) -> LoaderGrade | None:
     order = random.Random(0).sample(range(_FILES), _FILES)
     trials = [
         _Trial((_SHORT,), order[:6]),
@@ -305,7 +302,7 @@ def _grade(
     ratios = list[tuple[float, float]]()
     for plan in trials:
         trial = _run(plan, loader, dataset)
-        on_trial()
+        bar.update()
         if trial.is_untouched:
             return None
         faults = trial.find_faults() | faults

@@ -46,7 +46,6 @@ _FORMATS = {
     "annotations/coordinates/(x|width)": "CreateML's JSON",
 }
 _MARK = re.compile(r"[ \t\n\r]*([][{},:])[ \t\n\r]*")
-_LIST = re.compile(r"[ \t\n\r]*\[")
 # JSON Lines: an object on one line, and another object on the next line.
 _NEXT_LINE = re.compile(r"[ \t\r]*\n\s*\{")
 _decode = json.JSONDecoder().raw_decode
@@ -167,11 +166,11 @@ class _Reader:
         """Return whether one of these characters is the next one."""
         return self._text.startswith(characters, self.position)
 
-    def read_entries(self) -> Iterator[Any]:
-        """Read a list or an object. Yield where the value of each entry is to be read: its key in
-        an object, None in a list.
+    def read_entries(self, opening: str) -> Iterator[Any]:
+        """Read a list or an object behind its opening mark. Yield where the value of each entry is
+        to be read: its key in an object, None in a list.
         """
-        closing = "}" if self.read_mark("{[") == "{" else "]"
+        closing = "}" if opening == "{" else "]"
         mark = self.read_mark(closing) if self.is_next(closing) else ","
         while mark != closing:
             key = None
@@ -240,7 +239,7 @@ def read_columns(text: str) -> Columns:
     reader = _Reader(text)
     columns = Columns()
     try:
-        _read_sections(text, reader, columns)
+        _read_sections(reader, columns)
     except RecursionError:
         raise ColabUtilsError("JSON that is nested too deeply. Export or copy it again.") from None
     except _OtherFormatError as error:
@@ -260,14 +259,15 @@ def read_columns(text: str) -> Columns:
     return columns
 
 
-def _read_sections(text: str, reader: _Reader, columns: Columns) -> None:
+def _read_sections(reader: _Reader, columns: Columns) -> None:
     """Add each entry of the three lists."""
-    if _LIST.match(text):
+    opening = reader.read_mark("{[")
+    if opening == "[":
         raise _OtherFormatError(
             "it is a list. Name the instances file: a list holds results, or one part of a dataset."
         )
     keys = set[str]()
-    for key in reader.read_entries():
+    for key in reader.read_entries(opening):
         # If a name occurs twice, other readers of JSON silently keep only its last value.
         if key in keys:
             raise ColabUtilsError(f"it has {key} twice. Make one list of both.")
@@ -286,7 +286,7 @@ def _read_list(reader: _Reader, section: str, columns: Columns) -> None:
     """Read the entries of a list, or of an object that has each entry by its id, as LIVECell's."""
     if not reader.is_next("[", "{"):
         raise _OtherFormatError(f"no list of {section}. {_NAME_INSTANCES}")
-    for _ in reader.read_entries():
+    for _ in reader.read_entries(reader.read_mark("[{")):
         start = reader.position
         entry = reader.read_value()
         try:

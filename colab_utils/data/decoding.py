@@ -147,18 +147,20 @@ class _PillowGuard:
         """Restore the user's values after the last reader."""
         with self._lock:
             self._readers -= 1
-            if self._readers:
-                return
-            for holder, name, ours in _list_switches():
-                if getattr(holder, name) is ours:
-                    setattr(holder, name, self._users_values[name])
+            if not self._readers:
+                self._give_back()
 
     def begin_anew(self) -> None:
         """Reset the guard in a forked process, which does not have its parent's threads."""
         self._lock = threading.Lock()
         if self._readers:
-            self._readers = 1
-            self.end()
+            self._readers = 0
+            self._give_back()
+
+    def _give_back(self) -> None:
+        for holder, name, ours in _list_switches():
+            if getattr(holder, name) is ours:
+                setattr(holder, name, self._users_values[name])
 
 
 @cache

@@ -144,7 +144,8 @@ class Stall:
             who = "this process"
         else:
             who = f"worker {self.job.worker} (pid {self.job.pid})"
-        what = FINDINGS[self.verdict][0].format(call=self.seen.call or "a call", file=self.file)
+        words, _ = FINDINGS[self.verdict]
+        what = words.format(call=self.seen.call or "a call", file=self.file)
         waited = f"No batch came for {self.waited_s:.3g} s"
         return f"{waited}: {who} {what}{self._describe_place()}."
 

@@ -20,9 +20,8 @@ from colab_utils.diagnosis.stages import Stage, time_stages
 from colab_utils.diagnosis.timing import BatchTimes, count_workers, time_batches
 from colab_utils.diagnosis.watch import WatchedLoader, take_watched
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.coco_folder import CocoFolder
-from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import Loader
+from colab_utils.loading.samples import CocoSamples
 from colab_utils.machine import find_free_memory
 from colab_utils.progress import show_progress
 from colab_utils.require import require_number
@@ -194,7 +193,7 @@ def _keep_batch(kept: dict[int, Any], number: int, batch: Any) -> None:
 
 
 def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis:
-    if isinstance(getattr(loader, "dataset", None), CocoFolder | ShardDataset):
+    if isinstance(getattr(loader, "dataset", None), CocoSamples):
         # Workers that start later share this import, as they do where a model was built before.
         # Without it, each of them would import torchvision for itself, which takes a second.
         load_jpeg_decoder()

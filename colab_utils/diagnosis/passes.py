@@ -99,11 +99,13 @@ class Pass:
         # Our own loader knows the batches that it has asked its workers for.
         self._knows_jobs = hasattr(self._loader, "list_jobs")
 
-    def note_other(self) -> bool:
-        """Note that another loader is begun. Return whether all batches of this one have come; of a
-        stream, this is not known.
-        """
+    def note_other(self) -> None:
+        """Note that another loader is begun."""
         self._record.note_other()
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether all batches have come. It is not known of a stream."""
         # A loader need not have a length.
         with suppress(Exception):
             return not self._record.is_stream and self._count >= len(self._loader)
@@ -335,7 +337,8 @@ class Pass:
         else:
             verdict, seen = self._observe(wait, job.pid)
             # Where files are used up, a worker may be idle, wait, or ask again and again.
-            cure = self._describe_files() or FINDINGS[verdict][1]
+            _, usual_cure = FINDINGS[verdict]
+            cure = self._describe_files() or usual_cure
         file = find_file(self._monitor.dataset, seen.sample)
         if verdict == "read":
             file = seen.path

@@ -57,7 +57,8 @@ class _Batches:
 
     def end_if_complete(self) -> None:
         """End the pass if all batches have come: a framework need not ask for one more."""
-        if self._pass.note_other():
+        self._pass.note_other()
+        if self._pass.is_complete:
             # Another thread may ask for one at this moment.
             with suppress(ValueError):
                 self._batches.close()

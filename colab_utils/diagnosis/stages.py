@@ -138,18 +138,19 @@ def time_reads(
         return read_s
 
     with ThreadPoolExecutor(_FEW + _MANY) as pool:
-        few_end_s = perf_counter() + 0.4 * seconds
-        few = [pool.submit(read_on, few_end_s) for _ in range(_FEW)]
+        end_s = perf_counter() + 0.4 * seconds
+        few = [pool.submit(read_on, end_s) for _ in range(_FEW)]
         # The slowest of them change no median. They end beside the many.
-        deque(islice(as_completed(few), _FEW // 2), maxlen=0)
+        for _ in islice(as_completed(few), _FEW // 2):
+            pass
         began_s = perf_counter()
         many = pool.map(read_on, [began_s + 0.6 * seconds] * _MANY)
         many_s = [*chain.from_iterable(many)]
-        many_ended_s = perf_counter()
+        many_per_s = len(many_s) / (perf_counter() - began_s)
         few_s = [*chain.from_iterable(future.result() for future in few)]
     files_per_s = inf
     if many_s and median(many_s) > _LONGER * median(few_s):
-        files_per_s = len(many_s) / (many_ended_s - began_s)
+        files_per_s = many_per_s
         many_s = []
     read_s = (*few_s, *many_s)
     stage = Stage.from_calls("read", np.multiply(read_s, 1000), 1000 * fmean(cpu_s))

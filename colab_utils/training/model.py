@@ -98,28 +98,20 @@ def build_mask_rcnn(
         raise ColabUtilsError(
             f"num_classes is {num_classes}, but it counts the background, too. Pass at least 2."
         )
+    assemble = partial(assemble_mask_rcnn, name, min_size=min_size, max_size=max_size)
+    state = _fetch_pretrained(name) if weights == "coco" and name in _WEIGHTS else None
     if weights not in (None, "coco"):
         model = _load_run(name, weights)
         _set_sizes(model, min_size, max_size)
+    elif state is None:
+        model = assemble(num_classes=num_classes, starts_from="random")
+    elif name == LIGHT_MODEL:
+        model = assemble(num_classes=num_classes, starts_from="imagenet")
+        body = model.backbone.body
+        body.load_state_dict({key: state[f"features.{key}"] for key in body.state_dict()})
     else:
-        state = _fetch_pretrained(name) if weights and name in _WEIGHTS else None
-        starts_from = "coco"
-        if state is None:
-            starts_from = "random"
-        elif name == LIGHT_MODEL:
-            starts_from = "imagenet"
-        model = assemble_mask_rcnn(
-            name,
-            num_classes=_COCO_CLASSES if starts_from == "coco" else num_classes,
-            starts_from=starts_from,
-            min_size=min_size,
-            max_size=max_size,
-        )
-        if state and name == LIGHT_MODEL:
-            body = model.backbone.body
-            body.load_state_dict({key: state[f"features.{key}"] for key in body.state_dict()})
-        elif state:
-            model.load_state_dict(state)
+        model = assemble(num_classes=_COCO_CLASSES, starts_from="coco")
+        model.load_state_dict(state)
     if model.roi_heads.box_predictor.cls_score.out_features != num_classes:
         _replace_heads(model, num_classes)
     return model
