@@ -5,12 +5,13 @@
 
 import math
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.reader import AHEAD_IMAGES
@@ -21,6 +22,8 @@ _ROUNDING_S = 1e-9
 _LOCK = 0.3
 # More batches would take minutes to simulate, and show nothing new.
 _MAX_BATCHES = 1_000_000
+# So many random times are drawn. Then they come again.
+_TIMES = 10_000
 
 
 class Trace(NamedTuple):
@@ -113,18 +116,6 @@ class Loop:
     """Batches in an epoch. At its end, all that was asked for is used up."""
     start_s: float = 0.0
     """Seconds from the end of an epoch until workers can load again."""
-
-    @property
-    def limit_s(self) -> float:
-        """Return the least seconds of a batch, by the law: the longest of read / streams,
-        work / cores and step. The step works, too.
-        """
-        lanes = max(1, self.workers)
-        image_s = math.fsum(self.read_s) / len(self.read_s)
-        read_s = (self.load_s + self.batch_size * image_s / self.streams) / lanes
-        cpu_s = self.batch_size * self.work_s + self.handoff_s + self.take_s
-        cpu_s += self.busy * self.step_s
-        return max(read_s, cpu_s / self.cores, self.batch_size / self.files_per_s, self.step_s)
 
 
 def simulate(
@@ -220,11 +211,13 @@ def simulate(
     settings: dict[str, Any] = {**counts, **amounts, "cores": cores, "in_order": in_order}
     read_ahead = AHEAD_IMAGES if workers else streams
     loop = Loop(workers, read_s=reads, read_ahead=read_ahead, **settings)
-    if not 0 < seconds <= loop.limit_s * _MAX_BATCHES:
+    # In a batch of so many seconds, each worker or stream may load one.
+    least_s = max(step_s, (load_s + max(reads) + work_s) / max(1, workers * streams))
+    if not 0 < seconds <= least_s * _MAX_BATCHES:
         raise ColabUtilsError(
-            f"Cannot simulate {seconds} s with a batch every {loop.limit_s} s: that is no batch, "
-            f"or more than {_MAX_BATCHES:,}. Give seconds more than 0, load_s or step_s more than "
-            "0, or fewer seconds."
+            f"Cannot simulate {seconds} s with a batch every {least_s:.3g} s: that is no batch, or "
+            f"more than {_MAX_BATCHES:,}. Give seconds more than 0, load_s or step_s more than 0, "
+            "or fewer seconds."
         )
     run = _Run(loop, seed)
     run.play(seconds)
@@ -352,31 +345,11 @@ class _Clock:
                 activity.speed = speed
 
 
-def _draw_times(mean_s: float, cv: float, seed: list[int]) -> Iterator[float]:
-    """Yield lognormal times with this mean and coefficient of variation, for ever."""
+def _draw_times(mean_s: float, cv: float, seed: list[int]) -> NDArray[np.float64]:
+    """Return lognormal times with this mean and coefficient of variation, float64 [_TIMES]."""
     log_variance = math.log1p(cv * cv)
     generator = np.random.default_rng(seed)
-    while True:
-        yield mean_s * generator.lognormal(-log_variance / 2, math.sqrt(log_variance))
-
-
-def _draw_reads(read_s: Sequence[float], seed: list[int]) -> Iterator[float]:
-    """Yield these times for ever. Each comes once before any comes again."""
-    generator = np.random.default_rng(seed)
-    while True:
-        yield from generator.permutation(read_s).tolist()
-
-
-class _Draws(dict[int, float]):
-    """Random times by their number. They are drawn in the order of the numbers."""
-
-    def __init__(self, source: Iterator[float]) -> None:
-        self._source = source
-
-    def __missing__(self, number: int) -> float:
-        for later in range(len(self), number + 1):
-            self[later] = next(self._source)
-        return self[number]
+    return mean_s * generator.lognormal(-log_variance / 2, math.sqrt(log_variance), _TIMES)
 
 
 class _Run(_Clock):
@@ -394,9 +367,11 @@ class _Run(_Clock):
         lanes = range(max(1, loop.workers))
         self.loads: list[list[_Span]] = [[] for _ in lanes]
         self.steps: list[_Span] = []
-        self._load_s = _Draws(_draw_times(loop.load_s, loop.load_cv, [seed, 0]))
+        self._load_s = _draw_times(loop.load_s, loop.load_cv, [seed, 0])
         self._step_s = _draw_times(loop.step_s, loop.step_cv, [seed, 1])
-        self._read_s = _Draws(_draw_reads(loop.read_s, [seed, 2]))
+        # Each of the measured times comes once before any comes again.
+        rounds = np.tile(loop.read_s, (_TIMES // len(loop.read_s) + 1, 1))
+        self._read_s = np.random.default_rng([seed, 2]).permuted(rounds, axis=1).ravel()
         # The time from which the link is free.
         self._link_s = 0.0
         # Batches that each worker is asked for. In any order, the next worker that is free begins.
@@ -446,7 +421,7 @@ class _Run(_Clock):
                 yield _Activity(loop.take_s, 1.0)
             span = [batch, self.now_s, math.inf]
             self.steps.append(span)
-            yield _Activity(next(self._step_s), loop.busy)
+            yield _Activity(self._step_s[number % _TIMES], loop.busy)
             span[2] = self.now_s
             if number + 1 == epoch_end:
                 yield _Activity(loop.start_s)
@@ -489,7 +464,7 @@ class _Run(_Clock):
         span = [batch, self.now_s, math.inf]
         spans.append(span)
         if loop.load_s:
-            yield _Activity(self._load_s[batch])
+            yield _Activity(self._load_s[batch % _TIMES])
         if loop.streams > 1:
             self._plan(lane, loop.batch_size)
         for image in range(first, first + loop.batch_size):
@@ -522,6 +497,6 @@ class _Run(_Clock):
         """Read a file. It comes when it is served, and when the link has brought it."""
         now_s = self.now_s
         self._link_s = max(self._link_s, now_s) + 1 / self._loop.files_per_s
-        seconds = max(self._read_s[image], self._link_s - now_s)
+        seconds = max(self._read_s[image % len(self._read_s)], self._link_s - now_s)
         if seconds:
             yield _Activity(seconds)
