@@ -114,13 +114,6 @@ def find_packed_lines(tree: ast.AST) -> Iterator[int]:
             yield node.lineno
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.IfExp | ast.BoolOp):
             yield node.lineno
-        elif isinstance(node, ast.Call) and _is_called_getattr(node):
-            yield node.lineno
-        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-            if _is_text_times_condition(node.left, node.right):
-                yield node.lineno
-            elif _is_text_times_condition(node.right, node.left):
-                yield node.lineno
 
 
 def _is_packed_assignment(node: ast.Assign) -> bool:
@@ -138,16 +131,3 @@ def _is_packed_assignment(node: ast.Assign) -> bool:
         return False
     is_swap = sorted(map(ast.unparse, target.elts)) == sorted(map(ast.unparse, node.value.elts))
     return not is_swap
-
-
-def _is_called_getattr(node: ast.Call) -> bool:
-    """Tell whether it is ``getattr(...)()``."""
-    return isinstance(node.func, ast.Call) and getattr(node.func.func, "id", "") == "getattr"
-
-
-def _is_text_times_condition(text: ast.expr, condition: ast.expr) -> bool:
-    """Tell whether a literal is multiplied by a condition in place of an ``if``."""
-    is_literal = isinstance(text, ast.List | ast.Tuple | ast.JoinedStr)
-    if isinstance(text, ast.Constant) and isinstance(text.value, str):
-        is_literal = True
-    return is_literal and isinstance(condition, ast.Compare | ast.BoolOp)

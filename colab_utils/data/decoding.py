@@ -300,13 +300,13 @@ def open_lazily(file: Any) -> "Image.Image":
     Raises:
         ColabUtilsError: if the file is no image, or has more than `MOST_PIXELS` pixels.
     """
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     # This imports Pillow's readers of all formats.
     Image.init()
     try:
         image = Image.open(file, formats=sorted(_FORMATS & Image.OPEN.keys()))
-    except Image.UnidentifiedImageError:
+    except UnidentifiedImageError:
         file.seek(0)
         kind = name_kind(file.read(256))
         text = kind if kind.startswith("a TIFF") else f"not an image: {kind}"
