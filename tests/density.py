@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-LONGEST_LINE = 100
 _NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -40,8 +39,6 @@ class Density:
     """
     code_lines: int
     """Lines that hold code: no blank line, no comment, no docstring."""
-    long_lines: int
-    """Code lines of more than 100 columns."""
     format_skips: int
     """Places that the formatter leaves alone."""
     packed: tuple[str, ...]
@@ -57,20 +54,17 @@ def measure_density(root: Path) -> Density:
     """Measure every Python file below ``root``."""
     nodes = 0
     code_lines = 0
-    long_lines = 0
     format_skips = 0
     packed = []
     for path in sorted(root.rglob("*.py")):
         source = path.read_text(encoding="utf-8")
         tree = ast.parse(source)
         lines = find_code_lines(source, tree)
-        text = source.splitlines()
         nodes += count_nodes(tree)
         code_lines += len(lines)
-        long_lines += sum(len(text[number - 1]) > LONGEST_LINE for number in lines)
         format_skips += source.count("# fmt: " + "skip")
         packed += [f"{path}:{number}" for number in sorted(find_packed_lines(tree))]
-    return Density(nodes, code_lines, long_lines, format_skips, tuple(packed))
+    return Density(nodes, code_lines, format_skips, tuple(packed))
 
 
 def find_docstrings(tree: ast.AST) -> Iterator[ast.Expr]:
