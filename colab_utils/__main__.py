@@ -5,33 +5,31 @@ Each command calls one function of the package, and prints what the function ret
 
 import argparse
 import dataclasses
-import inspect
 import json
 import os
 import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import closing, redirect_stdout
+from contextlib import closing, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import colab_utils
 from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, escape, explain_os_error
-from colab_utils.files import name_temporary, require_new, write_file
-from colab_utils.places import open_place, require_local_path
+from colab_utils.files import require_new, write_file
+from colab_utils.places import Place, open_place, require_local_path
 from colab_utils.processes import explain_limits
-from colab_utils.require import require_part
 from colab_utils.slow_drive import find_profile
-from colab_utils.units import format_count
 
+# The result goes to standard output in place of a file.
+_PRINTED = Path("-")
 _JSON_START = b'{\n "command": '
-_SCRIPT = "colab-utils"
 # A line of `_OPTIONS`, with the lines that continue it.
-_OPTION = re.compile(r"^(\w+)(?: (\S+))?: (.+(?:\n  .+)*)", re.MULTILINE)
+_OPTION = re.compile(r"^(\w+)(\*?)(?: (\S+))?: (.+(?:\n  .+)*)", re.MULTILINE)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -45,43 +43,54 @@ def main(arguments: Sequence[str] | None = None) -> int:
     The status is 0 after success, 2 after bad input, and 130 after Ctrl-C. Training also ends with
     143 after SIGTERM, and with 129 after SIGHUP. A script under watch has its own status.
     """
-    ended = _run_command(arguments)
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        warnings.simplefilter("always", ColabUtilsWarning)
+        ended = _explain_errors(partial(_run_command, arguments))
+    # A script has its own output, warnings and errors.
     return ended if isinstance(ended, int) else ended()
+
+
+def _explain_errors(call: Callable[[], Any]) -> Any:
+    """Return the result of a call, or the exit status of an error, which is printed in one line."""
+    try:
+        return call()
+    except ColabUtilsError as error:
+        text = str(error)
+    except KeyboardInterrupt:
+        text = "nothing half-done is left, and the same command uses what was finished"
+        print(f"\nstopped: {text}", file=sys.stderr)
+        return 130
+    except OSError as error:
+        reason = explain_os_error(error, "Check disk and Drive.")
+        text = f"{error.filename or 'A file'} cannot be read or written: {reason}"
+    print("error: " + escape(" ".join(text.split())), file=sys.stderr)
+    return 2
 
 
 def _run_command(arguments: Sequence[str] | None) -> int | Callable[[], int]:
     """Run one command, and return its exit status, or the script that it has prepared."""
-    with warnings.catch_warnings():
-        warnings.showwarning = _show_warning
-        warnings.simplefilter("always", ColabUtilsWarning)
-        try:
-            # Three entries are for this function. All others are arguments of the command's.
-            options = vars(_make_parser().parse_args(arguments))
-            command = options.pop("command")
-            call = options.pop("run_command")
-            target = options.pop("json")
-            _check_json(target)
-            # Only the result belongs on standard output, and torch prints its downloads there.
-            with redirect_stdout(sys.stderr), explain_limits():
-                report = call(**options)
-            if command == "run":
-                # The script has its own output, warnings and errors.
-                return partial(report, partial(_finish_script, target=target))
-            return 0 if report is None else _finish(report, command, target)
-        except ColabUtilsError as error:
-            return _fail(error)
-        except KeyboardInterrupt:
-            print(
-                "\nstopped: nothing half-done is left, and the same command uses what was finished",
-                file=sys.stderr,
-            )
-            return 130
-        except OSError as error:
-            reason = explain_os_error(error, "Check disk and Drive.")
-            return _fail(f"{error.filename or 'A file'} cannot be read or written: {reason}")
+    # Three entries are for this function. All others are arguments of the command's.
+    options = vars(_make_parser().parse_args(arguments))
+    command = options.pop("command")
+    call = options.pop("run_command")
+    target = options.pop("json")
+    _check_json(target)
+    # Only the result belongs on standard output, and torch prints its downloads there.
+    with redirect_stdout(sys.stderr), explain_limits():
+        report = call(**options)
+    if command == "run":
+        return partial(report, partial(_finish_script, target=target))
+    return 0 if report is None else _finish(report, command, target)
 
 
-def _finish(report: Any, command: str, target: str) -> int:
+def _finish_script(report: Any, target: Path | None) -> None:
+    """Print and write the report on a script. Whatever comes, the status is the script's."""
+    with redirect_stdout(sys.stdout if target == _PRINTED else sys.stderr):
+        _explain_errors(partial(_finish, report, "run", target))
+
+
+def _finish(report: Any, command: str, target: Path | None) -> int:
     """Print the report, write its JSON, and name what is wrong in it."""
     missing = getattr(report, "missing", ())
     for image in getattr(report, "skipped", missing):
@@ -90,89 +99,48 @@ def _finish(report: Any, command: str, target: str) -> int:
     # Programs that read the JSON know the stages under this older name.
     if "stages" in content:
         content["layers"] = content.pop("stages")
-    text = _to_json(content)
+    # JSON knows no infinity and no NaN: they become null.
+    plain = json.loads(json.dumps(content, default=str), parse_constant=lambda _: None)
+    text = json.dumps(plain, indent=1)
     # The command itself may have written another file under this name: --repair or --report.
     _check_json(target)
-    if target == "-":
-        _print(text)
-    else:
-        if target:
-            write_file(Path(target), text.encode())
-        _print("".join(f"{escape(line)}\n" for line in str(report).split("\n")))
+    shown = text if target == _PRINTED else "\n".join(map(escape, str(report).split("\n")))
+    try:
+        print(shown, flush=True)
+    except OSError:
+        # The disk is full, or the reader has closed the pipe. At its exit Python would write again,
+        # and print a second error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
+    if target not in (None, _PRINTED):
+        write_file(target, text.encode())
     if missing:
         raise ColabUtilsError(
-            f"{format_count(len(missing), 'file')} could not be copied, such as "
-            f"{missing[0].file_name}. The others are in place, and the same command tries again."
+            f"Files could not be copied, such as {missing[0].file_name}. The others are in place, "
+            "and the same command tries again."
         )
-    bad = getattr(report, "bad", ())
-    if bad:
+    if getattr(report, "bad", ()):
         raise ColabUtilsError(
-            f"Shards are damaged or missing: {bad[0].reason}. Copy the named file again from a "
-            "good folder, or delete it and run preprocess again."
+            f"Shards are damaged or missing: {report.bad[0].reason}. Copy the named file again "
+            "from a good folder, or delete it and run preprocess again."
         )
     if not getattr(report, "ok", True):
-        problem = next(
-            problem for problem in report.problems if not problem.effect.startswith("note")
-        )
-        cure = "Write a repaired annotations file with --repair OUT.json, or repair the files."
-        # An effect with a colon says already what to do.
-        if ": " in problem.effect:
-            cure = ""
         raise ColabUtilsError(
-            f"The dataset has defects, such as {problem.count:,} x {problem.kind} "
-            f"({problem.examples[0]}): {problem.effect}. {cure}"
+            "The dataset has the defects that the report lists. Write a repaired annotations file "
+            "with --repair OUT.json, or repair the files."
         )
     return 0
 
 
-def _finish_script(report: Any, target: str) -> None:
-    """Print and write the report on a script. Whatever comes, the status is the script's."""
-    try:
-        with redirect_stdout(sys.stdout if target == "-" else sys.stderr):
-            _finish(report, "run", target)
-    except (ColabUtilsError, OSError) as error:
-        _fail(str(error))
-
-
-def _check_json(target: str) -> None:
+def _check_json(target: Path | None) -> None:
     """Refuse a file name where the JSON cannot be written, or would replace another file."""
-    if target in ("", "-"):
+    if target is None or target == _PRINTED:
         return
-    path = require_new(Path(target), _JSON_START)
-    # A name that is too long, or a full disk, must not end hours of work. The first bytes go to a
-    # file without a name, of which nothing stays if this process is killed.
-    with explain_write(path.parent), TemporaryFile(dir=path.parent) as file:
-        name_temporary(path).unlink(missing_ok=True)
-        file.write(_JSON_START)
-
-
-def _to_json(content: dict[str, Any]) -> str:
-    text = json.dumps(content, default=_to_plain)
-    # JSON knows no infinity and no NaN: they become null.
-    content = json.loads(text, parse_constant=lambda _: None)
-    return json.dumps(content, indent=1) + "\n"
-
-
-def _to_plain(value: Any) -> Any:
-    """Return a numpy number as a Python number, and any other value as text."""
-    return value.item() if hasattr(value, "item") else str(value)
-
-
-def _print(text: str) -> None:
-    encoding = sys.stdout.encoding or "utf-8"
-    try:
-        print(text.encode(encoding, "backslashreplace").decode(encoding), end="", flush=True)
-    except OSError as error:
-        # The reader has closed the pipe, or the disk is full. At its exit Python would write again,
-        # and print a second error.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):
-            raise
-
-
-def _fail(error: ColabUtilsError | str) -> int:
-    print("error: " + escape(" ".join(str(error).split())), file=sys.stderr)
-    return 2
+    path = require_new(target, _JSON_START)
+    # A folder that cannot be written to must not end hours of work. Of a file without a name,
+    # nothing stays if this process is killed.
+    with explain_write(path.parent), TemporaryFile(dir=path.parent):
+        pass
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
@@ -180,56 +148,36 @@ def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__
         print(f"note: {message}", file=sys.stderr)
 
 
-def number(text: str) -> float | str:
-    """Return a whole number as an ``int``, any other number as a ``float``, and "auto" as it is.
-
-    The name of this function appears in argparse's message: "invalid number value: ...".
-    """
-    if text == "auto":
-        return text
-    return int(text) if text.lstrip("-").isdecimal() else float(text)
+def _read_number(text: str) -> float | str:
+    """Return a number, or another text as it is. The command's function refuses bad values."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
 
 
-def part_of_all(text: str) -> tuple[int, int] | None:
-    """Return the number of a part, and the number of all parts: (3, 16) for "3/16"."""
-    return require_part([int(number) for number in text.split("/")])
+def _read_part(text: str) -> list[float | str]:
+    """Return the number of a part, and the number of all parts: 3 and 16 for "3/16"."""
+    return [*map(_read_number, text.split("/"))]
 
 
-def local_path(text: str) -> str:
-    """Return the path of a folder or a file with its "~" expanded, and refuse a URL."""
-    require_local_path(text)
-    return os.path.expanduser(text)
-
-
-def place(text: str) -> str:
-    """Return the path or the URL of a folder or a file.
-
-    A URL whose protocol cannot be read on this machine is refused.
-    """
-    open_place(text)
-    return os.path.expanduser(text)
-
-
-# How the text of an option is read, by the word for its value in the help.
+# How the text of an option is read, by the word for its value in the help. Others are numbers.
 _READERS: dict[str, Callable[[str], Any]] = {
-    "DIR": local_path,
-    "FILE": local_path,
-    "DIR|URL": place,
-    "FILE|URL": place,
-    "I/N": part_of_all,
-    "N": int,
-    "N|auto": number,
-    "N|SHARE": number,
-    "X": float,
+    "DIR": require_local_path,
+    "FILE": require_local_path,
+    "DIR|URL": open_place,
+    "FILE|URL": open_place,
+    "I/N": _read_part,
     "TIME": str,
     "NAME": str,
 }
-# The options of each command: a name, the word for its value, and its meaning. An option that is
-# left out takes the default of the command's function, or of the function that the command calls.
+# The options of each command: a name, the word for its value, and its meaning. A star marks those
+# that are required. An option that is left out takes the default of the command's function, or of
+# the function that the command calls.
 _OPTIONS = {
     "check": """
-images DIR|URL: image folder
-annotations FILE|URL: COCO instance JSON
+images* DIR|URL: image folder
+annotations* FILE|URL: COCO instance JSON
 deep: decode each whole image, not only its header
 repair FILE: write a repaired copy of the annotations to this JSON
 report FILE: write an HTML page: what to do, the worst images, the data in numbers
@@ -247,34 +195,35 @@ step_ms X: milliseconds of your training step for a batch; the step is emulated 
 verify: apply the fixes that can be applied here, and measure
 """,
     "preprocess": """
-images DIR|URL: image folder
-annotations FILE|URL: COCO instance JSON
-shards DIR|URL: folder of shards
-part I/N: write only part I of N; machines write the parts in any order, and may repeat them
+images* DIR|URL: image folder
+annotations* FILE|URL: COCO instance JSON
+shards* DIR|URL: folder of shards
+part I/N: write only part I of N; machines write the parts in any order, and may repeat them; then
+  run it with --finish
 finish: write the index if all parts are written; otherwise name the missing ones
 workers N|auto: worker processes (auto)
 streams N|auto: files that each process reads at once (auto)
 min_size N: shorter side in training, px (800)
 max_size N: limit of the longer side, px (1333)
 storage keep|shrink: shrink: make images smaller that are larger than training needs; keep: keep
-  every file's bytes; the default is that of the shards in the folder, or shrink
+  every file's bytes (shrink)
 exif auto|turn|keep: turn or keep photos that EXIF turns while their size does not tell how they
   were annotated; auto treats them like the other photos (auto)
 shard_mb X: approximate size of a shard, MB (128)
 max_bad N|SHARE: bad images or objects to allow: a number such as 5, or a share (0.01)
 """,
     "verify": """
-shards DIR|URL: folder of shards
+shards* DIR|URL: folder of shards
 """,
     "copy": """
 shards DIR|URL: folder of shards
 images DIR|URL: image folder, in place of --shards
 annotations FILE|URL: COCO instance JSON of --images: copy only the files that it names
-to DIR|URL: folder to copy to
+to* DIR|URL: folder to copy to
 streams N|auto: files that are read at once (auto)
 """,
     "train": """
-run DIR|URL: folder for checkpoints
+run* DIR|URL: folder for checkpoints
 shards DIR|URL: folder of shards
 images DIR|URL: image folder, in place of --shards
 annotations FILE|URL: COCO instance JSON of --images
@@ -290,11 +239,11 @@ max_size N: limit of the longer side, px; without it, 5/3 of --min-size
 learning_rate X: highest learning rate; the default depends on the batch size
 resume auto|never: continue a run, or begin anew (auto)
 seed N: seed of the order and of random weights (0)
-checkpoint_steps N: steps between checkpoints; without it, one a minute, and one at an epoch's end
+checkpoint_steps N: steps between checkpoints; without it, one a minute
 budget TIME: such as 2h, 1h30m or 90m: stop by then, with a checkpoint; the same command goes on
 """,
     "compare": """
-report DIR: folder for the receipt
+report* DIR: folder for the receipt
 images DIR: image folder
 annotations FILE: COCO instance JSON
 batch_size N: images in a batch (4)
@@ -310,11 +259,11 @@ against FILE: draw these receipts of many machines, time nothing
 
 
 def check(
-    images: str,
-    annotations: str,
-    repair: str = "",
-    report: str = "",
-    crowds: Literal["leave", "objects"] = "leave",
+    images: Place,
+    annotations: Place,
+    repair: Any = None,
+    report: Any = None,
+    crowds: Any = "leave",
     **settings: Any,
 ) -> Any:
     """Look over a COCO dataset: every defect by name."""
@@ -332,9 +281,10 @@ def check(
 
 
 def diagnose(
-    images: str = "",
-    annotations: str = "",
-    shards: str = "",
+    images: Any = None,
+    annotations: Any = None,
+    shards: Any = None,
+    batch_size: int = 4,
     step_ms: float = 100,
     verify: bool = False,
     **settings: Any,
@@ -342,54 +292,43 @@ def diagnose(
     """Find what training waits for, and which fix wins most."""
     from colab_utils.loading.emulated_step import EmulatedStep
 
-    if shards and not (images or annotations):
-        dataset: Any = colab_utils.ShardDataset(shards)
-    elif images and annotations and not shards:
-        dataset = colab_utils.CocoFolder(images, annotations)
+    if bool(shards) == bool(images and annotations):
+        raise ColabUtilsError("Pass --images and --annotations, or --shards alone. See --help.")
+    dataset: Any
+    if shards:
+        dataset = colab_utils.ShardDataset(shards)
     else:
-        raise ColabUtilsError(
-            "The data are either --images and --annotations, or --shards alone. See --help."
-        )
-    loader = colab_utils.make_loader(dataset, **{"batch_size": 4, **settings})
+        dataset = colab_utils.CocoFolder(images, annotations)
+    loader = colab_utils.make_loader(dataset, batch_size=batch_size, **settings)
     with closing(loader):
         return colab_utils.diagnose(loader, EmulatedStep(step_ms), verify=verify)
 
 
 def preprocess(
-    images: str,
-    annotations: str,
-    shards: str,
+    images: Place,
+    annotations: Place,
+    shards: Place,
+    part: Any = None,
     finish: bool = False,
+    max_bad: float = 0.01,
     **settings: Any,
 ) -> Any:
     """Write a COCO dataset as shards."""
-    from colab_utils.shards.folder_state import inspect_folder
-
-    part = settings.get("part")
     if finish and part:
         raise ColabUtilsError("Pass one of --part and --finish, and leave out the other.")
     if finish:
-        chosen = {name: value for name, value in settings.items() if name == "max_bad"}
-        return colab_utils.finish_shards(images, annotations, shards=shards, **chosen)
-    # If some shards are written already, the others are stored the same way.
-    begun = inspect_folder(shards).recipe
-    settings = {"storage": begun.get("storage", "shrink"), **settings}
-    report = colab_utils.write_shards(images, annotations, shards=shards, **settings)
-    if part:
-        print(
-            "note: this part is written. When all parts are, run preprocess with --finish in place "
-            "of --part.",
-            file=sys.stderr,
-        )
-    return report
+        return colab_utils.finish_shards(images, annotations, shards=shards, max_bad=max_bad)
+    return colab_utils.write_shards(
+        images, annotations, shards=shards, part=part, max_bad=max_bad, **settings
+    )
 
 
-def verify(shards: str) -> Any:
+def verify(shards: Place) -> Any:
     """Check every shard against its checksum."""
     return colab_utils.verify_shards(shards)
 
 
-def copy(to: str, shards: str = "", images: str = "", **settings: Any) -> Any:
+def copy(to: Any, shards: Any = None, images: Any = None, **settings: Any) -> Any:
     """Copy shards, or loose image files, from Drive to the local SSD."""
     if bool(shards) == bool(images) or (shards and "annotations" in settings):
         raise ColabUtilsError("Pass --shards alone, or --images. See --help.")
@@ -398,7 +337,7 @@ def copy(to: str, shards: str = "", images: str = "", **settings: Any) -> Any:
     return colab_utils.copy_images(images, to, **settings)
 
 
-def train(run: str, **settings: Any) -> Any:
+def train(run: Place, **settings: Any) -> Any:
     """Train a torchvision Mask R-CNN on shards or images. The same command continues a run."""
     log = None if sys.stderr.isatty() else lambda line: print(line, file=sys.stderr)
     report = colab_utils.train(run=run, log=log, **settings)
@@ -407,14 +346,14 @@ def train(run: str, **settings: Any) -> Any:
 
 
 def compare(
-    report: str,
-    images: str = "",
-    annotations: str = "",
+    report: Path,
+    images: Any = None,
+    annotations: Any = None,
     step_ms: float = 100,
     strategies: str = "",
     drive_profile: str = "",
     seconds: float = 30,
-    against: Sequence[str] = (),
+    against: Sequence[Path] = (),
     **settings: Any,
 ) -> Any:
     """Time every way of loading, side by side, and write a receipt."""
@@ -452,12 +391,8 @@ def run(script: str, arguments: Sequence[str] = ()) -> Any:
 
 def _make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    # The help names the command that you used. If you used the script colab-utils, `python` may be
-    # another Python than the script's.
-    script = Path(sys.argv[0]).name
     parser = _Parser(
-        prog=None if script == _SCRIPT else "python -m colab_utils",
-        description="Find and cure data-loading stalls of Mask R-CNN.",
+        prog="python -m colab_utils", description="Find and cure data-loading stalls of Mask R-CNN."
     )
     parser.add_argument("--version", action="version", version=colab_utils.__version__)
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
@@ -470,36 +405,30 @@ def _make_parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--json",
             metavar="FILE",
-            type=local_path,
+            type=require_local_path,
             help="write the result as JSON (-: standard output)",
-            default="",
+            default=None,
         )
-        _add_options(command, function)
+        for row in _OPTION.findall(_OPTIONS.get(function.__name__, "")):
+            _add_option(command, *row)
         if function is run:
             command.add_argument("script", metavar="SCRIPT", help="a Python script")
             command.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     return parser
 
 
-def _add_options(command: _Parser, function: Callable[..., Any]) -> None:
-    """Add the options of a command. Those without a default in its function are required."""
-    parameters = inspect.signature(function).parameters
-    for name, value, meaning in _OPTION.findall(_OPTIONS.get(function.__name__, "")):
-        parameter = parameters.get(name)
-        settings: dict[str, Any] = {}
-        if not value:
-            settings["action"] = "store_true"
-        elif value.islower():
-            settings["choices"] = value.split("|")
-        else:
-            settings["metavar"] = value
-            settings["type"] = _READERS[value]
-        if parameter is not None:
-            settings["required"] = parameter.default is parameter.empty
-            if parameter.default == ():
-                settings["nargs"] = "+"
-        option = f"--{name.replace('_', '-')}"
-        command.add_argument(option, help=" ".join(meaning.split()), **settings)
+def _add_option(command: _Parser, name: str, star: str, value: str, meaning: str) -> None:
+    """Add an option of a command. ``value`` is the word for its value, or its choices."""
+    settings: dict[str, Any] = {"required": bool(star), "help": " ".join(meaning.split())}
+    if not value:
+        settings["action"] = "store_true"
+    elif value.islower():
+        settings["choices"] = value.split("|")
+    else:
+        settings["metavar"] = value
+        settings["type"] = _READERS.get(value, _read_number)
+        settings["nargs"] = "+" if name == "against" else None
+    command.add_argument(f"--{name.replace('_', '-')}", **settings)
 
 
 if __name__ == "__main__":
