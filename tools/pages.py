@@ -43,6 +43,10 @@ body { max-width: 62rem; }
 .output_error pre { border-left: 4px solid #D55E00; }
 .output_stderr pre, details { color: var(--quiet); }
 .output_area img { background: #fff; }
+.text_cell_render table { display: block; overflow-x: auto; }
+iframe { box-sizing: border-box; }
+.words { display: none; font-size: .85rem; }
+@media (max-width: 45rem) { .words { display: block; } }
 .anchor-link { display: none; }
 blockquote { background: var(--note); border-left: 4px solid #E69F00; padding: .1em 1em;
   margin: 1em 0; }
@@ -269,7 +273,10 @@ def _convert_shown(exporter: Any, notebook: Any, cell: Any) -> str:
     body = body.replace(
         "No description has been provided for this image", "the figure that the cell above draws"
     )
-    return str(body)
+    # On a phone the letters of a figure are too small: its words stand below it there.
+    picture = r'<img alt="([^"]*)"[^>]*src="data:image/png[^>]*>'
+    words = r'\g<0><p aria-hidden="true" class="words">\1</p>'
+    return re.sub(picture, words, str(body))
 
 
 def collapse_progress(cell: Any) -> Any:
