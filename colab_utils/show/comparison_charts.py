@@ -61,7 +61,7 @@ def plot_comparison(comparison: "Comparison | Content") -> DescribedFigure:
             note += ", NOT the same data"
         repeats = row["repeats_images_per_second"]
         if measure_spread(repeats) > LEAST_NOISE:
-            note += f", repeats differ by {measure_spread(repeats):.0%}"
+            note += f", spread {measure_spread(repeats):.0%}"
         # Without waits, the bar would touch the line of the step alone. If it ends far from that
         # line, the workers used the CPU core that the step needs, and the step took longer.
         elif row["wait_share"] < _LITTLE and longer > 1 + _LITTLE:

@@ -129,7 +129,7 @@ def test_the_title_is_the_gain(rows, title):
         (lose("packed", note="disk is full"), "not timed"),
         (
             make_timing("packed", comparable=False),
-            "38  waits 4%, NOT the same data, repeats differ by 7%",
+            "38  waits 4%, NOT the same data, spread 7%",
         ),
         # The step alone gives 40 images/s; beside the workers of this way it gives 32.
         (
@@ -145,7 +145,7 @@ def test_the_title_is_the_gain(rows, title):
 )
 def test_what_a_bar_does_not_show_is_written_on_it(row, text):
     figure = plot_comparison(make_comparison("sequential", row))
-    assert read_texts(figure)[:2] == ["1.6  waits 96%, repeats differ by 7%", text]
+    assert read_texts(figure)[:2] == ["1.6  waits 96%, spread 7%", text]
     assert read_bars(figure) == {
         "plain loop": 1.6,
         "make_loader on shards": row.images_per_second or 0,
