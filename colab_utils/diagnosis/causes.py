@@ -2,17 +2,15 @@
 next.
 """
 
-from dataclasses import replace
-
 import numpy as np
 
 from colab_utils.diagnosis.cures import Cause, make_cause
 from colab_utils.diagnosis.looks import OTHER_LOADER
+from colab_utils.diagnosis.memory_growth import Growth
 from colab_utils.diagnosis.processes import OWN_THREADS
+from colab_utils.diagnosis.record import LoopRecord
 from colab_utils.diagnosis.waits import (
     Array,
-    LoopFacts,
-    explain_starts,
     explain_waits,
     find_rare,
     waits_for_cores,
@@ -32,74 +30,76 @@ _LEAST_LOST = 0.2
 # Another loader, or work before the model, is a cause if it has this share of the loop's time. A
 # look needs Python's lock, which a loader often releases, so looks meet it too often.
 _LEAST_OTHER = 0.2
-# What such a cause says, and the phase whose line it names.
-_SEEN = {
-    "other_loader": ("Beside its own batches, the loop waits for another loader ({}).", "other"),
-    "prepare": (
-        "This process works on each batch before it calls the model ({} at the step).",
-        "step",
-    ),
-}
-_OVERLAPS = "This share overlaps with the others."
 # Ids of the causes in which the loop waits because workers compute.
 _LOADING = {"work", "collate", "hand-off"}
 
 
 def find_causes(
-    waits: Array, between: Array, is_first: Array, loop_s: float, facts: LoopFacts
+    parts_s: Array, is_first: Array, record: LoopRecord, growth: Growth | None
 ) -> list[Cause]:
     """Find the causes that cost a tenth of the loop's time or more, the largest first. Stalls and
     growing memory are listed whatever they cost.
 
     Args:
-        waits: Seconds that the loop waited for each batch, float64 [batches].
-        between: Seconds from the end of each step to the next request, float64 [batches].
+        parts_s: Wait, step, and time between steps of each batch, seconds, float64 [batches, 3].
         is_first: Whether each batch is the first one of a pass, bool [batches].
-        loop_s: Seconds of the whole loop, without the time between passes.
-        facts: What else was seen.
+        record: What else was seen.
+        growth: How memory grows; None if it does not.
     """
-    between_share = float(between.sum()) / loop_s
-    step_share = 1 - float(waits.sum()) / loop_s - between_share
-    looks = facts.looks
-    causes = _explain_seen(
-        "other_loader", looks.measure_place("between", OTHER_LOADER), between_share, facts
-    )
-    rest = between_share - sum(cause.share for cause in causes)
-    if rest >= between_share / 2:
-        causes.append(_explain_between(between, rest, facts))
-    causes += _explain_seen(
-        "other_loader", looks.measure_place("step", OTHER_LOADER), step_share, facts
-    )
-    causes += _explain_seen("prepare", looks.measure_preparation(), step_share, facts)
-    is_start = is_first if facts.workers else np.arange(len(waits)) == 0
+    waits, _, between = parts_s.T
+    loop_s = float(parts_s.sum())
+    _, step_share, between_share = (parts_s.sum(axis=0) / loop_s).tolist()
+    looks = record.looks
+    at_other, _ = looks.measure_place("between", OTHER_LOADER)
+    causes = _explain_beside(step_share, at_other * between_share, record)
+    if at_other <= _HALF:
+        causes.append(_explain_between(between, (1 - at_other) * between_share, record))
+    is_start = is_first if record.workers else np.arange(len(waits)) == 0
     late = np.where(is_start, 0.0, waits)
-    lack = _explain_cores(waits, late, loop_s, facts)
+    lack = _explain_cores(waits, late, loop_s, record)
     if lack is not None:
         causes.append(lack)
     if lack is None or lack.id != "too_many_workers":
-        wait = explain_waits(late, loop_s, facts)
+        wait = explain_waits(late, loop_s, record)
         # A lack of cores may be the reason for a wait whose reason was not seen.
         if lack is None or wait.id != "wait":
             causes.append(wait)
         # The first start is no cause, because every run has one.
         if is_start.sum() > 1:
-            causes.append(explain_starts(waits[is_start][1:], len(waits), loop_s, facts))
+            causes.append(_explain_starts(waits[is_start][1:], len(waits), loop_s, record))
     causes = [cause for cause in causes if cause.share >= _LEAST_SHARE and loop_s >= _LEAST_S]
     # Cheaper loading also cures "contention", and a cause in loading says what to make cheaper. So
     # "contention" is named last, unless threads that workers started themselves take the cores.
     is_loading = not _LOADING.isdisjoint(cause.id for cause in causes)
     comes_last = is_loading and looks.find_place("sample") != OWN_THREADS
     causes.sort(key=lambda cause: (comes_last and cause.id == "contention", -cause.share))
-    if lack in causes and sum(cause.share for cause in causes) > 1:
-        causes[causes.index(lack)] = replace(lack, why=f"{lack.why} {_OVERLAPS}")
-    for stall in facts.stalls:
+    for stall in record.stalls:
         causes.append(Cause("hang", 0.0, stall.why, stall.cure))
-    if facts.growth:
-        causes.append(Cause("memory", 0.0, str(facts.growth), facts.growth.cure))
+    if growth:
+        causes.append(Cause("memory", 0.0, str(growth), growth.cure))
     return causes
 
 
-def _explain_between(between: Array, share: float, facts: LoopFacts) -> Cause:
+def _explain_beside(step_share: float, share: float, record: LoopRecord) -> list[Cause]:
+    """Explain what the loop does beside its own step: it waits for another loader, for this
+    ``share`` of its time after steps, and in a part of its steps; or it works on the batch before
+    it calls the model.
+    """
+    looks = record.looks
+    causes = []
+    share += step_share * looks.measure_place("step", OTHER_LOADER)[0]
+    if share >= _LEAST_OTHER:
+        why = "Beside its own batches, the loop waits for another loader."
+        causes.append(make_cause("other_loader", share, why + looks.describe_line("other")))
+    part, seen = looks.measure_preparation()
+    if part * step_share >= _LEAST_OTHER:
+        why = f"This process works on each batch before it calls the model ({seen} at the step)."
+        line = looks.describe_line("step")
+        causes.append(make_cause("prepare", part * step_share, why + line))
+    return causes
+
+
+def _explain_between(between: Array, share: float, record: LoopRecord) -> Cause:
     """Explain how long this process is busy after each step, or after some steps, and where."""
     rare = find_rare(between)
     id = "between"
@@ -113,40 +113,55 @@ def _explain_between(between: Array, share: float, facts: LoopFacts) -> Cause:
             f"About every {len(between) / len(rare):.0f} batches, this process is busy for "
             f"{between[rare].mean():.2g} s after the step."
         )
-    return make_cause(id, share, why + facts.looks.describe_line("between"))
+    return make_cause(id, share, why + record.looks.describe_line("between"))
 
 
-def _explain_seen(id: str, seen: tuple[float, str], share: float, facts: LoopFacts) -> list[Cause]:
-    """Explain a phase with this share of the loop by what was seen in a part of its looks."""
-    part, looks = seen
-    share *= part
-    if share < _LEAST_OTHER:
-        return []
-    text, place = _SEEN[id]
-    return [make_cause(id, share, text.format(looks) + facts.looks.describe_line(place))]
+def _explain_starts(starts: Array, batches: int, loop_s: float, record: LoopRecord) -> Cause:
+    """Explain why the first batch of each later pass is late: this process is busy with other code,
+    workers start again, or any batch takes about as long to load. ``batches`` were loaded in all.
+    """
+    share = float(starts.sum()) / loop_s
+    # A loop that ends by itself may leave one pass like this.
+    if record.left_at_once > max(1, len(starts) / 2):
+        why = (
+            f"The loop left {record.left_at_once} passes after one batch, and waited "
+            f"{starts.mean():.2g} s for each."
+        )
+        return make_cause("restarts", share, why, cure="iterator")
+    why = (
+        f"Each pass after the first waits {starts.mean():.2g} s for its first batch (later "
+        f"passes: {len(starts)})."
+    )
+    line = record.looks.describe_line("start")
+    id = "starts"
+    if line:
+        id = "main_process"
+    elif record.restarts and 2 * record.monitor.read_times().wall_s <= batches * starts.mean():
+        id = "restarts"
+    return make_cause(id, share, why + line)
 
 
-def _explain_cores(waits: Array, late: Array, loop_s: float, facts: LoopFacts) -> Cause | None:
+def _explain_cores(waits: Array, late: Array, loop_s: float, record: LoopRecord) -> Cause | None:
     """Explain that the loop or its workers lack a core, because other programs, too many workers or
     the loop's own threads keep all cores busy. ``late`` are the waits without those for the first
     batches of passes.
     """
     cores = count_cores()
-    is_late = waits_for_cores(weigh_evidence(facts))
-    share = facts.use.queued_s / loop_s
-    if _has_busy_machine(loop_s, facts):
-        others = facts.use.others_s / loop_s
-        if share < _HALF and not is_late:
-            return None
-        why = (
-            f"This machine is busy with other work: other programs keep {others:.1f} of {cores} "
-            "cores busy, and the loop waits for a core."
-        )
+    is_late = waits_for_cores(weigh_evidence(record))
+    share = record.use.queued_s / loop_s
+    if _has_busy_machine(loop_s, record):
         if is_late:
             share = max(share, float(late.sum()) / loop_s)
+        elif share < _HALF:
+            return None
+        why = (
+            "This machine is busy with other work: other programs keep "
+            f"{record.use.others_s / loop_s:.1f} of {cores} cores busy, and the loop waits for a "
+            "core. This share overlaps with the others."
+        )
         return make_cause("other_programs", share, why)
-    if is_late and facts.workers > cores:
-        why = f"{facts.workers} workers share {cores} cores, and wait for one another."
+    if is_late and record.workers > cores:
+        why = f"{record.workers} workers share {cores} cores, and wait for one another."
         # Workers wait most of all at the start of a pass, when all of them load their first
         # batches at the same time. The first start is no cause, because every run has one.
         return make_cause("too_many_workers", float(waits[1:].sum()) / loop_s, why, cores=cores)
@@ -154,23 +169,23 @@ def _explain_cores(waits: Array, late: Array, loop_s: float, facts: LoopFacts) -
         return None
     why = (
         f"For {share:.0%} of its time, the loop is ready to run but has no core: its own workers "
-        "and threads have all cores."
+        "and threads have all cores. This share overlaps with the others."
     )
     return make_cause("contention", share, why)
 
 
-def _has_busy_machine(loop_s: float, facts: LoopFacts) -> bool:
+def _has_busy_machine(loop_s: float, record: LoopRecord) -> bool:
     """Return whether other programs had at least half of the cores' time.
 
     ``others_s`` is 0 if cores were idle for a tenth of the time or more.
     """
-    return facts.use.others_s >= _HALF * count_cores() * loop_s
+    return record.use.others_s >= _HALF * count_cores() * loop_s
 
 
-def find_lost_share(loop_s: float, facts: LoopFacts) -> float:
+def find_lost_share(loop_s: float, record: LoopRecord) -> float:
     """Return the share of a loop's time in which the loop had no core, because its own processes
     had all cores. Return 0 if other programs had the cores.
     """
-    if _has_busy_machine(loop_s, facts):
+    if _has_busy_machine(loop_s, record):
         return 0.0
-    return min(1.0, facts.use.queued_s / loop_s)
+    return min(1.0, record.use.queued_s / loop_s)

@@ -14,8 +14,8 @@ _NAMED_LINES = 4
 CURES = {
     "read": "Read many files at once: load a CocoFolder by make_loader, which finds out how many "
     "in its first seconds, or give your dataset the __getitems__ of docs/SCRIPT.md. Then store the "
-    "data on the local disk, in few large files: preprocess, and copy.",
-    "bandwidth": "Shrink images once, offline (preprocess). Store them on the local disk.",
+    "data on the local disk, in few large files: preprocess, and copy. Large images are limited "
+    "by the bandwidth: shrink them once, offline (preprocess).",
     "work": "Make a sample cheaper, or do its work once, offline. Run transforms on the device, or "
     "do those that are not random offline.",
     "other_programs": "End the other programs, or measure again when they are done.",
@@ -24,9 +24,7 @@ CURES = {
     "file or a connection of its own.",
     "other_process": "Ask the other process for less, or keep its answers in each worker or in a "
     "file. If each sample starts a program, make this program faster. If one process answers all "
-    "workers, more workers would not help.",
-    "turns": "Workers take turns at one queue or connection: make the process at its other end "
-    "faster, or give each worker a connection of its own.",
+    "workers, they take turns: give each worker a connection of its own.",
     "sleep": "Look at what sleeps: a limit on requests, a retry, a database that another worker "
     "has locked, or a wait for something that is not there yet.",
     "wait": "Look at what a sample waits for. If this loader takes its batches from another one, "

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from linecache import getline
 from traceback import walk_stack
 
-from colab_utils.diagnosis.processes import SERVES, Activity, WorkerMonitor
+from colab_utils.diagnosis.processes import NO_SAMPLE, SERVES, Activity, WorkerMonitor
 from colab_utils.diagnosis.system_calls import find_wait, read_call
 
 # Fewer looks than this are no evidence. Otherwise, at least half of them must show the same. At the
@@ -26,7 +26,7 @@ _THREADS = "/threading.py:"
 # In this file, a DataLoader without workers calls the dataset and collate_fn.
 _FETCH = "/torch/utils/data/_utils/fetch.py:"
 # A DataLoader calls torch's profiler before and after each batch. These calls let other threads
-# run, so looks meet them much too often. Such a look is counted, but without a place.
+# run, so looks meet them much too often. Such a look does not count.
 _PROFILER = "/torch/autograd/profiler.py:"
 # Transforms are modules, too, but no model.
 _STEPS = re.compile(r"/torch/nn/modules/module\.py:|/loading/emulated_step\.py:")
@@ -45,67 +45,8 @@ WORKERS = "the workers"
 SAMPLE = "a sample"
 THREAD = "a thread"
 LOADER_THREAD = "a DataLoader in a thread"
-
-
-class Places:
-    """Where a thread was in the looks at one phase of a loop.
-
-    Attributes:
-        kinds: How many looks saw each special place, such as `WORKERS`; "" for any other place.
-    """
-
-    def __init__(self) -> None:
-        self.kinds = Counter[str]()
-        # How often each line of a function was seen, and how deep the function lies in the stack.
-        self._lines = defaultdict[str, Counter[str]](Counter)
-        self._depths = dict[str, int]()
-
-    def add(self, kind: str, stack: Sequence[str] = ()) -> None:
-        """Note a look. The innermost line of ``stack`` comes first."""
-        self.kinds[kind] += 1
-        functions = dict[str, str]()
-        for depth, line in enumerate(reversed(stack)):
-            function = _NUMBER.sub(" ", line)
-            # The outermost call of a function that calls itself counts.
-            if function not in functions:
-                functions[function] = line
-                self._depths[function] = depth
-                self._lines[function][line] += 1
-
-    def find_line(self) -> tuple[str, int]:
-        """Return the innermost function that was in at least half of the looks, at its usual line,
-        with the line of your own code that calls it; and the number of these looks. Return "" and 0
-        if there is none.
-        """
-        total = self.kinds.total()
-        # The thread that looks may add a line at any moment, so the loop goes over a copy.
-        usual = [name for name in [*self._lines] if 2 * self._lines[name].total() >= total]
-        if not usual:
-            return "", 0
-        usual.sort(key=self._depths.__getitem__)
-        inner = usual[-1]
-        own = [name for name in usual if not _LIBRARY.match(name)] or [inner]
-        lines = [self._lines[name].most_common(1)[0][0] for name in (inner, own[-1])]
-        text = " < ".join(dict.fromkeys(map(_shorten, lines)))
-        return text + _read_code(lines[-1]), self._lines[inner].total()
-
-    def count_before(self, model: "Places") -> int:
-        """Return how many looks saw code that comes before the call of the model.
-
-        ``model`` has the looks at the model. The innermost function that both have calls the model
-        in one line, and does other things in the lines before.
-        """
-        both = model._lines.keys() & self._lines.keys()
-        if not both:
-            return 0
-        caller = max(both, key=self._depths.__getitem__)
-        first = min(map(_read_number, [*model._lines[caller]]))
-        # In the line of the loop itself, the last batch is freed, which is no work on this one.
-        return sum(
-            count
-            for line, count in [*self._lines[caller].items()]
-            if _read_number(line) < first and not _read_code(line).startswith(" `for ")
-        )
+# A special place or "", and a stack.
+_Place = tuple[str, tuple[str, ...]]
 
 
 def find_own_line() -> tuple[str, int]:
@@ -141,8 +82,10 @@ class Looks:
     Attributes:
         waits: how often each cause of a wait was seen while a sample was loaded, by a worker or by
             this process. `find_wait` names the causes.
-        places: where the loop was in each phase. "sample" and "collate" have the places of whoever
-            loads samples, "other" the places where another loader is asked.
+        busy: how many looks at waits saw a worker at a "sample", and at "collate".
+        places: how often each special place, such as `WORKERS`, or else each stack, was seen in
+            each phase of the loop. "sample" and "collate" have the places of whoever loads samples,
+            "other" the places where another loader is asked.
 
     Example:
         >>> looks = Looks(WorkerMonitor(None))
@@ -154,41 +97,43 @@ class Looks:
     def __init__(self, monitor: WorkerMonitor) -> None:
         self._monitor = monitor
         self.waits = Counter[str]()
-        self.places = defaultdict[str, Places](Places)
-        # How many looks at waits saw a worker at a "sample", and at "collate".
-        self._busy = Counter[str]()
+        self.busy = Counter[str]()
+        self.places = defaultdict[str, Counter[_Place]](Counter)
 
-    def take(self, phase: str, thread: threading.Thread, *, starts: bool = False) -> None:
-        """Look once at the thread that runs the loop, and at the workers.
+    def add(self, phase: str, kind: str, stack: Sequence[str] = ()) -> None:
+        """Note a look: a special place or "", and the lines of code, the innermost first."""
+        self.places[phase][kind, tuple(stack)] += 1
 
-        ``phase`` is what the loop does now. ``starts`` says that workers may still be starting.
+    def take(self, phase: str, thread: threading.Thread) -> None:
+        """Look once at the thread that runs the loop, and at the workers. ``phase`` is what the
+        loop does now.
         """
         seen = self._monitor.read_stack(thread)
+        if _PROFILER in "".join(seen.stack):
+            return
         kind = name_place(phase, seen)
         loading = thread
-        waits = phase == "wait" or phase.endswith("start")
-        if waits and kind in ("", WORKERS, SAMPLE):
+        starts = phase.endswith("start")
+        if (starts or phase == "wait") and kind in ("", WORKERS, SAMPLE):
             kind, loading, seen = self._look_at_helpers(thread, kind, seen)
-        if _PROFILER in "".join(seen.stack):
-            seen = Activity()
         if kind in (MODEL, BACKWARD):
-            self.places[MODEL].add("", seen.stack)
+            self.add(MODEL, "", seen.stack)
         if kind == OTHER_LOADER:
-            self.places["other"].add("", _leave_loader(seen.stack))
-        self.places[phase].add(kind, () if kind else seen.stack)
+            self.add("other", "", _leave_loader(seen.stack))
+        self.add(phase, kind, () if kind else seen.stack)
         samples = self._monitor.list_samples()
-        stacks = self._monitor.take_stacks()
-        for part, kind_there, *stack in stacks:
-            self.places[part].add(kind_there, stack)
-        if phase == "wait":
-            self._busy.update({part for part, *_ in stacks})
+        for part, kind_there, *stack in self._monitor.take_stacks():
+            self.add(part, kind_there, stack)
+            if phase == "wait":
+                self.busy[part] += 1
         is_own = loading is not thread or (kind == SAMPLE and not samples)
         if is_own and not _QUEUES.search("\n".join(seen.stack)):
             self.waits[find_wait(os.getpid(), loading.native_id or 0)] += 1
-            self.places["sample"].add("", seen.stack)
+            self.add("sample", "", seen.stack)
         # A worker that is starting may be importing modules, which is not the loading of a sample.
         elif not starts or self._monitor.sees_samples:
-            self.waits.update(self._monitor.list_waits(samples))
+            at_work = [pid for pid, sample in samples.items() if sample != NO_SAMPLE]
+            self.waits.update(find_wait(pid, pid) for pid in at_work)
 
     def _look_at_helpers(
         self, thread: threading.Thread, kind: str, seen: Activity
@@ -207,15 +152,24 @@ class Looks:
                 result = kind if kind == SAMPLE else THREAD, helper, activity
         return result
 
+    def count_kinds(self, phase: str) -> Counter[str]:
+        """Return how often each special place was seen in a phase, and "" for any other place."""
+        kinds = Counter[str]()
+        # The thread that looks may add a place at any moment.
+        for (kind, _), count in [*self.places[phase].items()]:
+            kinds[kind] += count
+        return kinds
+
     def is_usual(self, part: str) -> bool:
         """Return whether most looks at waits saw a worker at a "sample", or at "collate"."""
-        return _measure(self._busy[part], self.places["wait"].kinds.total())[0] > 0.5
+        total = self.places["wait"].total()
+        return total >= _LEAST_LOOKS and 2 * self.busy[part] > total
 
     def find_place(self, phase: str) -> str:
         """Return the special place where the loop was in at least half of the looks at a phase; ""
         if there is no such place.
         """
-        for kind, _ in self.places[phase].kinds.most_common(1):
+        for kind, _ in self.count_kinds(phase).most_common(1):
             if self.measure_place(phase, kind)[0] >= 0.5:
                 return kind
         return ""
@@ -229,26 +183,62 @@ class Looks:
             return f" {who} was seen at {kind} ({self.measure_place(phase, kind)[1]})."
         if kind == OTHER_LOADER:
             return self.describe_line("other", "Another loader")
-        line, count = self.places[phase].find_line()
-        total = self.places[phase].kinds.total()
-        is_start = phase == "start" and count == total
-        if not line or total < (_LEAST_AT_START if is_start else _LEAST_LOOKS):
+        total = self.places[phase].total()
+        usual = [
+            (function, lines)
+            for function, lines in self._list_functions(phase).items()
+            if 2 * lines.total() >= total
+        ]
+        if not usual:
             return ""
-        return f" {who} was seen at {line} (in {count} of {total} looks)."
+        count = usual[-1][1].total()
+        is_start = phase == "start" and count == total
+        if total < (_LEAST_AT_START if is_start else _LEAST_LOOKS):
+            return ""
+        own = [entry for entry in usual if not _LIBRARY.match(entry[0])] or usual
+        inner, caller = (lines.most_common(1)[0][0] for _, lines in (usual[-1], own[-1]))
+        text = " < ".join(dict.fromkeys(map(_shorten, (inner, caller))))
+        return f" {who} was seen at {text}{_read_code(caller)} (in {count} of {total} looks)."
+
+    def _list_functions(self, phase: str) -> dict[str, Counter[str]]:
+        """Return how often each line of each function was seen in a phase. A function comes after
+        those that call it. If it calls itself, its outermost call counts.
+        """
+        functions = dict[str, Counter[str]]()
+        for (_, stack), count in self.places[phase].most_common():
+            # Of two lines with the same key, the last one stays.
+            for function, line in reversed(
+                {_NUMBER.sub(" ", line): line for line in stack}.items()
+            ):
+                functions.setdefault(function, Counter())[line] += count
+        return functions
 
     def measure_place(self, phase: str, kind: str) -> tuple[float, str]:
         """Return the share of the looks at a phase in which the loop was at a special place, and
         how many looks these were, in words. They are 0 and "" if there were too few looks.
         """
-        kinds = self.places[phase].kinds
-        return _measure(kinds[kind], kinds.total())
+        return _measure(self.count_kinds(phase)[kind], self.places[phase].total())
 
     def measure_preparation(self) -> tuple[float, str]:
         """Return the share of the looks at steps that saw code before the call of the model, and
         how many looks these were, in words.
+
+        The innermost function from which the model is called calls it in one line, and does other
+        things in the lines before.
         """
-        steps = self.places["step"]
-        return _measure(steps.count_before(self.places[MODEL]), steps.kinds.total())
+        step = self._list_functions("step")
+        model = self._list_functions(MODEL)
+        both = [function for function in step if function in model]
+        if not both:
+            return 0.0, ""
+        first = min(map(_read_number, model[both[-1]]))
+        # In the line of the loop itself, the last batch is freed, which is no work on this one.
+        count = sum(
+            count
+            for line, count in step[both[-1]].items()
+            if _read_number(line) < first and not _read_code(line).startswith(" `for ")
+        )
+        return _measure(count, self.places["step"].total())
 
 
 def _measure(count: int, total: int) -> tuple[float, str]:
@@ -269,8 +259,6 @@ def name_place(phase: str, seen: Activity) -> str:
     """
     stack = "\n".join(seen.stack)
     innermost = "".join(seen.stack[:1])
-    if _PROFILER in stack:
-        return ""
     if phase in ("step", "between") and _LOADERS.search(stack):
         return OTHER_LOADER
     if _QUEUES.search(stack):

@@ -15,14 +15,10 @@ from typing import Any
 
 from colab_utils.diagnosis.cures import FINDINGS, Stall
 from colab_utils.diagnosis.looks import HANDOFF, WORKERS, name_place
-from colab_utils.diagnosis.processes import BLAMES, Activity, list_other_workers, waiting
-from colab_utils.diagnosis.summary import LoopRecord
-from colab_utils.diagnosis.system_calls import (
-    count_open_files,
-    find_wait,
-    read_call,
-    read_ending,
-)
+from colab_utils.diagnosis.processes import BLAMES, NO_SAMPLE, Activity, waiting
+from colab_utils.diagnosis.record import LoopRecord
+from colab_utils.diagnosis.summary import print_summary
+from colab_utils.diagnosis.system_calls import count_open_files, measure_use, read_ending
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.workers import (
     WorkerDiedError,
@@ -48,8 +44,8 @@ _GAP_S = 0.01
 # A process that has opened this share of the files that it may open has none left for a batch.
 _MANY_FILES = 0.9
 # This signal interrupts a system call that the main thread is in. By default, the signal is
-# ignored, so one that comes late does no harm. Windows does not have it.
-INTERRUPT = getattr(signal, "SIGURG", 0)
+# ignored, so one that comes late does no harm.
+INTERRUPT = signal.SIGURG
 _END = object()
 
 
@@ -67,8 +63,8 @@ class _Wait:
     """The wait is explained when it has lasted this many seconds."""
     verdicts: set[str] = field(default_factory=set)
     """Verdicts on this wait that were reported already."""
-    reason: Stall | None = None
-    """Why the wait is given up; None if it is not."""
+    reason: str = ""
+    """Why the wait is given up; "" if it is not."""
 
 
 class Pass:
@@ -85,10 +81,10 @@ class Pass:
         self._open = plain or iter
         self._keeps_errors = plain is not None
         self._loader = watched._loader
-        self._record: LoopRecord = watched._record
+        self.record: LoopRecord = watched._record
         self._timeout_s = watched.timeout_s
         self._raises = watched.on_stall == "raise"
-        self._monitor = self._record.monitor
+        self._monitor = self.record.monitor
         self._batches: Any = None
         self._count = 0
         self._over = threading.Event()
@@ -99,38 +95,38 @@ class Pass:
         # Our own loader knows the batches that it has asked its workers for.
         self._knows_jobs = hasattr(self._loader, "list_jobs")
 
-    def note_other(self) -> None:
-        """Note that another loader is begun."""
-        self._record.note_other()
-
     @property
     def is_complete(self) -> bool:
         """Return whether all batches have come. It is not known of a stream."""
-        # A loader need not have a length.
+        return not self.record.is_stream and 0 < self._length <= self._count
+
+    @property
+    def _length(self) -> int:
+        """Return the number of batches of the loader, or 0 if it has no length."""
         with suppress(Exception):
-            return not self._record.is_stream and self._count >= len(self._loader)
-        return False
+            return len(self._loader)
+        return 0
 
     def run(self) -> Generator[Any, None, None]:
         """Yield the iterator of the loader, which is opened at once, and then the batches."""
         self._monitor.forget_ended()
         thread = start_thread(self._watch, "watch")
         try:
-            with self._record.measure_pass(self._loader):
+            with self.record.measure_pass(self._loader):
                 wait = self._ask()
                 batches = self._fetch(wait)
                 opened_s = perf_counter()
                 yield batches
                 if perf_counter() - opened_s > _GAP_S:
-                    self._record.phase = ""
+                    self.record.phase = ""
                     wait = self._ask()
                 while (batch := self._fetch(wait)) is not _END:
                     self._count += 1
-                    self._record.receive(batch)
+                    self.record.receive(batch)
                     yield batch
                     wait = self._ask()
         except GeneratorExit:
-            self._record.left_at_once += self._count == 1
+            self.record.left_at_once += self._count == 1
             raise
         finally:
             self._over.set()
@@ -140,12 +136,12 @@ class Pass:
                 if thread is not threading.current_thread():
                     thread.join()
                 if self._watched._prints and not self._keeps_errors:
-                    self._record.print_summary(only_news=True)
+                    print_summary(self.record, only_news=True)
 
     # --- the thread that waits
 
     def _ask(self) -> _Wait:
-        return _Wait(self._record.ask(), self._timeout_s)
+        return _Wait(self.record.ask(), self._timeout_s)
 
     def _fetch(self, wait: _Wait) -> Any:
         """Return the iterator of the loader if it is not open yet, else the next batch, or `_END`.
@@ -163,9 +159,7 @@ class Pass:
             batch = _END
             self._explain_short_pass(end)
         except Exception as error:
-            reason = str(wait.reason or self._explain_end(error, wait) or "")
-            if isinstance(error, EOFError | OSError | RuntimeError):
-                reason = reason or self._describe_files(str(error))
+            reason = wait.reason or self._explain_error(error, wait)
             if reason and not self._keeps_errors:
                 raise ColabUtilsError(reason) from error
             if reason:
@@ -173,8 +167,8 @@ class Pass:
             else:
                 self._name_sample(error)
             raise
-        if wait.reason is not None:
-            raise ColabUtilsError(str(wait.reason))
+        if wait.reason:
+            raise ColabUtilsError(wait.reason)
         return batch
 
     def _explain_short_pass(self, end: StopIteration) -> None:
@@ -183,20 +177,17 @@ class Pass:
         The length of a stream is a guess. A loader that goes on where it stood has fewer batches.
         """
         sample = self._monitor.find_failed(end)
-        length = 0
-        with suppress(Exception):
-            length = len(self._loader)
-        is_sure = not (self._record.is_stream or hasattr(self._loader, "state_dict"))
+        is_sure = not (self.record.is_stream or hasattr(self._loader, "state_dict"))
         if sample is not None:
             why = f"sample {sample} raised StopIteration. Mend the __getitem__ of your dataset"
-        elif is_sure and self._count < length:
+        elif is_sure and self._count < self._length:
             why = (
                 "no error came. A StopIteration in the dataset or in collate_fn ends a pass like "
                 "this, and so does a sampler that gives too few indices"
             )
         else:
             return
-        text = f"The pass ended after {self._count} of {length} batches: {why}."
+        text = f"The pass ended after {self._count} of {self._length} batches: {why}."
         warnings.warn(text, ColabUtilsWarning, stacklevel=4)
 
     def _name_sample(self, error: Exception) -> None:
@@ -204,10 +195,10 @@ class Pass:
         sample = None if self._knows_jobs else self._monitor.find_failed(error)
         if sample is None:
             return
-        text = error.args[0] if error.args else None
-        if isinstance(text, str) and text.startswith("Caught "):
+        text = str(error.args[0]) if error.args else ""
+        if text.startswith("Caught "):
             # These are torch's own words, and a long traceback follows them.
-            error.args = (type(text)(f"Sample {sample} failed. {text}"), *error.args[1:])
+            error.args = (type(error.args[0])(f"Sample {sample} failed. {text}"),)
         else:
             error.add_note(BLAMES.format(sample))
 
@@ -256,30 +247,36 @@ class Pass:
 
     def _interrupt(self, number: int, frame: Any) -> None:
         """End a wait that was given up, unless its batch has come before the signal."""
-        if self._wait is not None and self._wait.reason is not None:
+        if self._wait is not None and self._wait.reason:
             # A second interrupt could come while the loader ends its workers.
             self._wait = None
             raise _StallInterrupt
 
-    def _explain_end(self, error: Exception, wait: _Wait) -> Stall | None:
-        """Return a stall that says which worker ended, and how; None if the loader failed for
+    def _explain_error(self, error: Exception, wait: _Wait) -> str:
+        """Say which worker ended, and how, or that all files are open; "" if the loader failed for
         another reason.
         """
-        dead = self._find_dead(error)
-        if dead is None and isinstance(error, EOFError | ConnectionError):
-            # A worker closes its pipes shortly before it ends. When it ends, torch may raise an
-            # error in this thread.
+        if not isinstance(error, EOFError | OSError | RuntimeError | WorkerDiedError):
+            return ""
+        # A worker closes its pipes shortly before it ends. When it ends, torch may raise an error
+        # in this thread.
+        if isinstance(error, EOFError | ConnectionError):
             with suppress(RuntimeError):
                 sleep(_TICK_S)
-            dead = self._find_dead(error)
-        if dead is None and "DataLoader timed out" in str(error):
-            dead = self._find_blamed(), ""
-        if dead is None:
-            return None
-        job, ending = dead
-        stall = self._explain(wait, job, ending)
-        self._record.stalls.append(stall)
-        return stall
+        ended = []
+        if isinstance(error, WorkerDiedError):
+            ended.append((error.job, error.ending))
+        # A DataLoader keeps the exit codes of its workers. With persistent workers, it may fail as
+        # it starts a pass, and then it keeps its iterator.
+        batches = self._batches or getattr(self._loader, "_iterator", None)
+        for place, worker in enumerate(getattr(batches, "_workers", ())):
+            if worker.exitcode:
+                ended.append((WorkerJob(place, worker.pid), describe_exit(worker.exitcode)))
+        if not ended:
+            return self._describe_files(str(error))
+        stall = self._explain(wait, *ended[0])
+        self.record.stalls.append(stall)
+        return str(stall)
 
     # --- the thread that watches
 
@@ -291,8 +288,8 @@ class Pass:
                 wait = self._wait
                 if wait is not None:
                     self._look(wait)
-                record = self._record
-                record.looks.take(record.phase, self._thread, starts=record.starts)
+                record = self.record
+                record.looks.take(record.phase, self._thread)
                 record.memory.look(record.clock.count)
 
     def _look(self, wait: _Wait) -> None:
@@ -301,8 +298,8 @@ class Pass:
         if waited_s <= _LATE_S:
             return
         blamed = self._find_blamed()
-        sample = self._monitor.list_samples().get(blamed.pid, -1)
-        self._record.note_samples((sample,) if sample >= 0 else blamed.indices)
+        sample = self._monitor.list_samples().get(blamed.pid, NO_SAMPLE)
+        self.record.note_samples((sample,) if sample >= 0 else blamed.indices)
         # An explanation takes half a second, so it begins before it is due.
         if waited_s > wait.due_s - min(_LOOK_S, wait.due_s / 2):
             wait.due_s += self._timeout_s
@@ -312,12 +309,12 @@ class Pass:
 
     def _act(self, wait: _Wait, stall: Stall) -> None:
         """Report a stall if its verdict is new. Give up the wait if stalls are to be raised."""
-        is_new = wait.reason is None and stall.verdict not in wait.verdicts
+        is_new = not wait.reason and stall.verdict not in wait.verdicts
         if is_new:
             wait.verdicts.add(stall.verdict)
-            self._record.stalls.append(stall)
-        if self._raises and wait.reason is None:
-            wait.reason = stall
+            self.record.stalls.append(stall)
+        if self._raises:
+            wait.reason = wait.reason or str(stall)
         if self._is_interruptible:
             signal.pthread_kill(self._thread.ident or 0, INTERRUPT)
         elif is_new:
@@ -339,86 +336,58 @@ class Pass:
             # Where files are used up, a worker may be idle, wait, or ask again and again.
             _, usual_cure = FINDINGS[verdict]
             cure = self._describe_files() or usual_cure
-        file = find_file(self._monitor.dataset, seen.sample)
-        if verdict == "read":
-            file = seen.path
+        file = seen.path if verdict == "read" else find_file(self._monitor.dataset, seen.sample)
         return Stall(verdict, perf_counter() - wait.asked_s, job, seen, file, cure)
 
     def _observe(self, wait: _Wait, pid: int) -> tuple[str, Activity]:
         """Observe a process for half a second, or until the batch comes. Return the verdict, and
         what the process does.
         """
+        is_own = pid == os.getpid()
+        folder = f"/proc/{pid}/task/{self._thread.native_id}" if is_own else f"/proc/{pid}"
         before = self._monitor.inspect(pid, self._thread)
+        cpu_began_s, read_before = measure_use(folder)
         until_s = perf_counter() + _LOOK_S
         while self._wait is wait and perf_counter() < until_s:
             sleep(_TICK_S)
-        after = self._monitor.inspect(pid, self._thread)
-        is_same = (after.bytes_read, after.sample) == (before.bytes_read, before.sample)
-        if not is_same or after.cpu_s - before.cpu_s > _BUSY_S:
+        seen = self._monitor.inspect(pid, self._thread)
+        cpu_s, read_so_far = measure_use(folder)
+        is_same = seen.sample == before.sample and read_so_far == read_before
+        if not is_same or cpu_s - cpu_began_s > _BUSY_S:
             verdict = "slow"
         elif self._monitor.is_idle(pid):
             verdict = "lost"
-        elif "futex" in after.call and pid != os.getpid():
+        elif "futex" in seen.call and not is_own:
             verdict = "lock"
-        elif after.path.startswith("/"):
+        elif seen.path.startswith("/"):
             verdict = "read"
         else:
             verdict = "waiting"
-        return verdict, after
+        return verdict, seen
 
     def _find_blamed(self) -> WorkerJob:
         """Return the process that the loop waits for.
 
         Our own loader knows the worker that has the oldest batch. For other loaders, it is the
-        worker that has been loading its sample for longest. If no worker is loading a sample, it is
-        a living worker, preferably one that is not idle. Workers that wait for work are not blamed
-        while this process does something else than wait for them. If no worker is left, it is this
-        process.
+        worker that has been loading its sample for longest. If no worker is loading a sample, and
+        this process waits for workers, it is a living worker, preferably one that is not idle. Else
+        it is this process.
         """
-        if self._knows_jobs:
-            jobs = self._loader.list_jobs()
-            if jobs:
-                return jobs[0]
+        jobs = self._loader.list_jobs() if self._knows_jobs else ()
+        if jobs:
+            return jobs[0]
         samples = self._monitor.list_samples()
-        pids = sorted(samples) or list_other_workers()
-        for pid, sample in samples.items():
-            if sample >= 0:
-                return WorkerJob(pids.index(pid), pid, indices=(sample,))
-        alive = [pid for pid in pids if not read_ending(pid)]
-        if not samples:
-            # The samples of these workers are not seen. A worker that waits for work polls a pipe.
-            alive = [pid for pid in pids if read_call(pid, pid)[0] != "poll"]
-        elif name_place("wait", self._monitor.read_stack(self._thread)) not in (WORKERS, HANDOFF):
-            alive = [pid for pid in alive if find_wait(pid, pid) != "process"]
-        alive.sort(key=self._monitor.is_idle)
-        if alive:
-            return WorkerJob(pids.index(alive[0]), alive[0])
-        own_sample = self._monitor.read_stack(self._thread).sample
-        return WorkerJob(None, os.getpid(), indices=() if own_sample is None else (own_sample,))
-
-    def _find_dead(self, error: Exception) -> tuple[WorkerJob, str] | None:
-        """Return the worker whose end made the loader fail, and how it ended. Return None if the
-        loader failed for another reason.
-        """
-        if self._knows_jobs:
-            return (error.job, error.ending) if isinstance(error, WorkerDiedError) else None
-        # A DataLoader keeps the exit codes of its workers. With persistent workers, it may fail as
-        # it starts a pass, and then it keeps its iterator.
-        batches = self._batches or getattr(self._loader, "_iterator", None)
-        for place, worker in enumerate(getattr(batches, "_workers", ())):
-            if worker.exitcode:
-                return WorkerJob(place, worker.pid), describe_exit(worker.exitcode)
-        text = f"{error} {error.__cause__}"
-        for place, (pid, sample) in enumerate(sorted(self._monitor.list_samples().items())):
-            ending = read_ending(pid)
-            was_killed = "signal" in ending
-            if was_killed:
-                return WorkerJob(place, pid), ending
-            # Linux gives an exit code only once. If the loader has taken the code, its error says
-            # how the worker ended.
-            if ending and (sample >= 0 or str(pid) in text):
-                return WorkerJob(place, pid), text
-        return None
+        pids = sorted(samples)
+        own = self._monitor.read_stack(self._thread)
+        blamed = [pid for pid, sample in samples.items() if sample != NO_SAMPLE]
+        if not blamed and name_place("wait", own) in (WORKERS, HANDOFF):
+            blamed = [pid for pid in pids if not read_ending(pid)]
+            blamed.sort(key=self._monitor.is_idle)
+        if blamed:
+            sample = samples[blamed[0]]
+            number = pids.index(blamed[0])
+            return WorkerJob(number, blamed[0], indices=(sample,) if sample >= 0 else ())
+        return WorkerJob(None, os.getpid(), indices=() if own.sample is None else (own.sample,))
 
 
 def find_file(dataset: Any, sample: Any) -> str:

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial, wraps
 from inspect import ismethod
@@ -20,15 +20,14 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from torch.utils.data import DataLoader, IterableDataset
 
-from colab_utils.diagnosis.system_calls import find_wait, measure_use, read_call, read_ending
+from colab_utils.diagnosis.system_calls import read_call, read_ending
 from colab_utils.processes import share_array
 
 # There are rows for the notes of this many workers.
 _ROWS = 128
 _HERE = os.path.dirname(__file__)
-_LOADER_FILE = "/torch/utils/data/dataloader.py"
 # Methods of a dataset that load samples.
 _METHODS = ("__getitem__", "__getitems__", "read_packed", "read_into")
 # A thread whose innermost line is in these files waits for somebody else.
@@ -55,10 +54,10 @@ _ROW = np.dtype(
         # This is the sample that the worker is at, or `NO_SAMPLE`, and when it began that sample.
         ("sample", np.int64),
         ("since_ns", np.int64),
-        # These are the first four fields of SampleTimes.
+        # This is the CPU time of the worker when its last sample ended.
+        ("cpu_s", np.float64),
+        # These are the fields of `SampleTimes`.
         ("sums", np.float64, 4),
-        # These are the CPU seconds of earlier workers with this row, and of the present one.
-        ("cpu", np.float64, 2),
         # These are the lines of Python at which the worker was when it last looked.
         ("stack", "S2048"),
     ]
@@ -76,10 +75,6 @@ class Activity(NamedTuple):
     """The file of that call; "" if the call has none."""
     sample: int | None = None
     """Index of the sample that it loads; None if that is not known."""
-    cpu_s: float = 0.0
-    """CPU seconds that it has taken so far."""
-    bytes_read: int = 0
-    """Bytes that it has read so far."""
 
 
 class SampleTimes(NamedTuple):
@@ -91,70 +86,8 @@ class SampleTimes(NamedTuple):
     """Seconds that all samples took, in total."""
     cpu_s: float = 0.0
     """CPU seconds of the workers' processes while they loaded samples."""
-    bytes_read: float = 0
-    """Bytes that were read for all samples, in total; 0 if Linux does not say."""
-    worker_cpu_s: float = 0.0
-    """CPU seconds of the workers' processes, while they loaded samples and at other times."""
-
-
-class _SampleNotes:
-    """Notes of a worker on its samples, in a row of memory that it shares with the process that
-    watches. The row may have belonged to a worker that has ended.
-    """
-
-    def __init__(self, row: Any) -> None:
-        self._row = row
-        row["sample"] = NO_SAMPLE
-        row["cpu"] = (row["cpu"].sum(), 0)
-        row["pid"] = os.getpid()
-        self._io: int | None = None
-        # Linux counts here the bytes that this process reads. The file stays open, because opening
-        # it for each sample would take longer than reading it.
-        with suppress(OSError):
-            self._io = os.open("/proc/self/io", os.O_RDONLY)
-
-    @contextmanager
-    def mark_sample(self, sample: int, count: int) -> Iterator[None]:
-        """Note the sample that is loaded while a block runs, then note how long it took. If
-        ``count`` samples are loaded at once, ``sample`` is the first.
-        """
-        # A method that loads samples may call another such method, even in other threads, for
-        # example that of a dataset within a dataset. Only the time of the outermost call counts,
-        # but an inner one knows which sample it loads.
-        if self._row["sample"] != NO_SAMPLE:
-            if sample >= 0:
-                self._row["sample"] = sample
-            yield
-            return
-        began_ns = monotonic_ns()
-        counts = self._count()
-        self._row["since_ns"] = began_ns
-        self._row["sample"] = sample
-        try:
-            yield
-        except Exception as error:
-            number = self._row["sample"]
-            # The first of several samples is not blamed for the others.
-            if number >= 0 and (count == 1 or number != sample):
-                error.add_note(BLAMES.format(number))
-            raise
-        finally:
-            # A worker that calls sys.exit() ends at this sample.
-            if not isinstance(sys.exception(), SystemExit):
-                self._row["sample"] = NO_SAMPLE
-            wall_s = (monotonic_ns() - began_ns) / 1e9
-            cpu_s, called, stored = self._count() - counts
-            self._row["sums"] += (count, wall_s, cpu_s, max(called, stored))
-            self._row["cpu"][1] = process_time()
-
-    def _count(self) -> NDArray[np.float64]:
-        """Return the CPU seconds of this process, the bytes that it read by system calls, and those
-        that came from storage, so far. Only the bytes from storage include pages of mapped files.
-        """
-        words = [b"0"] * 10
-        if self._io is not None:
-            words = os.pread(self._io, 256, 0).split()
-        return np.array([process_time(), int(words[1]), int(words[9])])
+    other_cpu_s: float = 0.0
+    """CPU seconds of the workers' processes between samples."""
 
 
 # The monitors of watched loaders, by the thread that now waits for the loader. The workers that the
@@ -172,16 +105,15 @@ class WorkerMonitor:
         dataset: The innermost dataset. Numbers of samples are its indices.
     """
 
-    def __init__(self, dataset: Any, *, hides_dataset: bool = False) -> None:
-        self._hides_dataset = hides_dataset
-        # A Subset, or a wrapper like it, holds another dataset. The wrapper may work on samples,
-        # too, so the methods of both are wrapped.
+    def __init__(self, dataset: Any) -> None:
         self.follow(dataset)
         self._rows = share_array(_ROW, _ROWS)
         self._rows["sample"] = NO_SAMPLE
 
     def follow(self, dataset: Any) -> None:
         """Note the samples of this dataset from now on."""
+        # A Subset, or a wrapper like it, holds another dataset. The wrapper may work on samples,
+        # too, so the methods of both are wrapped.
         self._datasets = [dataset]
         while ismethod(getattr(getattr(dataset, "dataset", None), "__getitem__", None)):
             dataset = dataset.dataset
@@ -193,16 +125,18 @@ class WorkerMonitor:
         the ``DataLoader`` that made the worker; None if it is not known.
         """
         # A wrapper around a DataLoader need not show its dataset.
-        if self._hides_dataset:
+        if self.dataset is None:
             self.follow(dataset)
-        row = self._rows[os.getpid() % _ROWS]
-        notes = _SampleNotes(row)
+        row: Any = self._rows[os.getpid() % _ROWS]
+        row["sample"] = NO_SAMPLE
+        row["pid"] = os.getpid()
+        row["cpu_s"] = process_time()
         looks = partial(self._note_stacks, row, threading.current_thread())
         threading.Thread(target=looks, name="watch", daemon=True).start()
         for kind in {*map(type, self._datasets)}:
             for name in _METHODS:
                 if hasattr(kind, name):
-                    setattr(kind, name, self._wrap(getattr(kind, name), notes))
+                    setattr(kind, name, self._wrap(getattr(kind, name), row))
 
     def _note_stacks(self, row: Any, thread: threading.Thread) -> None:
         """Note again and again where the worker is. A wait for an event is no sleep to `find_wait`,
@@ -233,48 +167,45 @@ class WorkerMonitor:
         self._rows["stack"] = b""
         return stacks
 
-    def _wrap(self, method: Callable[..., Any], notes: _SampleNotes) -> Callable[..., Any]:
-        """Return a method that does the same, and notes the sample that it loads."""
+    def _wrap(self, method: Callable[..., Any], row: Any) -> Callable[..., Any]:
+        """Return a method that does the same, and notes the sample that it loads in the row of this
+        worker.
+        """
 
         @wraps(method)
         def load_sample(dataset: Any, index: Any, *rest: Any) -> Any:
-            if not any(dataset is known for known in self._datasets):
-                return method(dataset, index, *rest)
             sample = _read_index(index) if dataset is self.dataset else _UNNUMBERED
             count = len(index) if method.__name__ == "__getitems__" else 1
-            with notes.mark_sample(sample, max(1, count)):
+            with _mark_sample(row, sample, max(1, count)):
                 return method(dataset, index, *rest)
 
         return load_sample
 
     def list_samples(self) -> dict[int, int]:
-        """Return a dict from the pid of each worker to the sample that it is at, or a number below
-        0. The sample that was begun first comes first.
+        """Return a dict from the pid of each worker to the sample that it is at, or to `NO_SAMPLE`.
+        The sample that was begun first comes first.
+
+        Where samples are not seen, a worker is at one with an unknown number unless it waits for
+        work.
         """
         rows = self._rows[["since_ns", "pid", "sample"]][self._rows["pid"] > 0]
-        return {pid: sample for _, pid, sample in sorted(rows.tolist())}
+        samples = {pid: sample for _, pid, sample in sorted(rows.tolist())}
+        if self.sees_samples:
+            return samples
+        # A worker that waits for work polls a pipe.
+        return {
+            pid: NO_SAMPLE if read_call(pid, pid)[0] == "poll" else _UNNUMBERED
+            for pid in [*samples] or _list_other_workers()
+        }
 
     def read_times(self) -> SampleTimes:
         """Return the times of all samples so far."""
-        sums = [*self._rows["sums"].sum(axis=0), self._rows["cpu"].sum()]
-        return SampleTimes(*map(float, sums))
+        return SampleTimes(*self._rows["sums"].sum(axis=0).tolist())
 
     @property
     def sees_samples(self) -> bool:
         """Return whether any sample was seen."""
         return bool(self._rows["sums"][:, 0].any() or (self._rows["sample"] != NO_SAMPLE).any())
-
-    def list_waits(self, samples: Mapping[int, int]) -> list[str]:
-        """Return what each worker that is at a sample waits for, in the words of `find_wait`. If
-        samples are not seen, return it for each worker that does not wait for work. ``samples`` is
-        as in `list_samples`.
-        """
-        pids = [pid for pid, sample in samples.items() if sample != NO_SAMPLE]
-        if not pids and not self.sees_samples:
-            workers = [*samples] or list_other_workers()
-            # A worker that waits for work polls a pipe.
-            pids = [pid for pid in workers if read_call(pid, pid)[0] != "poll"]
-        return [find_wait(pid, pid) for pid in pids]
 
     def forget_ended(self) -> None:
         """Forget the workers that have ended."""
@@ -289,15 +220,12 @@ class WorkerMonitor:
         if pid == os.getpid():
             seen = self.read_stack(thread)
             task = thread.native_id or 0
-            folder = f"/proc/self/task/{task}"
         else:
             sample = self.list_samples().get(pid, NO_SAMPLE)
             seen = Activity(sample=sample if sample >= 0 else None)
             task = pid
-            folder = f"/proc/{pid}"
         call, path = read_call(pid, task)
-        cpu_s, bytes_read = measure_use(folder)
-        return seen._replace(call=call, path=path, cpu_s=cpu_s, bytes_read=bytes_read)
+        return seen._replace(call=call, path=path)
 
     def is_idle(self, pid: int) -> bool:
         """Return whether a worker is at no sample, and waits for work."""
@@ -367,10 +295,49 @@ def _read_index(index: Any) -> int:
         return _UNNUMBERED
 
 
-def list_other_workers() -> list[int]:
+def _list_other_workers() -> list[int]:
     """Return the pids of children that multiprocessing started in another way than by a fork."""
     children = [*vars(multiprocessing.process)["_children"]]
     return [child.pid for child in children if child._popen.method != "fork"]
+
+
+@contextmanager
+def _mark_sample(row: Any, sample: int, count: int) -> Iterator[None]:
+    """Note the sample that this worker loads while a block runs, then note how long it took. If
+    ``count`` samples are loaded at once, ``sample`` is the first.
+    """
+    # A method that loads samples may call another such method, even in other threads, for example
+    # that of a dataset within a dataset. Only the time of the outermost call counts, but an inner
+    # one knows which sample it loads.
+    if row["sample"] != NO_SAMPLE:
+        if sample >= 0:
+            row["sample"] = sample
+        yield
+        return
+    began_ns = monotonic_ns()
+    cpu_began_s = process_time()
+    row["since_ns"] = began_ns
+    row["sample"] = sample
+    try:
+        yield
+    except Exception as error:
+        number = row["sample"]
+        # The first of several samples is not blamed for the others.
+        if number >= 0 and (count == 1 or number != sample):
+            error.add_note(BLAMES.format(number))
+        raise
+    finally:
+        # A worker that calls sys.exit() ends at this sample.
+        if not isinstance(sys.exception(), SystemExit):
+            row["sample"] = NO_SAMPLE
+        ended_cpu_s = process_time()
+        row["sums"] += (
+            count,
+            (monotonic_ns() - began_ns) / 1e9,
+            ended_cpu_s - cpu_began_s,
+            cpu_began_s - row["cpu_s"],
+        )
+        row["cpu_s"] = ended_cpu_s
 
 
 def _find_dataset() -> Any:
@@ -379,22 +346,21 @@ def _find_dataset() -> Any:
     """
     for frame, _ in walk_stack(None):
         loader: Any = frame.f_locals.get("loader")
-        if frame.f_code.co_filename.endswith(_LOADER_FILE) and hasattr(loader, "dataset"):
-            kinds = [kind.__name__ for kind in type(loader.dataset).__mro__]
-            return None if "IterableDataset" in kinds else loader.dataset
+        if isinstance(loader, DataLoader):
+            return None if isinstance(loader.dataset, IterableDataset) else loader.dataset
     return None
 
 
 def _enter_child() -> None:
     """Make a forked worker note its samples."""
     monitor = waiting.get(threading.get_ident())
-    hidden = [other for other in waiting.values() if other._hides_dataset]
+    # The loop may wait for a thread that takes batches from a DataLoader.
+    hidden = [other for other in waiting.values() if other.dataset is None]
     # A process that the worker forks is no worker.
     waiting.clear()
     # A worker must work even if it cannot note its samples.
     with suppress(Exception):
         dataset = _find_dataset()
-        # The loop may wait for a thread that takes batches from a DataLoader.
         if monitor is None and dataset is not None and len(hidden) == 1:
             (monitor,) = hidden
         if monitor is not None:

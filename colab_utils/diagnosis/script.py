@@ -18,7 +18,8 @@ from colab_utils.machine import require_linux
 
 if TYPE_CHECKING:
     from colab_utils.diagnosis.passes import Pass
-    from colab_utils.diagnosis.summary import LoopRecord, Summary
+    from colab_utils.diagnosis.record import LoopRecord
+    from colab_utils.diagnosis.summary import Summary
 
 # The loaders that are watched: a class, and the module that defines it.
 _KINDS = {
@@ -57,7 +58,7 @@ class _Batches:
 
     def end_if_complete(self) -> None:
         """End the pass if all batches have come: a framework need not ask for one more."""
-        self._pass.note_other()
+        self._pass.record.note_other()
         if self._pass.is_complete:
             # Another thread may ask for one at this moment.
             with suppress(ValueError):
@@ -132,11 +133,11 @@ class LoaderWatch(MetaPathFinder):
     def _find_record(self, loader: Any) -> "LoopRecord":
         """Return the record of the same loop over the same loader; a new one if there is none."""
         from colab_utils.diagnosis.looks import find_own_line
-        from colab_utils.diagnosis.summary import LoopRecord
+        from colab_utils.diagnosis.record import LoopRecord
 
         line = find_own_line()
         for record in self._records:
-            if record.line == line and record.goes_on(loader, is_like=True):
+            if record.line == line and record.goes_on(loader):
                 return record
         self._records.append(LoopRecord(loader, line))
         return self._records[-1]
@@ -144,7 +145,11 @@ class LoaderWatch(MetaPathFinder):
     def take_report(self) -> ScriptReport:
         """Return the report on all loops since the last call."""
         self._end_complete()
-        summaries = [summary for record in self._records if (summary := record.summarise())]
+        if not self._records:
+            return ScriptReport(())
+        from colab_utils.diagnosis.summary import summarise
+
+        summaries = [summary for record in self._records if (summary := summarise(record))]
         self._records.clear()
         longest_s = max((summary.loop_s for summary in summaries), default=0.0)
         least_s = max(_LEAST_S, _LEAST_SHARE * longest_s)

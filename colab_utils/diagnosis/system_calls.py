@@ -51,15 +51,14 @@ def read_ending(pid: int) -> str:
     return "" if psutil.pid_exists(pid) else "no reason given"
 
 
-def measure_use(folder: str) -> tuple[float, int]:
-    """Return the CPU seconds that a process or a thread has used, and the bytes that it has read; 0
-    if Linux does not say. ``folder`` is its folder in /proc.
+def measure_use(folder: str) -> tuple[float, list[str]]:
+    """Return the CPU seconds that a process or a thread has used, and the bytes that it has read,
+    as Linux writes them. ``folder`` is its folder in /proc.
     """
     # The name of the program comes before these words, in brackets, and may hold spaces.
     times = _read(f"{folder}/stat").rpartition(")")[2].split()
-    counts = _read(f"{folder}/io").split()
     cpu_s = sum(map(int, times[11:13])) / os.sysconf("SC_CLK_TCK")
-    return cpu_s, int(counts[1]) if counts else 0
+    return cpu_s, _read(f"{folder}/io").split()[1:2]
 
 
 def measure_memory() -> int:
@@ -119,10 +118,7 @@ def read_call(pid: int, task: int) -> tuple[str, str]:
             return name, os.path.join(os.readlink(f"/proc/{pid}/cwd"), path)
         if name in _CALLS_OF_FILE:
             # psutil's open_files() looks at each file, and would hang where the worker hangs.
-            path = os.readlink(f"/proc/{pid}/fd/{int(words[1], 16)}")
-            # A named pipe has a path, but it is no file: another process writes to it.
-            is_pipe = "pipe" in _read(f"/proc/{pid}/task/{task}/wchan")
-            return name, "a pipe" if is_pipe else path
+            return name, os.readlink(f"/proc/{pid}/fd/{int(words[1], 16)}")
     return name, ""
 
 

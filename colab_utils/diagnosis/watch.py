@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader
 
 from colab_utils.diagnosis.cures import Stall
 from colab_utils.diagnosis.passes import Pass
-from colab_utils.diagnosis.summary import LoopRecord, Summary
+from colab_utils.diagnosis.record import LoopRecord
+from colab_utils.diagnosis.summary import Summary, print_summary, summarise
 from colab_utils.errors import ColabUtilsError
 from colab_utils.machine import require_linux
 from colab_utils.require import require_choice, require_number
@@ -78,7 +79,7 @@ def watch(
         record = LoopRecord(loader, line)
     _RECORDS[line] = record
     watched = kind(loader, timeout_s, on_stall, record=record)
-    weakref.finalize(watched, record.print_summary, only_news=False)
+    weakref.finalize(watched, print_summary, record, only_news=False)
     return watched
 
 
@@ -112,7 +113,7 @@ class WatchedLoader:
         Raises:
             ColabUtilsError: no batch has come yet.
         """
-        summary = self._record.summarise()
+        summary = summarise(self._record)
         if summary is None:
             raise ColabUtilsError("No batch was seen yet. Loop over the watched loader first.")
         return summary

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from colab_utils.diagnosis.summary import LoopRecord
 from colab_utils.diagnosis.watch import watch
 from colab_utils.errors import ColabUtilsError
 from tests.diagnosis.loops import Samples
@@ -82,18 +81,6 @@ def test_a_loader_that_cannot_start_again():
     assert ([*once], [*once]) == ([1, 2], [])
     assert not isinstance(once, DataLoader)
     assert once.summary().batches == 2
-
-
-def test_workers_have_started_when_each_has_given_a_batch():
-    record = LoopRecord(DataLoader(Samples(8), num_workers=2))
-    starts = []
-    for _ in range(2):
-        with record.measure_pass([]):
-            for _ in range(3):
-                record.ask()
-                starts.append(record.starts)
-                record.receive(1)
-    assert starts == [True, True, False] * 2
 
 
 def test_passes_of_one_batch_have_a_cure_of_their_own():

@@ -34,7 +34,7 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
-from tests.diagnosis.loops import Samples, collate, watch_pass
+from tests.diagnosis.loops import Samples, burn, collate, watch_pass
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::colab_utils.errors.ColabUtilsWarning"),
@@ -334,27 +334,12 @@ def test_a_healthy_loader_is_left_alone(tmp_path, kind):
     assert not hasattr(_Photos.__getitem__, "__wrapped__")
 
 
-def test_what_samples_took_and_read_is_counted_in_the_workers(tmp_path):
-    dataset = _Photos(tmp_path)
-    for path in dataset.paths:
-        path.write_text("7" + " " * 99_999)
-    watched = watch_pass(dataset, batch_size=2, num_workers=2, collate_fn=collate)
+def test_what_samples_took_is_counted_in_the_workers():
+    watched = watch_pass(Samples(8, act=lambda _: burn(0.01)), num_workers=2)
     times = watched._record.monitor.read_times()
     assert times.samples == 8
-    assert times.bytes_read == pytest.approx(800_000, rel=0.05)
-    assert 0 < times.cpu_s < times.worker_cpu_s
-
-
-def test_pages_of_a_mapped_file_count_as_read(tmp_path):
-    path = tmp_path / "map"
-    path.write_bytes(bytes(8 * 400_000))
-    with path.open("rb") as file:
-        # The pages leave the cache.
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    parts = np.memmap(path, mode="r").reshape(8, -1)
-    watched = watch_pass(Samples(8, act=lambda index: parts[index].sum()), num_workers=1)
-    assert watched._record.monitor.read_times().bytes_read >= parts.size
+    assert 0.08 <= times.cpu_s <= times.wall_s
+    assert times.other_cpu_s > 0
 
 
 def _break(index):
@@ -444,14 +429,6 @@ def test_files_that_are_used_up_are_named():
             kept.extend(watched)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    _end_workers()
-
-
-def test_the_sample_of_a_worker_that_torch_gives_up_is_named(tmp_path):
-    photos = _Photos(tmp_path, act=partial(time.sleep, 60))
-    loader = DataLoader(photos, num_workers=1, collate_fn=collate, timeout=1)
-    with pytest.raises(ColabUtilsError, match=f"waits in clock_nanosleep, at sample {BAD} "):
-        list(watch(loader))
     _end_workers()
 
 

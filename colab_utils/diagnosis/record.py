@@ -1,0 +1,183 @@
+"""What is noted of a loop while it runs: its times, its workers, and what it does now."""
+
+import os
+import sys
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import IterableDataset
+
+from colab_utils.diagnosis.cures import Stall
+from colab_utils.diagnosis.looks import Looks
+from colab_utils.diagnosis.memory_growth import MemoryLog
+from colab_utils.diagnosis.processes import WorkerMonitor
+from colab_utils.diagnosis.timing import CpuClock, CpuUse, count_images, count_workers
+from colab_utils.loading.clock import LoopClock
+
+# Samples are noted for at most this many batches.
+_KEPT = 1000
+
+
+class LoopRecord:
+    """Everything that is recorded while a watched loop runs.
+
+    Args:
+        loader: The loader that is watched.
+        line: File and line of the code that watches it, or iterates over it.
+
+    Attributes:
+        clock: Times of batches.
+        workers: Number of worker processes of the loader.
+        restarts: Whether the workers start again in each pass.
+        is_stream: Whether the dataset has no indices.
+        is_slowed: Whether the dataset's folder is slowed by `slow_down`, which sleeps in each read.
+        monitor: What workers note of their samples.
+        looks: Looks at the loop and its workers.
+        memory: Readings of the memory of this process and its children.
+        use: Use of the cores in all passes.
+        seen: The samples that workers were loading while the loop waited for a batch, by the number
+            of the batch.
+        stalls: Every stall so far.
+        left_at_once: Number of passes that the loop left after one batch.
+        phase: What the loop does now: "first start", "start" (of a later pass), "wait", "first
+            step", "step" or "between"; "" outside of passes.
+        printed: The batches and the ids of the causes of the last summary that was printed.
+    """
+
+    def __init__(self, loader: Any, line: tuple[str, int] = ("", 0)) -> None:
+        self.line = line
+        self.clock = LoopClock()
+        dataset = getattr(loader, "dataset", None)
+        # An iterable dataset may work between the samples of a dataset within it, so these samples
+        # say too little.
+        self.is_stream = isinstance(dataset, IterableDataset)
+        self.monitor = WorkerMonitor(None if self.is_stream else dataset)
+        self.looks = Looks(self.monitor)
+        self.memory = MemoryLog()
+        self.use = CpuUse()
+        self.seen = defaultdict[int, set[int]](set)
+        self.stalls: list[Stall] = []
+        self.left_at_once = 0
+        self.phase = ""
+        self.settings = _read_settings(loader)
+        self.workers: int = self.settings[0]
+        self.restarts = self.workers > 0 and not getattr(loader, "persistent_workers", True)
+        self.is_slowed = _is_slowed(getattr(self.monitor.dataset, "folder", None))
+        # A list cannot be referred to like this.
+        self._dataset: Callable[[], Any] = lambda: None
+        with suppress(TypeError):
+            self._dataset = weakref.ref(dataset)
+        self._thread = 0
+        # Whether another loader was begun since the last request.
+        self._is_left = False
+        self._worker_pids = set[int]()
+        self.printed: tuple[int, list[str]] = (0, [])
+
+    def goes_on(self, loader: Any) -> bool:
+        """Return whether a loader is the recorded one, made anew: it has the same dataset, or one
+        like it in place of one that is gone, and the same workers and batch size. Its passes are
+        then recorded here, too.
+
+        A loop that takes batches from two loaders at once has two records.
+        """
+        known = self._dataset()
+        dataset = getattr(loader, "dataset", None)
+        is_same = dataset is not None and (known is None or known is dataset)
+        is_free = self.clock.count > 0 and not self.phase
+        return is_same and is_free and _read_settings(loader) == self.settings
+
+    @contextmanager
+    def measure_pass(self, loader: Any) -> Iterator[None]:
+        """Note samples, the ends of steps, and the use of the cores, while a pass runs."""
+        self.monitor.follow(None if self.is_stream else getattr(loader, "dataset", None))
+        clock = CpuClock()
+        handle = register_optimizer_step_post_hook(self._end_step)
+        try:
+            yield
+        finally:
+            # A pass that is open when Python ends has no modules left.
+            if not sys.is_finalizing():
+                self.phase = ""
+                self.clock.stop(is_left=self._is_left)
+                self._note_workers()
+                handle.remove()
+                self.use = CpuUse(*np.add(self.use, clock.read()).tolist())
+                # The dataset may be large.
+                self.monitor.follow(None)
+
+    def _note_workers(self) -> None:
+        """Note how many workers there are, which a generator around a ``DataLoader`` does not say,
+        and whether they are other workers than in the last pass.
+        """
+        pids = {*self.monitor.list_samples()}
+        self.workers = self.workers or len(pids)
+        self.restarts |= self._worker_pids.isdisjoint(pids) and bool(self._worker_pids and pids)
+        self._worker_pids = pids
+
+    def ask(self) -> float:
+        """Note that the loop asks for its next batch. Return the time, by `time.perf_counter`."""
+        self._thread = threading.get_ident()
+        self._is_left = False
+        if self.phase:
+            self.phase = "wait"
+        else:
+            self.phase = "start" if self.clock.count else "first start"
+        return self.clock.ask()
+
+    def receive(self, batch: Any) -> None:
+        """Note that a batch came."""
+        # The first step may compile the model, for example.
+        self.phase = "step" if self.clock.count else "first step"
+        self.clock.receive(count_images(batch))
+
+    def _end_step(self, *_: Any) -> None:
+        """Note that the optimizer stepped. A thread that only takes batches makes no steps."""
+        if threading.get_ident() == self._thread:
+            self.phase = "between"
+            self.clock.end_step()
+
+    def note_other(self) -> None:
+        """Note that another loader is begun. If no request follows, the loop has left this one."""
+        self._is_left = True
+
+    def note_samples(self, samples: Sequence[int]) -> None:
+        """Note the samples that workers are loading while the loop waits for a batch."""
+        if samples and len(self.seen) < _KEPT:
+            self.seen[self.clock.count].update(samples)
+
+    def describe_loader(self) -> str:
+        """Return the dataset and the settings of the loader, and the line that iterates over it."""
+        workers, _, kind, length = self.settings
+        size = "" if length is None else f" ({length:,} samples)"
+        file, line = self.line
+        return f"{kind.__name__}{size}, {workers} workers, at {os.path.basename(file)}:{line}"
+
+
+def _read_settings(loader: Any) -> tuple[Any, ...]:
+    """Return the number of workers, the batch size, and what a dataset made anew has in common with
+    the one before: its class and its length. The length of a stream is not asked for.
+    """
+    dataset: Any = getattr(loader, "dataset", None)
+    length = None
+    # A dataset need not have a length.
+    with suppress(Exception):
+        if not isinstance(dataset, IterableDataset):
+            length = len(dataset)
+    return count_workers(loader), getattr(loader, "batch_size", None), type(dataset), length
+
+
+def _is_slowed(folder: Any) -> bool:
+    """Return whether the folder of a dataset is slowed by `slow_down`."""
+    if not isinstance(folder, Path):
+        return False
+    # Only the datasets of this package are read in slowed folders, and they have loaded this.
+    from colab_utils.slow_drive import find_profile
+
+    return find_profile(folder) is not None
