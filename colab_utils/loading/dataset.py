@@ -37,7 +37,6 @@ from colab_utils.shards.arrays import (
     ShardArrays,
     join_shards,
     load_arrays,
-    make_tables,
     rebuild_arrays,
 )
 from colab_utils.shards.index import ShardIndex, ShardInfo, read_index
@@ -218,10 +217,10 @@ class ShardDataset(CocoSamples):
         # This list has one entry for each shard. If the arrays file of the shard was damaged, the
         # entry holds the mask bits that were made again. If the entry is a number, the mask bits
         # are read from the file.
-        self._bits: list[Any]
         try:
-            tables = make_tables(index.images, index.annotations)
-            self._bits = join_shards(tables, shards)
+            arrays = [*shards]
+            self._bits = [shard["bits"] for shard in arrays]
+            tables = join_shards(arrays)
         except (IndexError, TypeError, ValueError) as error:
             # The checksums are right, so nothing is damaged.
             raise ColabUtilsError(

@@ -4,7 +4,7 @@ A file such as ``shard-000000.arrays`` has four parts:
 
 1. the length of the head (eight bytes), and the XXH3-64 of the parts that follow (eight bytes)
 2. the head, in JSON
-3. the tables of :class:`ShardArrays`, one after another, each as ``numpy.save`` writes it
+3. the tables of all images and objects, one after another, each as ``numpy.save`` writes it
 4. the bits of all masks, which stay on disk when the tables are loaded
 
 The index holds a checksum of the parts 1 to 3. The tables hold checksums of each image, of its
@@ -19,9 +19,8 @@ import io
 import json
 import math
 import tarfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
 from itertools import compress
 from typing import Any
 
@@ -45,72 +44,62 @@ _BLOCK_BYTES = 1 << 20
 _NPY_HEADER_BYTES = 256
 
 
-@dataclass(frozen=True, eq=False)
-class ShardArrays:
-    """All samples of a shard in flat arrays: I images with N objects in all."""
-
-    image_ids: NDArray[np.int64]
-    """int64 [I]."""
-    sizes: NDArray[np.int32]
-    """int32 [I, 2]: height and width as stored, in pixels."""
-    image_spans: NDArray[np.int64]
-    """int64 [I, 2]: offset of the image's bytes in the tar, and their number."""
-    record_spans: NDArray[np.int64]
-    """int64 [I, 2]: offset of the record's JSON in the tar, and the number of its bytes."""
-    counts: NDArray[np.int64]
-    """int64 [I]: number of objects of each image."""
-    boxes: NDArray[np.float32]
-    """float32 [N, 4]: x0, y0, x1, y1 in pixels."""
-    labels: NDArray[np.int64]
-    """int64 [N]: COCO category ids."""
-    areas: NDArray[np.float32]
-    """float32 [N], in square pixels."""
-    crops: NDArray[np.int32]
-    """int32 [N, 4]: each mask's tight box, see ``PackedMasks``."""
-    mask_ends: NDArray[np.int64]
-    """int64 [N + 1]: mask n is ``bits[mask_ends[n] : mask_ends[n + 1]]``."""
-    checks: NDArray[np.uint64]
-    """uint64 [I, 3]: XXH3-64 of each image's bytes in the tar, of its masks' bits, and of its
-    record's bytes.
-    """
-    bits: NDArray[np.uint8] | int
-    """uint8: all masks, one bit a pixel. In arrays that were loaded, it is the offset of the masks
-    in the file instead.
-    """
-
-
-# The names of the tables, in the order in which the file has them.
-_TABLES = [field.name for field in fields(ShardArrays) if field.name != "bits"]
-
 IMAGE_TABLES: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
     "image_ids": (np.int64, ()),
+    # Height and width as stored, in pixels.
     "sizes": (np.int32, (2,)),
-    "counts": (np.int64, ()),
-    "checks": (np.uint64, (3,)),
+    # Offset of the image's bytes in the tar, and their number.
     "image_spans": (np.int64, (2,)),
+    # The same of the record's JSON.
     "record_spans": (np.int64, (2,)),
+    # Number of objects.
+    "counts": (np.int64, ()),
+    # XXH3-64 of the image's bytes in the tar, of its masks' bits, and of its record's bytes.
+    "checks": (np.uint64, (3,)),
 }
 """The dtype of each table of images, and the shape of a row."""
 
 OBJECT_TABLES: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
+    # x0, y0, x1, y1 in pixels.
     "boxes": (np.float32, (4,)),
+    # COCO category ids.
     "labels": (np.int64, ()),
-    "crops": (np.int32, (4,)),
+    # In square pixels.
     "areas": (np.float32, ()),
+    # The tight box of each mask, see `PackedMasks`.
+    "crops": (np.int32, (4,)),
+    # Number of bytes of each mask.
+    "mask_bytes": (np.int64, ()),
 }
 """The same for the tables of objects."""
 
-Tables = dict[str, NDArray[Any]]
-"""Tables by name."""
+# The tables in the order of the file. It has where the masks end in place of ``mask_bytes``.
+_IN_FILE = (
+    "image_ids",
+    "sizes",
+    "image_spans",
+    "record_spans",
+    "counts",
+    "boxes",
+    "labels",
+    "areas",
+    "crops",
+    "mask_ends",
+    "checks",
+)
+
+ShardArrays = dict[str, Any]
+"""All samples of a shard in flat arrays: the tables by name, and ``bits`` (uint8): all masks, one
+bit a pixel. In arrays that were loaded, ``bits`` is the offset of the masks in the file instead.
+"""
 
 
 class ArraysBuilder:
     """Collect records one by one, then build their arrays."""
 
     def __init__(self) -> None:
-        self._rows: dict[str, list[Any]] = {name: [] for name in IMAGE_TABLES | OBJECT_TABLES}
-        self._mask_lengths: list[int] = []
-        self._bits = [np.zeros(0, np.uint8)]
+        nothing = dict.fromkeys(IMAGE_TABLES | OBJECT_TABLES, ())
+        self._records: list[ShardArrays] = [_make_arrays(nothing, np.zeros(0, np.uint8))]
 
     def add(self, record: dict[str, Any], files: Sequence[bytes], starts: Sequence[int]) -> None:
         """Add one record.
@@ -130,27 +119,36 @@ class ArraysBuilder:
         rows: dict[str, Any] = {
             "image_ids": [record["image_id"]],
             "sizes": [size],
-            "counts": [len(objects)],
-            "checks": [[int(hash_bytes(part), 16) for part in checked]],
             "image_spans": spans[:1],
             "record_spans": spans[1:],
+            "counts": [len(objects)],
+            "checks": [[int(hash_bytes(part), 16) for part in checked]],
             "boxes": boxes[has_area],
             "labels": [annotation["category_id"] for annotation in objects],
             "areas": [annotation["area"] for annotation in objects],
             "crops": masks.crops,
+            "mask_bytes": np.diff(masks.offsets),
         }
-        for name, values in rows.items():
-            self._rows[name].extend(values)
-        self._mask_lengths.extend(np.diff(masks.offsets))
-        self._bits.append(masks.bits)
+        self._records.append(_make_arrays(rows, masks.bits))
 
     def build(self) -> ShardArrays:
         """Return the arrays of all records added so far."""
-        tables = {}
-        for name, (kind, shape) in (IMAGE_TABLES | OBJECT_TABLES).items():
-            tables[name] = np.array(self._rows[name], kind).reshape(-1, *shape)
-        mask_ends = np.cumsum([0, *self._mask_lengths], dtype=np.int64)
-        return ShardArrays(**tables, mask_ends=mask_ends, bits=np.concatenate(self._bits))
+        bits = np.concatenate([record["bits"] for record in self._records])
+        return {**_join_tables(self._records), "bits": bits}
+
+
+def _make_arrays(rows: Mapping[str, Any], bits: NDArray[np.uint8]) -> ShardArrays:
+    """Return the rows of each table as an array of its dtype and shape."""
+    tables: ShardArrays = {"bits": bits}
+    for name, (kind, shape) in (IMAGE_TABLES | OBJECT_TABLES).items():
+        tables[name] = np.array(rows[name], kind).reshape(-1, *shape)
+    return tables
+
+
+def _join_tables(parts: Sequence[ShardArrays]) -> dict[str, NDArray[Any]]:
+    """Return the tables of all parts, one after the other."""
+    names = IMAGE_TABLES | OBJECT_TABLES
+    return {name: np.concatenate([part[name] for part in parts]) for name in names}
 
 
 def convert_boxes(
@@ -176,11 +174,12 @@ def convert_boxes(
 def dump_arrays(head: dict[str, Any], arrays: ShardArrays) -> bytes:
     """Return the content of an arrays file. ``head`` stands before the tables, in JSON."""
     file = io.BytesIO()
-    for name in _TABLES:
-        np.save(file, getattr(arrays, name), allow_pickle=False)
+    mask_ends = np.append(0, arrays["mask_bytes"].cumsum())
+    for name in _IN_FILE:
+        np.save(file, {**arrays, "mask_ends": mask_ends}[name], allow_pickle=False)
     tables = file.getvalue()
     # The bits are not copied, because they take most of the space.
-    bits = memoryview(vars(arrays)["bits"])
+    bits = memoryview(arrays["bits"])
     sizes = {"tables_bytes": len(tables), "bits_bytes": len(bits)}
     text = json.dumps(head | sizes).encode()
     checksum = bytes.fromhex(hash_bytes(text, tables, bits))
@@ -234,19 +233,20 @@ def load_arrays(store: Store, shard: ShardInfo) -> ShardArrays:
         bits_start = len(start) + len(tables)
         if size - bits_start != head["bits_bytes"]:
             raise ValueError("cut short")
-        return ShardArrays(**_split_tables(tables), bits=bits_start)
+        return {**_split_tables(tables), "bits": bits_start}
 
 
-def _split_tables(data: bytes) -> dict[str, Any]:
+def _split_tables(data: bytes) -> ShardArrays:
     """Return the tables of an arrays file by name, as views of ``data``."""
     tables = {}
     place = 0
-    for name in _TABLES:
+    for name in _IN_FILE:
         header_bytes, shape, dtype = read_npy_header(data[place : place + _NPY_HEADER_BYTES])
         place += header_bytes
         table = np.frombuffer(data, dtype, math.prod(shape), place).reshape(shape)
         tables[name] = table
         place += table.nbytes
+    tables["mask_bytes"] = np.diff(tables.pop("mask_ends"))
     return tables
 
 
@@ -300,54 +300,28 @@ def _explain_damage(path: Place) -> Iterator[None]:
         ) from None
 
 
-def make_tables(images: int, objects: int) -> Tables:
-    """Return tables of zeros, with one row for each image, or for each object.
+def join_shards(shards: Sequence[ShardArrays]) -> dict[str, NDArray[Any]]:
+    """Return the tables of all shards, and three more for each image.
 
-    They are those of ``IMAGE_TABLES`` and ``OBJECT_TABLES``, and four more. ``shard_of`` is the
-    number of each image's shard. ``first`` is the number of the image's first object.
-    ``bit_starts`` is where the bits of the image's masks begin: their offset in the arrays file of
-    the shard, or in the shard's ``bits`` if these are in memory. ``mask_bytes`` is the number of
-    bytes of each object's mask.
+    ``shard_of`` is the number of its shard. ``first`` is the number of its first object.
+    ``bit_starts`` is where the bits of its masks begin: their offset in the arrays file of the
+    shard, or in the shard's ``bits`` if these are in memory.
 
-    Args:
-        images: the number of images.
-        objects: the number of rows for objects. It may be larger than the number of objects, such
-            as the number of all annotations.
-
-    Example:
-        >>> make_tables(2, 5)["boxes"].shape
-        (5, 4)
+    Raises:
+        ValueError: the tables do not belong together.
     """
-    number = IMAGE_TABLES["counts"]
-    image_tables = {**IMAGE_TABLES, "shard_of": number, "first": number, "bit_starts": number}
-    object_tables = {"mask_bytes": number, **OBJECT_TABLES}
-    tables = {}
-    for rows, kinds in ((images, image_tables), (objects, object_tables)):
-        for name, (kind, row) in kinds.items():
-            tables[name] = np.zeros((rows, *row), kind)
+    tables = _join_tables(shards)
+    rows = [len(shard["counts"]) for shard in shards]
+    tables["shard_of"] = np.repeat(np.arange(len(shards)), rows)
+    tables["first"] = tables["counts"].cumsum() - tables["counts"]
+    for name, table in tables.items():
+        expected = tables["counts"].sum() if name in OBJECT_TABLES else sum(rows)
+        if len(table) != expected:
+            raise ValueError(f"{len(table)} rows of {name}")
+    ends = np.append(0, tables["mask_bytes"].cumsum())
+    starts = ends[tables["first"]]
+    # The bits of a shard begin where its first image's do.
+    offsets = [0 if isinstance(shard["bits"], np.ndarray) else shard["bits"] for shard in shards]
+    begins = starts[np.cumsum([0, *rows[:-1]])]
+    tables["bit_starts"] = starts + np.repeat(offsets - begins, rows)
     return tables
-
-
-def join_shards(tables: Tables, shards: Iterable[ShardArrays]) -> list[Any]:
-    """Fill tables from the arrays of all shards. Return the ``bits`` of each shard."""
-    row = 0
-    first = 0
-    bits: list[Any] = []
-    for shard in shards:
-        rows = slice(row, row + len(shard.counts))
-        objects = slice(first, first + len(shard.labels))
-        starts = np.cumsum(shard.counts) - shard.counts
-        for name in IMAGE_TABLES:
-            tables[name][rows] = getattr(shard, name)
-        tables["shard_of"][rows] = len(bits)
-        tables["first"][rows] = first + starts
-        tables["bit_starts"][rows] = shard.mask_ends[starts]
-        if isinstance(shard.bits, int):
-            tables["bit_starts"][rows] += shard.bits
-        for name in OBJECT_TABLES:
-            tables[name][objects] = getattr(shard, name)
-        tables["mask_bytes"][objects] = np.diff(shard.mask_ends)
-        bits.append(shard.bits)
-        row = rows.stop
-        first = objects.stop
-    return bits

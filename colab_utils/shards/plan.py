@@ -159,5 +159,5 @@ def _measure_bytes(sample: Sample) -> int:
     """Return the bytes of a sample in a tar, or those of its arrays if these are more."""
     builder = ArraysBuilder()
     builder.add(sample.record, (sample.members[0].data, b""), (0, 0))
-    arrays_bytes = sum(array.nbytes for array in vars(builder.build()).values())
+    arrays_bytes = sum(array.nbytes for array in builder.build().values())
     return max(arrays_bytes, sum(len(piece) for member in sample.members for piece in member))

@@ -51,7 +51,7 @@ def make_shards(folder: Path) -> Path:
     path = data.shards / first.arrays_name
     head = asdict(index) | asdict(first)
     arrays = load_arrays(open_store(data.shards), first)
-    arrays = replace(arrays, bits=np.fromfile(path, np.uint8, offset=arrays.bits))
+    arrays["bits"] = np.fromfile(path, np.uint8, offset=arrays["bits"])
     for n in range(COPIES):
         name = f"shard-{n + 1:06d}.tar"
         os.link(data.shards / first.name, data.shards / name)
