@@ -472,7 +472,7 @@ class _Model:
             self.forms["shards"] = dataset
             if self.is_remote:
                 part = replace(dataset.index, shards=dataset.index.shards[:1], partial=True)
-                Copying(dataset.folder, folder, overwrite=False).run([*part.files()])
+                Copying(dataset.folder, folder, overwrite=False).copy_shard(*part.shards)
                 write_index(folder, part)
                 self.forms["shards"] = ShardDataset(folder)
         if not isinstance(dataset, CocoFolder):

@@ -5,24 +5,22 @@ training uses the shards.
 import os
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import CancelledError
-from contextlib import closing, suppress
+from contextlib import closing
 from itertools import chain
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
-from colab_utils.drive import DriveLostError, explain_write, is_on_drive
+from colab_utils.drive import DriveLostError, explain_write
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.contract import Transforms
 from colab_utils.loading.dataset import ShardDataset, ShardFiles, load_shards
 from colab_utils.places import Place, PlaceLike, open_place, require_local_path
 from colab_utils.processes import start_thread
-from colab_utils.reader import Reader
 from colab_utils.require import require_count
-from colab_utils.shards.copy import COPY_STREAMS, Copying, check_space, read_target
-from colab_utils.shards.folder_state import inspect_folder
+from colab_utils.shards.copy import COPY_STREAMS, prepare_copy
 from colab_utils.shards.index import INDEX_NAME, ShardIndex, read_index, write_index
-from colab_utils.shards.lock import lock_here, remove_leftovers
+from colab_utils.shards.lock import WRITER_NAME, lock_here
 from colab_utils.shards.plan import order_shards
 from colab_utils.streams import MOST_STREAMS
 
@@ -30,8 +28,8 @@ from colab_utils.streams import MOST_STREAMS
 POLL_S = 0.02
 # Seconds between two looks at files that another process brings.
 _LOOK_S = 0.1
-# Seconds to wait for the end of copies that were stopped. A read of Drive may hang for longer.
-_STOP_S = 5.0
+# Seconds to wait for the end of a copy that was stopped. A read of Drive may hang for longer.
+_STOP_S = 10.0
 # If no process has held the lock for so many seconds, no process brings the missing files.
 # A process may need ten seconds to get the lock: in any of its threads, Python may end a loader
 # that was given up, and torch then waits five seconds for each worker.
@@ -111,17 +109,7 @@ class Arrival:
         self.arrived: set[int] = set()
         self._workers = workers
         self._error: ColabUtilsError | None = None
-        read_target(source, target, index)
-        check_space(target, [*index.files()], cached=is_on_drive(source))
-        # A damaged file of an earlier copy is replaced, but not a file of the user.
-        overwrite = False
-        # An error means that the shards there belong to nobody.
-        with suppress(ColabUtilsError):
-            earlier = inspect_folder(target).index
-            overwrite = earlier is not None and earlier.fingerprint == index.fingerprint
-        self.copying = Copying(source, target, overwrite=overwrite)
-        with explain_write(target):
-            self.copying.target.make()
+        self.copying = prepare_copy(source, target, index)
         self._thread = start_thread(self._run, "arrival")
 
     def stop(self) -> None:
@@ -130,7 +118,7 @@ class Arrival:
         If a read or a write hangs, this method does not wait for its end.
         """
         self.copying.stop.set()
-        self._thread.join(2 * _STOP_S)
+        self._thread.join(_STOP_S)
 
     def wait(self) -> None:
         """Wait until the copy has ended.
@@ -180,49 +168,32 @@ class Arrival:
         Raises:
             CancelledError: the copy was stopped.
         """
-        is_following = False
-        while not (is_following and self._is_brought()):
-            with lock_here(self.target / INDEX_NAME) as is_free:
+        while True:
+            with lock_here(self.target) as is_free:
                 if is_free:
                     self._copy_all()
                     return
-            is_following = True
             if self.copying.stop.wait(_LOOK_S):
                 raise CancelledError
-
-    def _is_brought(self) -> bool:
-        """Note which shards another process has brought, and return whether it has finished."""
-        for number in self._order:
-            if self.copying.target.has_files(self.index.shards[number].files()):
-                self.arrived.add(number)
-        return self.is_complete and (self.target / INDEX_NAME).exists()
+            # Another process brings the shards.
+            for number, shard in enumerate(self.index.shards):
+                if self.copying.target.has_files(shard.files()):
+                    self.arrived.add(number)
+            if self.is_complete and (self.target / INDEX_NAME).exists():
+                return
 
     def _copy_all(self) -> None:
-        """Copy all shards, the first one alone, and write the index.
-
-        Raises:
-            CancelledError: the copy was stopped.
-        """
-        remove_leftovers(self.copying.target)
-        for number in self._order[:1]:
-            self._copy(number)
-        with (
-            closing(Reader(self._copy, self.copying.source, streams=self._workers)) as reader,
-            # After an error, the other copies end after their next piece.
-            closing(reader.read_as_done(self._order[1:], patience_s=_STOP_S)) as rounds,
-        ):
-            for _ in rounds:
-                if self.copying.stop.is_set():
-                    raise CancelledError
+        """Copy all shards, the first one alone, and write the index."""
+        shards = self.index.shards
+        numbers = {shard.name: number for number, shard in enumerate(shards)}
+        for window in self._order[:1], self._order[1:]:
+            copies = self.copying.run([shards[number] for number in window], self._workers)
+            with closing(copies):
+                for copied in copies:
+                    self.arrived.update(numbers[name] for name, _ in copied)
+        # A writer of these shards that was killed has left it.
+        self.copying.target.remove(WRITER_NAME)
         write_index(self.target, self.index)
-
-    def _copy(self, number: int) -> None:
-        """Copy a shard. Arrays come first, as they show the dataset of a tar."""
-        for file in reversed(self.index.shards[number].files()):
-            if self.copying.stop.is_set():
-                raise CancelledError
-            self.copying.copy_file(*file)
-        self.arrived.add(number)
 
 
 class _ArrivingFiles(ShardFiles):
@@ -266,7 +237,7 @@ class _ArrivingFiles(ShardFiles):
         seen_s = monotonic()
         wanted = [(name, self._missing[name], "")]
         while not self.store.has_files(wanted):
-            with lock_here(self.folder / INDEX_NAME) as is_free:
+            with lock_here(self.folder) as is_free:
                 if not is_free:
                     seen_s = monotonic()
             # On a disk that stalls, the last file may have come since the look above.

@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from colab_utils.drive import explain_write, is_on_drive
+from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, describe_error
 from colab_utils.files import open_store
 from colab_utils.loading.workers import start_worker
@@ -28,9 +28,9 @@ from colab_utils.processes import (
 from colab_utils.running import JobProgress
 from colab_utils.shards.copy import Copying
 from colab_utils.shards.index import ShardIndex, ShardInfo, write_index
-from colab_utils.shards.jobs import ShardRun, name_shard, write_in_turn
+from colab_utils.shards.jobs import ShardRun, find_shard, name_shard, write_in_turn
 from colab_utils.shards.lock import hold_folder
-from colab_utils.shards.write import begin_folder, check_bad, join_index, write_all
+from colab_utils.shards.write import begin_folder, check_bad, join_index
 
 # The lowest priority: training goes before.
 _PRIORITY = 19
@@ -99,44 +99,41 @@ class ShardWriter:
             stack.enter_context(hold_folder(run.folder))
             if not self.is_written:
                 with explain_write(run.folder):
-                    begin_folder(run.folder, run.images, run.dataset, run.recipe)
+                    begin_folder(run)
             self._try_on_drive(lambda drive: stack.enter_context(hold_folder(drive)))
             connection.send([self._failure, None])
             self._failure = None
-            index = join_index(run, write_all(run, self._write_once))
+            index = join_index(run, self._write_shards())
             write_index(run.folder, index)
             self._try_on_drive(lambda drive: write_index(drive, index))
         if self._failure is not None:
             raise self._failure
 
-    def _write_once(self) -> list[ShardIndex]:
+    def _write_shards(self) -> list[ShardIndex]:
         """Write and send all shards that are not finished; return an index of each shard."""
         done: list[ShardIndex] = []
         run = self.run
-        is_patient = is_on_drive(run.images)
-        for index in write_in_turn(run, self._list_shards(), self._progress, streams=self.streams):
+        numbers = map(self._fetch, self.order)
+        for index in write_in_turn(run, numbers, self._progress, streams=self.streams):
             done.append(index)
             self.done[[_WRITTEN, _CPU_S]] = len(done), process_time()
-            check_bad(run, done, is_patient=is_patient)
+            check_bad(run, done)
             if index.images:
                 self._try_on_drive(partial(self._send, index.shards[0]))
         return done
 
-    def _list_shards(self) -> Iterator[tuple[Any, ...]]:
-        """Yield the arguments of `ShardRun.make_job` for each shard.
-
-        Finished shards of an earlier session are copied from Drive. Later, Drive is not asked for
-        other shards: it may hang, and the shards can be written without it.
-        """
-        drive = self.drive
-        finished: list[str] = []
-        if drive is not None:
-            with explain_write(drive):
-                finished = open_store(drive, self._progress.stop).list_names("shard-*.arrays")
-        shards = self.run.list_shards()
-        for number in self.order:
-            name = name_shard(self.run.folder, number).with_suffix(".arrays").name
-            yield *shards[number], drive if name in finished else None
+    def _fetch(self, number: int) -> int:
+        """Copy a shard from Drive if an earlier session finished it; return its number."""
+        name = name_shard(number)
+        if self.drive is not None and not open_store(self.run.folder).find_kind(name):
+            stop = self._progress.stop
+            # A shard that cannot be copied is written anew.
+            with suppress(ColabUtilsError, OSError):
+                index = find_shard(open_store(self.drive, stop), name, self.run)
+                if index is not None:
+                    fetching = Copying(self.drive, self.run.folder, stop=stop, overwrite=True)
+                    fetching.copy_shard(*index.shards)
+        return number
 
     def _try_on_drive(self, call: Callable[[Place], object]) -> None:
         """Call a function that writes into the folder on Drive. After an error, nothing more is
@@ -153,10 +150,7 @@ class ShardWriter:
 
     def _send(self, shard: ShardInfo, drive: Place) -> None:
         sending = Copying(self.run.folder, drive, stop=self._progress.stop, overwrite=True)
-        # The arrays are sent first, because a tar alone does not show its dataset. If the session
-        # ended after sending only a tar, the next session would refuse the folder.
-        for file in reversed(shard.files()):
-            sending.copy_file(*file)
+        sending.copy_shard(shard)
         self.done[_SENT] += 1
 
 

@@ -2,9 +2,9 @@
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Generator, Iterator
 from concurrent.futures import CancelledError
-from contextlib import closing, contextmanager
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -18,8 +18,16 @@ from colab_utils.files import open_store
 from colab_utils.places import Place, find_server, identify_place, open_place
 from colab_utils.progress import show_progress
 from colab_utils.reader import AHEAD_BYTES, Reader
-from colab_utils.shards.index import INDEX_NAME, ShardIndex, read_index, write_index
-from colab_utils.shards.lock import WRITER_NAME, remove_leftovers
+from colab_utils.shards.folder_state import inspect_folder
+from colab_utils.shards.index import (
+    INDEX_NAME,
+    ShardIndex,
+    ShardInfo,
+    find_index,
+    read_index,
+    write_index,
+)
+from colab_utils.shards.lock import remove_leftovers
 from colab_utils.shards.verify import find_fault
 from colab_utils.streams import MOST_STREAMS, require_streams
 from colab_utils.units import format_bytes, format_count
@@ -35,7 +43,7 @@ _BLOCK_BYTES = 2_000_000
 # cache keeps a second copy of them.
 _UNDER_WAY_BYTES = 2_000_000_000
 # Seconds to wait for the threads of a copy that was stopped. A read of Drive may hang for longer.
-_STOP_S = 10.0
+_STOP_S = 5.0
 # Files take more space on a disk than the sum of their sizes: about this many times as much.
 _DISK_MARGIN = 1.02
 
@@ -94,20 +102,28 @@ def copy_shards(
     source = open_place(source)
     target = open_place(target)
     streams = require_streams(streams)
+    if find_server(target) and streams == "auto":
+        streams = COPY_STREAMS
     index = read_index(source)
-    is_new = read_target(source, target, index) is None
-    files = [*index.files()]
-    check_space(target, files, cached=is_on_drive(source))
     started = perf_counter()
-    copied = Copying(source, target, overwrite=not is_new).run(files, streams)
+    copying = prepare_copy(source, target, index)
+    copied: dict[str, int] = {}
+    with (
+        closing(copying.run(index.shards, streams)) as rounds,
+        # A notebook does not show what other threads print.
+        show_progress("copying shards", total=index.bytes, unit="B", scale=True) as bar,
+    ):
+        for shards in rounds:
+            copied.update(shards)
+            bar.set_postfix_str(str(copying.source.retries), refresh=False)
+            bar.update(copying.bytes_done - bar.n)
     with explain_write(target):
         write_index(target, index)
-    skipped = [shard for shard in index.shards if not copied & {shard.name, shard.arrays_name}]
     return CopyReport(
         shards=len(index.shards),
-        bytes=sum(size for name, size, _ in files if name in copied),
+        bytes=sum(copied.values()),
         seconds=perf_counter() - started,
-        skipped_shards=len(skipped),
+        skipped_shards=[*copied.values()].count(0),
     )
 
 
@@ -116,7 +132,7 @@ class _WrongBytesError(ColabUtilsError):
 
 
 class Copying:
-    """A copy of files from one folder to another.
+    """A copy of shards from one folder to another.
 
     Args:
         source: the folder to copy from.
@@ -133,44 +149,44 @@ class Copying:
         self.overwrite = overwrite
         self._bytes_done = Counter[str]()
 
-    def run(self, files: list[tuple[str, int, str]], streams: int | str = "auto") -> set[str]:
-        """Copy the files that are not in the target yet; return their names.
+    @property
+    def bytes_done(self) -> int:
+        """Return the bytes in the target, with those of files that are under way."""
+        return sum(list(self._bytes_done.values()))
 
-        Threads read and write. The progress bar moves in the calling thread, because a notebook
-        does not show what other threads print.
+    def run(
+        self, shards: Collection[ShardInfo], streams: int | str = "auto"
+    ) -> Generator[list[tuple[str, int]], None, None]:
+        """Copy shards by several threads. Yield the results of `copy_shard` as they come.
+
+        Close this generator. After an error or Ctrl-C, the threads end after their next buffer.
         """
-        if find_server(self.target.place) and streams == "auto":
-            streams = COPY_STREAMS
-        sizes = {name: size for name, size, _ in files}
-        at_once = _UNDER_WAY_BYTES // max(1, *sizes.values())
+        with explain_write(self.target.place):
+            remove_leftovers(self.target)
+        largest = max((max(shard.bytes, shard.arrays_bytes) for shard in shards), default=1)
         reader = Reader(
-            lambda file: self.copy_file(*file),
+            self.copy_shard,
             self.source,
             streams=streams,
-            most_streams=max(COPY_STREAMS, at_once),
+            most_streams=max(COPY_STREAMS, _UNDER_WAY_BYTES // largest),
         )
-        with explain_write(self.target.place):
-            self.target.make()
-            remove_leftovers(self.target)
-        copied: set[str] = set()
-        with (
-            closing(reader),
-            # After an error or Ctrl-C, the other threads end after their next buffer.
-            closing(reader.read_as_done(files, patience_s=_STOP_S)) as rounds,
-            show_progress("copying shards", total=sum(sizes.values()), unit="B", scale=True) as bar,
-        ):
-            for names in rounds:
-                copied.update(names)
-                bar.set_postfix_str(str(self.source.retries), refresh=False)
-                bar.update(sum(list(self._bytes_done.values())) - bar.n)
-        return copied - {""}
+        with closing(reader), closing(reader.read_as_done(shards, patience_s=_STOP_S)) as rounds:
+            yield from rounds
 
-    def copy_file(self, name: str, size: int, checksum: str) -> str:
-        """Copy one file unless it is there; return its name if it was copied, else ""."""
+    def copy_shard(self, shard: ShardInfo) -> tuple[str, int]:
+        """Copy what the target lacks of a shard; return its name and the bytes that were copied.
+
+        Arrays come first, because a tar alone does not show its dataset. A folder that holds only
+        tars belongs to somebody else.
+        """
+        return shard.name, sum(self.copy_file(*file) for file in reversed(shard.files()))
+
+    def copy_file(self, name: str, size: int, checksum: str) -> int:
+        """Copy one file unless it is there; return the bytes that were copied."""
         with explain_write(self.target.place):
             if not find_fault(self.target, [(name, size, checksum)]):
                 self._bytes_done[name] = size
-                return ""
+                return 0
             if not self.overwrite and self.target.find_kind(name):
                 raise ColabUtilsError(
                     f"{self.target.place} holds another {name}. Name another folder, or delete "
@@ -183,30 +199,17 @@ class Copying:
         except _WrongBytesError:
             # Drive gives wrong bytes at times.
             transfer()
-        return name
+        return size
 
     def _transfer(self, name: str, size: int, checksum: str) -> None:
         """Copy the bytes of a file, and compare their checksum before the file gets its name."""
         state = xxhash.xxh3_64()
         self._bytes_done[name] = 0
-        piece = memoryview(bytearray(_PIECE_BYTES))
-        with self._explain_read(name):
-            source = self.source.open(name, block_bytes=_BLOCK_BYTES)
-            # A file that is missing is named before the target is touched.
-            source.find_size()
-        with explain_write(self.target.place), source as file, self.target.create(name) as out:
-            # One byte more than the file should have shows a file that is too long.
-            while self._bytes_done[name] <= size:
-                if self.stop.is_set():
-                    raise CancelledError
-                offset = self._bytes_done[name]
-                with self._explain_read(name):
-                    count = file.readinto(piece[: size + 1 - offset], offset)
-                if not count:
-                    break
-                out.write(piece[:count])
-                state.update(piece[:count])
-                self._bytes_done[name] += count
+        with explain_write(self.target.place), self.target.create(name) as out:
+            for piece in self._read_pieces(name, size):
+                out.write(piece)
+                state.update(piece)
+                self._bytes_done[name] += len(piece)
             if (self._bytes_done[name], state.hexdigest()) != (size, checksum):
                 raise _WrongBytesError(
                     f"{name} in {self.source.place} is damaged: its checksum was wrong twice. Run "
@@ -214,11 +217,23 @@ class Copying:
                     "preprocess again."
                 )
 
-    @contextmanager
-    def _explain_read(self, name: str) -> Iterator[None]:
-        """Turn an error in reading a file of the source into a message that says what to do."""
+    def _read_pieces(self, name: str, size: int) -> Iterator[memoryview]:
+        """Yield the bytes of a file, in a buffer that is filled again and again.
+
+        One byte more than the file should have shows a file that is too long.
+        """
+        piece = memoryview(bytearray(_PIECE_BYTES))
+        offset = 0
         try:
-            yield
+            with self.source.open(name, block_bytes=_BLOCK_BYTES) as file:
+                while offset <= size:
+                    if self.stop.is_set():
+                        raise CancelledError
+                    count = file.readinto(piece[: size + 1 - offset], offset)
+                    if not count:
+                        return
+                    yield piece[:count]
+                    offset += count
         except OSError as error:
             cure = "Run verify, delete the damaged files that it names, and run preprocess again."
             raise ColabUtilsError(
@@ -227,52 +242,38 @@ class Copying:
             ) from error
 
 
-def read_target(source: Place, target: Place, index: ShardIndex) -> ShardIndex | None:
-    """Read the index in the target; None if there is none.
+def prepare_copy(source: Place, target: Place, index: ShardIndex) -> Copying:
+    """Check that a folder can take the shards of an index, before the first byte is copied.
+
+    Drive's cache is on the same disk as the target. It deletes files when the disk needs space, but
+    not those that are being read. So a copy from Drive needs space for these, too.
 
     Raises:
-        ColabUtilsError: if the target is the source, a preprocess is writing into it, or it holds
-            other shards than the source.
+        ColabUtilsError: if the target is the source, it holds other shards, or the disk has too
+            little space.
     """
+    store = open_store(target)
+    is_ours = False
     with explain_write(target):
         if identify_place(source) == identify_place(target):
             raise ColabUtilsError(f"{source} is source and target at once. Name another target.")
-        store = open_store(target)
-        if store.find_kind(WRITER_NAME):
-            raise ColabUtilsError(
-                f"A preprocess is writing into {target}. Name another folder to copy into."
-            )
-        if not store.find_kind(INDEX_NAME):
-            return None
-        previous = read_index(target)
-        if previous != index:
+        if find_index(target) not in (None, index):
             raise ColabUtilsError(
                 f"{target} holds other shards. Name another folder, or delete that one if you no "
                 "longer need it."
             )
-        return previous
-
-
-def check_space(target: Place, files: list[tuple[str, int, str]], *, cached: bool) -> None:
-    """Check, before the first byte is copied, that the disk has space for the copy.
-
-    Args:
-        target: the folder to copy into.
-        files: name, bytes and checksum of each file.
-        cached: whether the files are read through Drive, whose cache is on this disk, too. The
-            cache deletes files when the disk needs space, but not the files that are being read.
-            So the copy needs more space: that of the files that are under way.
-
-    Raises:
-        ColabUtilsError: if the disk has too little space.
-    """
-    store = open_store(target)
-    sizes = sorted(size for name, size, _ in files if store.stamp(name).bytes != size)
-    needed = sum(sizes)
-    if cached:
-        needed += min(needed, max(_UNDER_WAY_BYTES, sum(sizes[-COPY_STREAMS:])))
+        # An error means that the shards there belong to nobody.
+        with suppress(ColabUtilsError):
+            earlier = inspect_folder(target).index
+            is_ours = earlier is not None and earlier.fingerprint == index.fingerprint
+        needed = sum(size for name, size, _ in index.files() if store.stamp(name).bytes != size)
+    if is_on_drive(source):
+        needed += min(needed, _UNDER_WAY_BYTES)
     store.require_room(
         needed * _DISK_MARGIN,
         "name a folder on a bigger disk, or read the shards where they are (train --shards without "
         "--ssd)",
     )
+    with explain_write(target):
+        store.make()
+    return Copying(source, target, overwrite=is_ours)

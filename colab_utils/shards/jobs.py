@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,14 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colab_utils.data.coco import CocoDataset
-from colab_utils.drive import DriveLostError, explain_write
-from colab_utils.errors import DAMAGE, ColabUtilsError
+from colab_utils.drive import explain_write
+from colab_utils.errors import DAMAGE
 from colab_utils.files import Store, hash_bytes, open_store
 from colab_utils.places import Place
 from colab_utils.reader import Reader, Reading
 from colab_utils.running import JobProgress
 from colab_utils.shards.arrays import ArraysBuilder, describe_shard, dump_arrays
-from colab_utils.shards.copy import Copying
 from colab_utils.shards.index import ShardIndex, SkippedImage
 from colab_utils.shards.plan import split_images
 from colab_utils.shards.records import name_image, read_image, try_sample
@@ -32,26 +31,23 @@ if TYPE_CHECKING:
 _MOST_ARRAYS_BYTES = 1e10
 
 
-def name_shard(folder: Place, number: int) -> Place:
-    """Return the path of a shard's tar.
+def name_shard(number: int) -> str:
+    """Return the name of a shard's tar.
 
     Example:
-        >>> from pathlib import Path
-        >>> name_shard(Path("shards"), 3)
-        PosixPath('shards/shard-000003.tar')
+        >>> name_shard(3)
+        'shard-000003.tar'
     """
-    return folder / f"shard-{number:06d}.tar"
+    return f"shard-{number:06d}.tar"
 
 
 class ShardJob(NamedTuple):
     """The images that become one shard."""
 
-    path: Place
-    """The tar to write."""
+    name: str
+    """Name of the tar to write."""
     dataset: CocoDataset
     """The images of this shard alone."""
-    drive: Place | None
-    """Folder that may hold the finished shard. If it does, the shard is copied from there."""
 
 
 @dataclass(frozen=True)
@@ -73,26 +69,20 @@ class ShardRun:
     cache: "FileCache | None" = None
     """Keeps the image files; None if they are not kept."""
 
-    def list_shards(self) -> list[tuple[int, NDArray[np.int64]]]:
-        """Return number and images of each shard to write; see `split_images`."""
-        number, parts = self.part or (1, 1)
-        shards = enumerate(split_images(self.recipe, len(self.dataset)))
-        return list(shards)[number - 1 :: parts]
+    @cached_property
+    def shards(self) -> list[NDArray[np.int64]]:
+        """Return the images of each shard of the dataset; see `split_images`."""
+        return split_images(self.recipe, len(self.dataset))
 
-    def make_job(
-        self, number: int, places: NDArray[np.int64], drive: Place | None = None
-    ) -> ShardJob:
-        """Return the job of a shard: its number, its images, and where it may be finished."""
-        path = name_shard(self.folder.absolute(), number)
-        return ShardJob(path, self.dataset.select(places), drive)
+    @property
+    def numbers(self) -> range:
+        """Return the numbers of the shards to write."""
+        number, parts = self.part or (1, 1)
+        return range(number - 1, len(self.shards), parts)
 
 
 def write_in_turn(
-    run: ShardRun,
-    shards: Iterable[tuple[Any, ...]],
-    progress: JobProgress,
-    *,
-    streams: int | str = "auto",
+    run: ShardRun, numbers: Iterable[int], progress: JobProgress, *, streams: int | str = "auto"
 ) -> Iterator[ShardIndex]:
     """Write shards one after the other, and yield an index of each, which lists only this shard.
 
@@ -101,8 +91,7 @@ def write_in_turn(
 
     Args:
         run: what is written.
-        shards: the arguments of `ShardRun.make_job` for each shard. A shard is taken before the
-            shards before it are done.
+        numbers: the numbers of the shards. A number is taken before the shards before it are done.
         progress: counts the images, and ends the work.
         streams: number of files that are read at the same time.
 
@@ -110,25 +99,27 @@ def write_in_turn(
         ColabUtilsError: if a shard cannot be written.
         DriveLostError: if Drive went away.
     """
-    store = open_store(run.images.absolute(), progress.stop)
+    images = open_store(run.images, progress.stop)
+    folder = open_store(run.folder, progress.stop)
     finished: list[ShardIndex] = []
 
     def list_files() -> Iterator[tuple[ShardJob, int]]:
-        for shard in shards:
-            job = run.make_job(*shard)
-            index = _find_or_copy(run, job, progress)
-            if index is None:
-                yield from ((job, i) for i in range(len(job.dataset)))
-            else:
+        for number in numbers:
+            job = ShardJob(name_shard(number), run.dataset.select(run.shards[number]))
+            with explain_write(run.folder):
+                index = find_shard(folder, job.name, run)
+            if index is not None and are_still_bad(index, run.images, job.dataset):
                 progress.add(len(job.dataset))
                 finished.append(index)
+            else:
+                yield from ((job, i) for i in range(len(job.dataset)))
 
     def read(file: tuple[ShardJob, int]) -> bytes:
         job, i = file
-        return read_image(store, job.dataset, i, cache=run.cache)
+        return read_image(images, job.dataset, i, cache=run.cache)
 
     with (
-        closing(Reader(read, store, streams=streams)) as reader,
+        closing(Reader(read, images, streams=streams)) as reader,
         closing(reader.read_all(list_files())) as readings,
     ):
         for job, files in groupby(readings, key=lambda reading: reading.name[0]):
@@ -148,16 +139,15 @@ def _write_shard(
     """
     tar, arrays = _build_shard(run, job, files, progress)
     index = describe_shard(arrays)
-    folder = job.path.parent
     # If the run was stopped, this raises an error: another run may be writing already.
     progress.add(0)
     # Arrays come first, since a tar without arrays could be a file of the user.
-    with explain_write(folder):
-        store = open_store(folder, progress.stop)
+    with explain_write(run.folder):
+        store = open_store(run.folder, progress.stop)
         if index.images or run.part:
-            store.write(job.path.with_suffix(".arrays"), arrays)
+            store.write(index.shards[0].arrays_name, arrays)
         if index.images:
-            store.write(job.path, *tar)
+            store.write(job.name, *tar)
     return index
 
 
@@ -201,41 +191,14 @@ def are_still_bad(index: ShardIndex, images: Place, dataset: CocoDataset) -> boo
         return True
     places = [place for place in range(len(dataset)) if dataset.file_name(place) in names]
     store = open_store(images)
+    # What Drive did not show before is not waited for.
+    store.retries.trusts_absence = True
     read = partial(read_image, store, dataset)
     with closing(Reader(read, store)) as reader:
         return all(
             isinstance(try_sample(reading.take, dataset, place, index.recipe), SkippedImage)
             for place, reading in zip(places, reader.read_all(places), strict=True)
         )
-
-
-def _find_or_copy(run: ShardRun, job: ShardJob, progress: JobProgress) -> ShardIndex | None:
-    """Return an index of a shard that an earlier run finished; None if it has to be written.
-
-    If only ``job.drive`` holds the shard, it is copied from there, unless it is damaged.
-    """
-    folder = job.path.parent
-
-    def find(place: Place) -> ShardIndex | None:
-        index = find_shard(open_store(place, progress.stop), job.path.name, run)
-        return index if index and are_still_bad(index, run.images, job.dataset) else None
-
-    with explain_write(folder):
-        index = find(folder)
-    if index is not None or job.drive is None:
-        return index
-    index = find(job.drive)
-    if index is None:
-        return None
-    copying = Copying(job.drive, folder, stop=progress.stop, overwrite=True)
-    try:
-        for file in index.files():
-            copying.copy_file(*file)
-    except DriveLostError:
-        raise
-    except ColabUtilsError:
-        return None
-    return index
 
 
 def _build_shard(
@@ -270,7 +233,7 @@ def _build_shard(
     head = {
         "fingerprint": job.dataset.fingerprint,
         "recipe": run.recipe,
-        "name": job.path.name,
+        "name": job.name,
         "images": len(job.dataset) - len(skipped),
         "annotations": annotations,
         "bytes": tar_bytes + len(tar[-1]),

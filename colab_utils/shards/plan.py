@@ -134,7 +134,10 @@ def plan_recipe(
     recipe = {**recipe, "reduced_decode": recipe["storage"] == "shrink"}
     count = min(_TRIED_IMAGES, len(dataset))
     places = np.linspace(0, len(dataset) - 1, count).astype(np.int64).tolist()
-    read = partial(read_image, open_store(images), dataset, cache=cache)
+    store = open_store(images)
+    # An image that Drive does not show now is not needed here.
+    store.retries.trusts_absence = True
+    read = partial(read_image, store, dataset, cache=cache)
     with ThreadPool(count) as pool:
         # These files come while the photos are looked at.
         files = [pool.submit(read, place) for place in places]

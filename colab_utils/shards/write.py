@@ -6,17 +6,17 @@ ones.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Any, Literal
+from typing import Literal
 
 from colab_utils.data.coco import CocoDataset
 from colab_utils.data.defects import count_allowed, describe_faults, require_sound_objects
 from colab_utils.data.orientation import Exif
-from colab_utils.drive import explain_write, is_on_drive
+from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import open_store
 from colab_utils.machine import count_cores
@@ -41,9 +41,7 @@ from colab_utils.shards.plan import (
     make_recipe,
     open_annotations,
     plan_recipe,
-    split_images,
 )
-from colab_utils.shards.records import MISSING
 from colab_utils.streams import require_streams
 from colab_utils.units import format_bytes, format_count
 
@@ -179,16 +177,16 @@ def write_shards(
     max_bad = require_max_bad(max_bad)
     require_streams(streams)
     part = require_part(part)
-    state = inspect_folder(folder)
     dataset = open_annotations(images, annotations)
+    state = inspect_folder(folder)
     state.require(dataset, recipe)
     index = confirm_finished(state, images, dataset)
     if index is None:
+        recipe = plan_recipe(images, dataset, state.recipe or recipe)
+        run = ShardRun(folder, images, dataset, recipe, max_bad, part)
         with hold_folder(folder) if part is None else nullcontext(), explain_write(folder):
-            recipe = begin_folder(folder, images, dataset, recipe)
-            open_store(folder).make()
-            run = ShardRun(folder, images, dataset, recipe, max_bad, part)
-            done = write_all(run, partial(_watch, run, processes, streams))
+            begin_folder(run)
+            done = _write_all(run, processes, streams)
             index = join_index(run, done) if part else _finish_folder(run, done)
     return _make_report(index, dataset, started_s)
 
@@ -208,92 +206,46 @@ def _make_report(index: ShardIndex, dataset: CocoDataset, started_s: float) -> S
     )
 
 
-def begin_folder(
-    folder: Place, images: Place, dataset: CocoDataset, recipe: dict[str, Any]
-) -> dict[str, Any]:
-    """Mark the folder as unfinished; return the recipe with the entries of `complete_recipe`.
-
-    The folder is searched for shards again, because another writer may have finished shards of
-    other data in the meantime.
-    """
-    state = inspect_folder(folder)
-    state.require(dataset, recipe)
-    recipe = plan_recipe(images, dataset, state.recipe or recipe)
-    image_bytes = recipe["shard_mb"] * 1e6 / recipe["images_per_shard"]
-    store = open_store(folder)
+def begin_folder(run: ShardRun) -> None:
+    """Check that the disk has room for the shards that are missing, and remove the index."""
+    store = open_store(run.folder)
     # A look at each shard would take minutes on a slow Drive.
     tars = store.list_names("shard-*.tar")
     missing = sum(
-        len(places)
-        for number, places in enumerate(split_images(recipe, len(dataset)))
-        if name_shard(folder, number).name not in tars
+        len(images) for number, images in enumerate(run.shards) if name_shard(number) not in tars
     )
-    cure = "name another folder, or store smaller images (--min-size)"
-    store.require_room(missing * image_bytes, cure)
+    store.require_room(
+        missing * run.recipe["shard_mb"] * 1e6 / run.recipe["images_per_shard"],
+        "name another folder, or store smaller images (--min-size)",
+    )
+    store.make()
     for name in (INDEX_NAME, TRAIN_INDEX_NAME):
         store.remove(name)
-    return recipe
 
 
-def write_all(run: ShardRun, write: Callable[[], list[ShardIndex]]) -> list[ShardIndex]:
-    """Write the shards of a run; return an index of each.
-
-    Args:
-        run: the run.
-        write: writes the shards that are not finished, and returns an index of each shard.
-
-    Raises:
-        ColabUtilsError: if too many images or objects are bad, a shard cannot be written, or the
-            system ended a process.
-    """
-    done = write()
-    skipped = join_index(run, done).skipped
-    missing = [image.file_name for image in skipped if image.reason == MISSING]
-    if open_store(run.images).find_again(missing):
-        # Drive did not show these images for a while. Only their shards are written again.
-        done = write()
-    check_bad(run, done)
-    return done
-
-
-def _watch(run: ShardRun, processes: int, streams: int | str) -> list[ShardIndex]:
-    """Show a progress bar while shards are written; return an index of each."""
+def _write_all(run: ShardRun, processes: int, streams: int | str) -> list[ShardIndex]:
+    """Write the shards of a run, with a progress bar; return an index of each."""
     done: list[ShardIndex] = []
     # The largest come first, so that all processes are busy until the end.
-    shards = sorted(run.list_shards(), key=lambda shard: len(shard[1]), reverse=True)
-    total = sum(len(places) for _, places in shards)
-    # A look at the mounts may hang where one of them does.
-    is_patient = is_on_drive(run.images)
-    runs = run_jobs(partial(write_in_turn, run, streams=streams), shards, processes)
+    numbers = sorted(run.numbers, key=lambda number: len(run.shards[number]), reverse=True)
+    total = sum(len(run.shards[number]) for number in numbers)
+    runs = run_jobs(partial(write_in_turn, run, streams=streams), numbers, processes)
     with show_progress("preprocess", total=total, unit="image") as bar, closing(runs):
         for finished, images_done in runs:
             done += finished
             bar.update(images_done - bar.n)
-            check_bad(run, done, is_patient=is_patient)
+            check_bad(run, done)
     return done
 
 
 def _finish_folder(run: ShardRun, done: Collection[ShardIndex]) -> ShardIndex:
-    """Write the index of a folder whose shards are all written.
-
-    Raises:
-        ColabUtilsError: the shards are not in the folder. The workers have written them to a folder
-            that only they see, such as one in their memory.
-    """
-    store = open_store(run.folder)
+    """Write the index of a folder whose shards are all written."""
     index = join_index(run, done)
-    if not store.has_files(index.files()):
-        raise ColabUtilsError(
-            "The shards were written, but this process does not see all of them in "
-            f"{run.folder}. Name a folder that all workers and this machine share, and run the "
-            "same again."
-        )
-    with explain_write(run.folder):
-        write_index(run.folder, index)
+    write_index(run.folder, index)
     for single in done:
         if not single.images:
             # From now on, the index tells that no image of the shard can be used.
-            store.remove(single.shards[0].arrays_name)
+            open_store(run.folder).remove(single.shards[0].arrays_name)
     return index
 
 
@@ -310,19 +262,18 @@ def join_index(run: ShardRun, done: Iterable[ShardIndex]) -> ShardIndex:
     )
 
 
-def check_bad(run: ShardRun, done: Iterable[ShardIndex], *, is_patient: bool = False) -> None:
+def check_bad(run: ShardRun, done: Iterable[ShardIndex]) -> None:
     """Check that finished shards have no more bad images or objects than are allowed.
 
     Args:
         run: the run, with all images and objects.
         done: the indexes of the finished shards.
-        is_patient: whether to leave out missing images, because Drive may show them later.
 
     Raises:
         ColabUtilsError: if more are bad.
     """
     index = join_index(run, done)
-    skipped = [image for image in index.skipped if not (is_patient and image.reason == MISSING)]
+    skipped = index.skipped
     images = len(run.dataset)
     allowed = count_allowed(images, run.max_bad)
     if len(skipped) > allowed:
@@ -383,8 +334,9 @@ def finish_shards(
         run = ShardRun(folder, images, dataset, state.recipe, max_bad)
         done = _find_all(run)
         check_bad(run, done)
-        index = _finish_folder(run, done)
-        remove_leftovers(open_store(folder))
+        with explain_write(folder):
+            index = _finish_folder(run, done)
+            remove_leftovers(open_store(folder))
     return _make_report(index, dataset, started_s)
 
 
@@ -395,7 +347,7 @@ def _find_all(run: ShardRun) -> list[ShardIndex]:
         ColabUtilsError: if shards are missing, or have another recipe than the first one.
     """
     store = open_store(run.folder)
-    names = [name_shard(run.folder, number).name for number, _ in run.list_shards()]
+    names = [name_shard(number) for number in run.numbers]
     with ThreadPool(COPY_STREAMS) as pool:
         indexes = list(pool.map(lambda name: find_shard(store, name, run), names))
     missing = [str(number) for number, index in enumerate(indexes) if index is None]

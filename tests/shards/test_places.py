@@ -10,7 +10,6 @@ import pytest
 
 from colab_utils.drive import DriveLostError, RefusedError
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import open_store
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.places import open_place
 from colab_utils.shards import copy as copying
@@ -102,13 +101,6 @@ def test_expired_credentials_are_never_called_a_damage(filled):
         FaultyFileSystem.calls.clear()
         with pytest.raises(RefusedError, match="token has expired"):
             ShardDataset(URL)[29]
-
-
-def test_shards_that_only_the_workers_see_are_told(photos):
-    """The files of ``memory://`` end with the process that writes them."""
-    with pytest.raises(ColabUtilsError, match="this process does not see all of them"):
-        write(photos, shards="memory://lost/shards")
-    assert not open_store("memory://lost/shards").find_kind("index.json")
 
 
 def test_a_second_writer_at_a_url_is_refused(photos, bucket):
