@@ -3,7 +3,7 @@ training uses the shards.
 """
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from concurrent.futures import CancelledError
 from contextlib import closing
 from itertools import chain
@@ -18,10 +18,10 @@ from colab_utils.loading.dataset import ShardDataset, ShardFiles, load_shards
 from colab_utils.places import Place, PlaceLike, open_place, require_local_path
 from colab_utils.processes import start_thread
 from colab_utils.require import require_count
-from colab_utils.shards.copy import COPY_STREAMS, prepare_copy
+from colab_utils.shards.copy import prepare_copy
 from colab_utils.shards.index import INDEX_NAME, ShardIndex, read_index, write_index
 from colab_utils.shards.lock import WRITER_NAME, lock_here
-from colab_utils.shards.plan import order_shards
+from colab_utils.shards.plan import plan_windows
 from colab_utils.streams import MOST_STREAMS
 
 # Seconds between two checks for shards that have arrived.
@@ -37,32 +37,6 @@ _GRACE_S = 30.0
 # The tables of so many shards are read at the same time. Those of a shard lie at the start of the
 # small file beside it. On a bad day, it takes 606 ms to read them on Drive.
 _READERS = 32
-
-
-def plan_windows(recipe: dict[str, Any], images: Sequence[int], seed: int) -> list[list[int]]:
-    """Return the shards in the order of their copy, cut into windows. In its first epoch, training
-    reads one window after the other.
-
-    A window has one or more shards. A window of several shards has at most as many images as all
-    earlier windows together. The number of its shards is at most the number that is copied at the
-    same time.
-
-    Args:
-        recipe: the recipe of the shards.
-        images: number of images of each shard.
-        seed: seed of the order.
-    """
-    windows: list[list[int]] = []
-    before = 0
-    count = 0
-    for number in order_shards(recipe, len(images), seed):
-        count += images[number]
-        if not windows or len(windows[-1]) == COPY_STREAMS or count > before:
-            windows.append([])
-            before += count - images[number]
-            count = images[number]
-        windows[-1].append(number)
-    return windows
 
 
 class Arrival:
@@ -103,8 +77,7 @@ class Arrival:
     ) -> None:
         self.target = target
         self.index = index
-        images = [shard.images for shard in index.shards]
-        self.windows = plan_windows(index.recipe, images, seed)
+        self.windows = plan_windows(index.recipe, len(index.shards), seed)
         self._order = [*chain(*self.windows)]
         self.arrived: set[int] = set()
         self._workers = workers

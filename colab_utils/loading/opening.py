@@ -16,7 +16,7 @@ from colab_utils.drive import is_on_drive
 from colab_utils.errors import ColabUtilsError, UnavailableError
 from colab_utils.file_cache import FileCache
 from colab_utils.files import open_store
-from colab_utils.loading.arriving import POLL_S, ArrivingShards, plan_windows
+from colab_utils.loading.arriving import POLL_S, ArrivingShards
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.ranks import find_ranks
@@ -28,7 +28,13 @@ from colab_utils.shards.folder_state import find_common_recipe
 from colab_utils.shards.index import ShardIndex, find_index
 from colab_utils.shards.jobs import ShardRun
 from colab_utils.shards.lock import WRITER_NAME, hold_folder
-from colab_utils.shards.plan import make_recipe, open_annotations, plan_recipe, split_images
+from colab_utils.shards.plan import (
+    make_recipe,
+    open_annotations,
+    plan_recipe,
+    plan_windows,
+    split_images,
+)
 from colab_utils.streams import require_streams
 from colab_utils.units import format_count
 
@@ -214,9 +220,8 @@ class LooseFiles(CocoFolder):
             **{name: recipe[name] for name in names},
         )
         self._is_reduced = recipe.get("reduced_decode", False)
-        counts = [*map(len, parts)]
-        self.shard_of = np.repeat(np.arange(len(parts)), counts)
-        self.windows = plan_windows(recipe, counts, seed)
+        self.shard_of = np.repeat(np.arange(len(parts)), [*map(len, parts)])
+        self.windows = plan_windows(recipe, len(parts), seed)
         self._open_shards = partial(_open_shards, run.folder, seed, contiguous_labels)
         self._ssd = run.folder
 
@@ -242,8 +247,7 @@ def _open_shards(folder: Place, seed: int, contiguous_labels: bool) -> ShardData
     On another machine, they may still be arriving.
     """
     shards = ShardDataset(folder, contiguous_labels=contiguous_labels)
-    index = shards.index
-    shards.windows = plan_windows(index.recipe, [shard.images for shard in index.shards], seed)
+    shards.windows = plan_windows(shards.index.recipe, len(shards.index.shards), seed)
     return shards
 
 

@@ -99,7 +99,7 @@ class BatchSampler(Sampler[list[int]]):
         left: int64: indices of this epoch's images. After a change of the batch size, they are
             the images that were not delivered yet.
         earlier: Batch sizes and numbers of delivered batches, as in `LoaderState`.
-        windows: Lists of shard numbers (see `Arrival.plan_windows`). The epoch trains on one list
+        windows: Lists of shard numbers (see `plan_windows`). The epoch trains on one list
             after another. Images that one list leaves over are shuffled together with those of the
             next list. Without windows, all images are shuffled together.
 

@@ -13,7 +13,6 @@ from colab_utils.drive import guard_drive
 from colab_utils.errors import DAMAGE, ColabUtilsError, explain_os_error
 from colab_utils.files import hash_bytes, open_store, parse_file
 from colab_utils.places import Place, open_place
-from colab_utils.shards.lock import find_writer, lock_here
 
 FORMAT_NAME = "colab_utils shards"
 
@@ -117,19 +116,11 @@ def read_index(folder: str | Place) -> ShardIndex:
     index = find_index(folder)
     if index is not None:
         return index
-    with lock_here(folder) as is_free:
-        pass
-    writer = find_writer(folder, is_locked=not is_free)
-    if writer:
-        raise ColabUtilsError(
-            f"The shards in {folder} are not finished: preprocess is writing there "
-            f"({writer!r}). Wait until it has ended."
-        )
     problem = f"There is no folder of shards at {folder}"
     if open_store(folder).find_kind():
         problem = f"There is no {INDEX_NAME} in {folder}"
     raise ColabUtilsError(
-        f"{problem}. Run preprocess (or copy) first: "
+        f"{problem}. Run preprocess (or copy) first, or wait until it has ended: "
         "if it was interrupted, it continues where it stopped."
     )
 

@@ -86,8 +86,8 @@ def hold_folder(folder: Place) -> Iterator[None]:
         store.make()
     with lock_here(folder) as is_free:
         with explain_write(folder):
-            writer = find_writer(folder, is_locked=not is_free)
-        if writer:
+            writer = _find_writer(store)
+        if not is_free or (writer and _name_host() not in writer):
             raise ColabUtilsError(
                 f"Another writer is at work in {folder} ({writer!r}). Let it end, or stop it. "
                 "Then run the same again: your run continues there. (A writer on a machine that is "
@@ -95,7 +95,7 @@ def hold_folder(folder: Place) -> Iterator[None]:
             )
         try:
             with explain_write(folder):
-                text = f"process {os.getpid()} on {os.uname().nodename}\n{_find_host()}\n"
+                text = f"process {os.getpid()} on {os.uname().nodename} ({_name_host()})"
                 store.write(WRITER_NAME, text.encode())
                 remove_leftovers(store)
             start_thread(touch, "writer")
@@ -136,22 +136,13 @@ def lock_here(folder: Place) -> Iterator[bool]:
             yield True
 
 
-def find_writer(folder: Place, *, is_locked: bool) -> str:
-    """Return who writes into a folder, such as "process 12 on HOST"; "" if nobody does.
-
-    Args:
-        folder: the folder, which need not exist.
-        is_locked: whether a process of this machine holds the lock of the system.
-    """
-    store = open_store(folder)
-    lines = ""
-    is_touched = False
+def _find_writer(store: Store) -> str:
+    """Return the mark that a writer touched shortly before; "" if there is none."""
+    if abs(_measure_silence_s(store.stamp(WRITER_NAME))) > _SILENT_S:
+        return ""
     with suppress(FileNotFoundError):
-        lines = store.read(WRITER_NAME)[:200].decode(errors="replace")
-        is_touched = abs(_measure_silence_s(store.stamp(WRITER_NAME))) < _SILENT_S
-    writer, host, *_ = (lines + "\n").split("\n")
-    is_writing = is_locked or (is_touched and host != _find_host())
-    return (writer or "unknown") if is_writing else ""
+        return store.read(WRITER_NAME)[:200].decode(errors="replace") or "unknown"
+    return ""
 
 
 def _measure_silence_s(stamp: FileStamp) -> float:
@@ -169,6 +160,6 @@ def _is_written(stamp: FileStamp, host: str, pid: int) -> bool:
     return False
 
 
-def _find_host() -> str:
+def _name_host() -> str:
     """Return a text that names this machine and this user."""
     return f"{find_host()} {os.getuid()}"

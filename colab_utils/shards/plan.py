@@ -96,11 +96,21 @@ def split_images(recipe: dict[str, Any], images: int) -> list[NDArray[np.int64]]
     return [shard for shard in np.split(order, ends) if len(shard)]
 
 
-def order_shards(recipe: dict[str, Any], shards: int, seed: int) -> list[int]:
-    """Return an order of the shards: the small first ones, then the others at random."""
+def plan_windows(recipe: dict[str, Any], shards: int, seed: int) -> list[list[int]]:
+    """Return the shards in the order of their copy, cut into windows. In its first epoch, training
+    reads one window after the other.
+
+    The small first shards come first, each alone. The others follow in a random order. Their
+    windows grow to the number of shards that are copied at the same time.
+
+    Example:
+        >>> [len(window) for window in plan_windows({"ramp_mb": [4, 8]}, 12, seed=0)]
+        [1, 1, 1, 1, 2, 4, 2]
+    """
     ramp = min(shards, len(recipe.get("ramp_mb", ())))
     others = ramp + np.random.default_rng(seed).permutation(shards - ramp)
-    return [*range(ramp), *others.tolist()]
+    windows = np.split(others, [1, 2, *range(4, len(others), 4)])
+    return [[number] for number in range(ramp)] + [w.tolist() for w in windows if len(w)]
 
 
 def open_annotations(images: str | Place, annotations: str | Place) -> CocoDataset:

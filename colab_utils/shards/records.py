@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 MISSING = "the file is missing"
 """The reason for leaving out an image whose file was not found."""
 
+# What a recipe tells `store_image`. The recipe of a trial has no ``exif`` yet, and those of older
+# versions have no ``reduced_decode``.
+_STORE_SETTINGS = ("min_size", "max_size", "storage", "exif", "reduced_decode")
+
 _JPEG_QUALITY = 95
 
 _KEPT_KINDS = ("JPEG", "MPO", "PNG")
@@ -85,7 +89,7 @@ def store_image(
     max_size: int,
     storage: Storage = "shrink",
     exif: str = "keep",
-    is_reduced: bool = False,
+    reduced_decode: bool = False,
 ) -> StoredImage:
     """Decode an image to be sure that it is complete, then keep its bytes or shrink it.
 
@@ -100,7 +104,7 @@ def store_image(
         max_size: longer side that training needs, in pixels.
         storage: "shrink" shrinks larger images; "keep" shrinks nothing.
         exif: "turn" or "keep": what becomes of an image that EXIF turns, if its size does not tell.
-        is_reduced: whether a large JPEG is decoded at a part of its size, as in `open_reduced`.
+        reduced_decode: whether a large JPEG is decoded at a part of its size, as in `open_reduced`.
 
     Raises:
         ColabUtilsError: if the data is not a complete image, or its size is not the size in the
@@ -108,7 +112,7 @@ def store_image(
     """
     limits = {} if storage == "keep" else {"min_size": min_size, "max_size": max_size}
     image, kind, original, turn, is_turned = open_upright(
-        data, size, exif, **(limits if is_reduced else {})
+        data, size, exif, **(limits if reduced_decode else {})
     )
     stored = plan_size(*original, **limits)
     is_unclear = turn == "unclear"
@@ -257,15 +261,11 @@ def try_sample(
     """
     image = dataset.image(i)
     faults = Counter[str]()
-    # The recipe of a trial has no ``exif`` yet.
-    exif = recipe.get("exif", "keep")
     try:
         stored = store_image(
             read(),
             (image["height"], image["width"]),
-            **{name: recipe[name] for name in ("min_size", "max_size", "storage")},
-            exif=exif,
-            is_reduced=recipe.get("reduced_decode", False),
+            **{name: recipe[name] for name in _STORE_SETTINGS if name in recipe},
         )
         record = make_record(image, dataset.annotations(i), stored, faults)
     except UnavailableError:
@@ -273,7 +273,7 @@ def try_sample(
     except ColabUtilsError as error:
         return SkippedImage(image["file_name"], str(error))
     if stored.is_unclear:
-        faults["EXIF rotation, turned" if exif == "turn" else "EXIF rotation, unclear"] += 1
+        faults[f"EXIF rotation, {'turned' if recipe.get('exif') == 'turn' else 'unclear'}"] += 1
     key = f"{image['id']:012d}"
     members = [
         split_member(f"{key}.{stored.extension}", stored.data),

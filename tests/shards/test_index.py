@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 
 import pytest
@@ -15,7 +14,6 @@ from colab_utils.shards.index import (
     read_index,
     write_index,
 )
-from colab_utils.shards.lock import hold_folder
 from tests.bad_reads import BadReads, alter, cut
 
 INFO = ShardInfo(
@@ -151,16 +149,6 @@ def test_an_index_that_was_read_badly_is_read_again(tmp_path, monkeypatch, chang
     reads = BadReads(monkeypatch, ".json", change, times)
     assert read_index(tmp_path) == INDEX
     assert reads.times == 0
-
-
-def test_a_folder_that_preprocess_writes_is_told(tmp_path):
-    with (
-        hold_folder(tmp_path),
-        pytest.raises(
-            ColabUtilsError, match=rf"preprocess is writing there \('process {os.getpid()} on"
-        ),
-    ):
-        read_index(tmp_path)
 
 
 @pytest.mark.parametrize("change", [cut, alter])

@@ -154,9 +154,9 @@ def test_every_kind_of_image_decodes_to_its_pixels(name, data, kept):
 
 
 @every_kind
-@pytest.mark.parametrize("is_reduced", [False, True])
-def test_every_kind_of_image_is_shrunk(name, data, kept, is_reduced):
-    stored = store_image(data, (48, 64), min_size=24, max_size=100, is_reduced=is_reduced)
+@pytest.mark.parametrize("reduced_decode", [False, True])
+def test_every_kind_of_image_is_shrunk(name, data, kept, reduced_decode):
+    stored = store_image(data, (48, 64), min_size=24, max_size=100, reduced_decode=reduced_decode)
     assert stored.size == (24, 32)
     assert stored.original == (48, 64)
     is_lossy = name.endswith(("jpg", "mpo", "webp"))
@@ -209,7 +209,7 @@ def test_a_photo_is_decoded_at_the_scale_that_training_needs(kind, min_size, sca
 
     monkeypatch.setattr(Image.Image, "resize", resize)
     limits = {"min_size": min_size, "max_size": 1333}
-    stored = store_image(PHOTOS[kind], (601, 803), **limits, is_reduced=True)
+    stored = store_image(PHOTOS[kind], (601, 803), **limits, reduced_decode=True)
     assert drafts[0] == (-(-803 // scale), -(-601 // scale))
     whole = store_image(PHOTOS[kind], (601, 803), **limits)
     assert stored._replace(data=b"") == whole._replace(data=b"")
@@ -222,23 +222,25 @@ def test_a_turned_photo_is_decoded_at_the_scale_that_training_needs(orientation)
     data = save(PHOTO, "JPEG", quality=92, exif=make_exif(orientation))
     size = (803, 601) if orientation > 4 else (601, 803)
     options = {"exif": "turn", "min_size": 140, "max_size": 1333}
-    stored = store_image(data, size, **options, is_reduced=True)
+    stored = store_image(data, size, **options, reduced_decode=True)
     whole = store_image(data, size, **options)
     assert stored.data != whole.data
     assert stored._replace(data=b"") == whole._replace(data=b"")
     assert stored.original == size
     assert 0 < compare_scales(data, size, **options) < 1
     with pytest.raises(ColabUtilsError, match="the file has 803 x 601"):
-        store_image(data, (601, 804), **options, is_reduced=True)
+        store_image(data, (601, 804), **options, reduced_decode=True)
 
 
 @pytest.mark.parametrize("min_size", [301, 601, 800])
 def test_a_photo_that_is_kept_or_below_twice_the_size_has_the_same_bytes_as_ever(min_size):
     for data in (*PHOTOS.values(), save(PHOTO, "WEBP"), save(PHOTO, "PNG")):
         whole = store_image(data, (601, 803), min_size=min_size, max_size=1333)
-        reduced = store_image(data, (601, 803), min_size=min_size, max_size=1333, is_reduced=True)
+        reduced = store_image(
+            data, (601, 803), min_size=min_size, max_size=1333, reduced_decode=True
+        )
         assert reduced == whole
-    limits = {"min_size": 140, "max_size": min_size, "storage": "keep", "is_reduced": True}
+    limits = {"min_size": 140, "max_size": min_size, "storage": "keep", "reduced_decode": True}
     assert store_image(PHOTOS["rgb"], (601, 803), **limits).data == PHOTOS["rgb"]
 
 
@@ -341,7 +343,7 @@ def test_photos_cut_short_are_refused_at_any_scale(kind, share, monkeypatch):
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
     data = PHOTOS[kind][: int(len(PHOTOS[kind]) * share)]
     with pytest.raises(ColabUtilsError, match=r"not an image|not a complete image"):
-        store_image(data, (601, 803), min_size=60, max_size=100, is_reduced=True)
+        store_image(data, (601, 803), min_size=60, max_size=100, reduced_decode=True)
 
 
 @given(data=st.data())
@@ -354,7 +356,9 @@ def test_damaged_images_are_stored_or_refused_never_anything_else(data):
             st.integers(0, 255)
         )
     with contextlib.suppress(ColabUtilsError):
-        stored = store_image(bytes(damaged), (48, 64), min_size=24, max_size=40, is_reduced=True)
+        stored = store_image(
+            bytes(damaged), (48, 64), min_size=24, max_size=40, reduced_decode=True
+        )
         assert max(stored.size) <= 40
 
 
