@@ -18,14 +18,14 @@ from colab_utils.loading.dataset import ShardDataset, ShardFiles, load_shards
 from colab_utils.places import Place, PlaceLike, open_place, require_local_path
 from colab_utils.processes import start_thread
 from colab_utils.require import require_count
-from colab_utils.shards.copy import prepare_copy
+from colab_utils.shards.copy import COPY_STREAMS, prepare_copy
 from colab_utils.shards.index import INDEX_NAME, ShardIndex, read_index, write_index
 from colab_utils.shards.lock import WRITER_NAME, lock_here
 from colab_utils.shards.plan import plan_windows
 from colab_utils.streams import MOST_STREAMS
 
 # Seconds between two checks for shards that have arrived.
-POLL_S = 0.02
+_POLL_S = 0.02
 # Seconds between two looks at files that another process brings.
 _LOOK_S = 0.1
 # Seconds to wait for the end of a copy that was stopped. A read of Drive may hang for longer.
@@ -69,11 +69,11 @@ class Arrival:
     def __init__(
         self,
         source: Place,
-        target: Path,
+        target: Place,
         index: ShardIndex,
         *,
         seed: int,
-        workers: int,
+        workers: int = COPY_STREAMS,
     ) -> None:
         self.target = target
         self.index = index
@@ -152,7 +152,7 @@ class Arrival:
             for number, shard in enumerate(self.index.shards):
                 if self.copying.target.has_files(shard.files()):
                     self.arrived.add(number)
-            if self.is_complete and (self.target / INDEX_NAME).exists():
+            if self.is_complete and self.copying.target.find_kind(INDEX_NAME):
                 return
 
     def _copy_all(self) -> None:
@@ -195,7 +195,7 @@ class _ArrivingFiles(ShardFiles):
         if name in self._missing:
             if self._arrival is not None and self._process == os.getpid():
                 for _ in self._arrival.wait_for({shard}):
-                    sleep(POLL_S)
+                    sleep(_POLL_S)
             else:
                 self._wait_for(name)
             self._missing.pop(name, None)

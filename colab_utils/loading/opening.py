@@ -4,7 +4,6 @@ import shutil
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from time import monotonic, sleep
 from typing import Literal
 
 import numpy as np
@@ -16,7 +15,7 @@ from colab_utils.drive import is_on_drive
 from colab_utils.errors import ColabUtilsError, UnavailableError
 from colab_utils.file_cache import FileCache
 from colab_utils.files import open_store
-from colab_utils.loading.arriving import POLL_S, ArrivingShards
+from colab_utils.loading.arriving import Arrival, ArrivingShards
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.ranks import find_ranks
@@ -27,21 +26,17 @@ from colab_utils.require import require_count, require_max_bad
 from colab_utils.shards.folder_state import find_common_recipe
 from colab_utils.shards.index import ShardIndex, find_index
 from colab_utils.shards.jobs import ShardRun
-from colab_utils.shards.lock import WRITER_NAME, hold_folder
 from colab_utils.shards.plan import (
     make_recipe,
     open_annotations,
     plan_recipe,
     plan_windows,
-    split_images,
 )
 from colab_utils.streams import require_streams
 from colab_utils.units import format_count
 
 # The folder of the files that are kept while shards are written, in the folder of the shards.
 _CACHE_NAME = ".loose-files"
-# Seconds in which the first process of a machine removes the mark of a killed writer.
-_MARK_S = 5.0
 
 
 def open_dataset(
@@ -123,10 +118,8 @@ def open_dataset(
     index = _find_complete(ssd)
     is_here = index is not None and open_store(ssd).has_files(index.files())
     on_drive = None
-    instead = f"the shards in {ssd}, which were not compared with the annotations"
     try:
         _require_same(ssd, index, annotations)
-        instead = f"the shards in {ssd}"
         if drive is not None:
             on_drive = _find_complete(drive)
             if on_drive != index:
@@ -135,20 +128,17 @@ def open_dataset(
         if not is_here and is_on_drive(images):
             raise
         drive = None
-        warn(error, f"So training reads {instead}." if is_here else UNSENT)
-    if is_here and (drive is None or on_drive is not None):
+        instead = f"So training reads the shards in {ssd}. Drive may hold newer annotations."
+        warn(error, instead if is_here else UNSENT)
+    if is_here or on_drive is not None:
         shutil.rmtree(ssd / _CACHE_NAME, ignore_errors=True)
-        return _open_shards(ssd, seed, contiguous_labels)
+    if is_here:
+        shards = _open_shards(ssd, seed, contiguous_labels)
+        if drive is not None and on_drive is None:
+            _begin_sending(shards, drive, seed)
+        return shards
     if drive is not None and on_drive is not None:
-        shutil.rmtree(ssd / _CACHE_NAME, ignore_errors=True)
-        try:
-            _remove_mark(ssd)
-            return ArrivingShards(
-                drive, ssd, seed=seed, contiguous_labels=contiguous_labels, index=on_drive
-            )
-        except ColabUtilsError as error:
-            warn(error, f"So training reads the shards in {drive} themselves, which is slower.")
-            return _open_shards(drive, seed, contiguous_labels)
+        return _open_on_drive(drive, ssd, on_drive, seed, contiguous_labels)
     dataset = open_annotations(images, annotations)
     recipe = find_common_recipe([ssd] if drive is None else [drive, ssd], dataset) or recipe
     cache = FileCache(ssd / _CACHE_NAME)
@@ -157,33 +147,45 @@ def open_dataset(
     cache.reserve_bytes += len(dataset) * recipe["shard_mb"] * 1e6 / recipe["images_per_shard"]
     run = ShardRun(ssd, images, dataset, recipe, max_bad, cache=cache)
     loose = LooseFiles(run, streams=streams, seed=seed, contiguous_labels=contiguous_labels)
-    opened = _open_shards(ssd, seed, contiguous_labels) if is_here else loose
-    opened.max_bad = count_allowed(len(dataset), max_bad)
-    _begin_writing(
-        opened,
-        ShardWriter(
-            run,
-            drive if find_ranks().is_on_first_host else None,
-            # Shards in which no image can be used are not among those that were opened.
-            order=[*chain(*loose.windows)],
-            streams=streams,
-            is_written=is_here,
-        ),
-    )
-    return opened
+    _begin_writing(loose, ShardWriter(run, drive, [*chain(*loose.windows)], streams))
+    return loose
+
+
+def _open_on_drive(
+    drive: Place, ssd: Path, index: ShardIndex, seed: int, contiguous_labels: bool
+) -> ShardDataset:
+    """Open shards that arrive from Drive; if the SSD cannot take them, open them there."""
+    try:
+        return ArrivingShards(
+            drive, ssd, seed=seed, contiguous_labels=contiguous_labels, index=index
+        )
+    except ColabUtilsError as error:
+        instead = f"So training reads the shards in {drive} themselves, which is slower."
+        warn(error, instead, stacklevel=4)
+        return _open_shards(drive, seed, contiguous_labels)
+
+
+def _begin_sending(shards: ShardDataset, drive: Place, seed: int) -> None:
+    """Begin to copy the shards of the SSD to Drive, or warn; one process of all does so."""
+    ranks = find_ranks()
+    if ranks.is_first_here and ranks.is_on_first_host:
+        try:
+            shards.arrival = Arrival(shards.folder, drive, shards.index, seed=seed)
+        except ColabUtilsError as error:
+            warn(error, UNSENT, stacklevel=4)
 
 
 def _begin_writing(dataset: CocoSamples, writer: ShardWriter) -> None:
-    """Begin to write shards, or warn; one process of each machine does so."""
-    if find_ranks().is_first_here:
+    """Begin to write shards, or warn. One process of each machine writes, and one of all sends."""
+    ranks = find_ranks()
+    if not ranks.is_on_first_host:
+        writer.drive = None
+    if ranks.is_first_here:
         try:
             dataset.arrival = Writing(writer)
         except ColabUtilsError as error:
-            warn(
-                error,
-                f"So training reads the files in {writer.run.images}, and this call writes no "
-                "shards.",
-            )
+            instead = f"So training reads the files in {writer.run.images}, and this call writes"
+            warn(error, f"{instead} no shards.", stacklevel=4)
 
 
 class LooseFiles(CocoFolder):
@@ -208,20 +210,20 @@ class LooseFiles(CocoFolder):
         contiguous_labels: bool,
     ) -> None:
         recipe = run.recipe
-        parts = split_images(recipe, len(run.dataset))
         names = ("min_size", "max_size") if recipe["storage"] == "shrink" else ()
         super().__init__(
             run.images,
-            run.dataset.select(np.concatenate(parts)),
+            run.dataset.select(np.concatenate(run.shards)),
             contiguous_labels=contiguous_labels,
             streams=streams,
             exif=recipe.get("exif", "keep"),
             cache=run.cache,
             **{name: recipe[name] for name in names},
         )
+        self.max_bad = count_allowed(len(run.dataset), run.max_bad)
         self._is_reduced = recipe.get("reduced_decode", False)
-        self.shard_of = np.repeat(np.arange(len(parts)), [*map(len, parts)])
-        self.windows = plan_windows(recipe, len(parts), seed)
+        self.shard_of = np.repeat(np.arange(len(run.shards)), [*map(len, run.shards)])
+        self.windows = plan_windows(recipe, len(run.shards), seed)
         self._open_shards = partial(_open_shards, run.folder, seed, contiguous_labels)
         self._ssd = run.folder
 
@@ -267,17 +269,3 @@ def _require_same(folder: Place, index: ShardIndex | None, annotations: PlaceLik
             f"The shards in {folder} are of other annotations. Name another folder, or delete "
             "these shards if the annotations have changed."
         )
-
-
-def _remove_mark(folder: Path) -> None:
-    """Remove the mark of a writer that was killed. One process of a machine does, and others wait.
-
-    Raises:
-        ColabUtilsError: the writer is still at work.
-    """
-    until_s = monotonic() + _MARK_S
-    while (folder / WRITER_NAME).exists() and monotonic() < until_s:
-        if find_ranks().is_first_here:
-            with hold_folder(folder):
-                return
-        sleep(POLL_S)

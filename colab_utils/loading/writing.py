@@ -9,10 +9,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from multiprocessing.connection import Connection
-from time import process_time
 from typing import Any
-
-import numpy as np
 
 from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, describe_error
@@ -23,7 +20,6 @@ from colab_utils.processes import (
     end_process,
     explain_lost_process,
     explain_shared_memory,
-    share_array,
 )
 from colab_utils.running import JobProgress
 from colab_utils.shards.copy import Copying
@@ -38,8 +34,6 @@ _PRIORITY = 19
 _STOP_S = 3.0
 # The writings of this process, by its number and the folder of the shards.
 _writings: "weakref.WeakValueDictionary[tuple[int, str], Writing]" = weakref.WeakValueDictionary()
-# Places of the numbers that both processes share.
-_WRITTEN, _SENT, _CPU_S = range(3)
 UNSENT = "The shards are not sent to Drive in this session. Training goes on."
 
 
@@ -59,74 +53,68 @@ class ShardWriter:
     order: list[int]
     """Numbers of the shards, in the order in which they are written."""
     streams: int | str
-    is_written: bool
-    """Whether all shards are in the folder of the run, so that they are only sent."""
+    _failure: ColabUtilsError | None = None
 
-    def __post_init__(self) -> None:
-        # Memory that both processes share: shards written, shards sent, and the CPU time.
-        self.done = share_array(np.float64, 3)
-        self._failure: ColabUtilsError | None = None
+    def begin(self) -> None:
+        """Check that the folders take files. If the one on Drive does not, a warning says why.
+
+        Raises:
+            ColabUtilsError: another process writes there, or the disk is too small.
+        """
+        with hold_folder(self.run.folder), explain_write(self.run.folder):
+            begin_folder(self.run)
+        if self.drive is not None:
+            try:
+                with hold_folder(self.drive):
+                    return
+            except ColabUtilsError as error:
+                self.drive = None
+                warn(error, UNSENT, stacklevel=5)
 
     def serve(self, connection: Connection, stop: Any) -> None:
-        """Write shards in a process of its own, and say how that began and how it ended.
+        """Write shards in a process of its own, until ``stop`` is set.
 
-        Args:
-            connection: gets the error for which ``drive`` takes no shards, or None, when the
-                folders are locked; and in the end the error that ended the work, or None.
-            stop: event that ends the work.
+        In the end, the connection gets the error that ended the work, or None.
         """
         os.nice(_PRIORITY)
         if self.run.cache is not None:
             self.run.cache.gives_way = True
-        self._progress = JobProgress(stop=stop)
         error: ColabUtilsError | None = None
         try:
-            self._write(connection)
+            self._write(JobProgress(stop=stop))
         except ColabUtilsError as failure:
             error = failure
         except Exception as failure:
             error = ColabUtilsError(f"The writing of shards failed: {describe_error(failure)}")
-        connection.send([None, error])
+        connection.send(error)
 
-    def _write(self, connection: Connection) -> None:
+    def _write(self, progress: JobProgress) -> None:
         """Write and send all shards.
 
         Raises:
             ColabUtilsError: shards cannot be written or sent, or the work was stopped.
         """
         run = self.run
+        done: list[ShardIndex] = []
         with ExitStack() as stack:
             stack.enter_context(hold_folder(run.folder))
-            if not self.is_written:
-                with explain_write(run.folder):
-                    begin_folder(run)
             self._try_on_drive(lambda drive: stack.enter_context(hold_folder(drive)))
-            connection.send([self._failure, None])
-            self._failure = None
-            index = join_index(run, self._write_shards())
+            numbers = map(partial(self._fetch, progress.stop), self.order)
+            for index in write_in_turn(run, numbers, progress, streams=self.streams):
+                done.append(index)
+                check_bad(run, done)
+                if index.images:
+                    self._try_on_drive(partial(self._send, progress.stop, index.shards[0]))
+            index = join_index(run, done)
             write_index(run.folder, index)
             self._try_on_drive(lambda drive: write_index(drive, index))
         if self._failure is not None:
             raise self._failure
 
-    def _write_shards(self) -> list[ShardIndex]:
-        """Write and send all shards that are not finished; return an index of each shard."""
-        done: list[ShardIndex] = []
-        run = self.run
-        numbers = map(self._fetch, self.order)
-        for index in write_in_turn(run, numbers, self._progress, streams=self.streams):
-            done.append(index)
-            self.done[[_WRITTEN, _CPU_S]] = len(done), process_time()
-            check_bad(run, done)
-            if index.images:
-                self._try_on_drive(partial(self._send, index.shards[0]))
-        return done
-
-    def _fetch(self, number: int) -> int:
+    def _fetch(self, stop: Any, number: int) -> int:
         """Copy a shard from Drive if an earlier session finished it; return its number."""
         name = name_shard(number)
         if self.drive is not None and not open_store(self.run.folder).find_kind(name):
-            stop = self._progress.stop
             # A shard that cannot be copied is written anew.
             with suppress(ColabUtilsError, OSError):
                 index = find_shard(open_store(self.drive, stop), name, self.run)
@@ -134,6 +122,9 @@ class ShardWriter:
                     fetching = Copying(self.drive, self.run.folder, stop=stop, overwrite=True)
                     fetching.copy_shard(*index.shards)
         return number
+
+    def _send(self, stop: Any, shard: ShardInfo, drive: Place) -> None:
+        Copying(self.run.folder, drive, stop=stop, overwrite=True).copy_shard(shard)
 
     def _try_on_drive(self, call: Callable[[Place], object]) -> None:
         """Call a function that writes into the folder on Drive. After an error, nothing more is
@@ -148,11 +139,6 @@ class ShardWriter:
             self._failure = error
             self.drive = None
 
-    def _send(self, shard: ShardInfo, drive: Place) -> None:
-        sending = Copying(self.run.folder, drive, stop=self._progress.stop, overwrite=True)
-        sending.copy_shard(shard)
-        self.done[_SENT] += 1
-
 
 class Writing:
     """A process of low priority that writes shards, and sends them to Drive.
@@ -165,41 +151,31 @@ class Writing:
     An earlier writing of this process into the same folder is stopped: a notebook's cell that runs
     again opens its dataset anew, while the dataset before still lives.
 
-    If the folder on Drive takes no shards, a warning says why.
-
     Raises:
         ColabUtilsError: another process writes there, or the disk is too small.
     """
 
     def __init__(self, writer: ShardWriter) -> None:
-        self._done = writer.done
+        self._folder = writer.run.folder
         self._shards = len(writer.order)
-        key = (os.getpid(), identify_place(writer.run.folder))
+        key = (os.getpid(), identify_place(self._folder))
         earlier = _writings.get(key)
         if earlier is not None:
             earlier.stop()
+        writer.begin()
         with explain_shared_memory():
             stop = multiprocessing.get_context("fork").Event()
             self._process, self._connection = start_worker(writer.serve, stop)
         _writings[key] = self
         self._finalizer = weakref.finalize(self, _end, os.getpid(), stop, self._process)
-        refusal, error = self._receive()
-        if error is not None:
-            raise error
-        if refusal is not None:
-            warn(refusal, UNSENT, stacklevel=5)
-
-    def _receive(self) -> list[ColabUtilsError | None]:
-        """Return what the process says: why Drive takes no shards, and why it has ended early."""
-        with suppress(EOFError, OSError):
-            messages: list[ColabUtilsError | None] = self._connection.recv()
-            return messages
-        return [None, explain_lost_process()]
 
     @cached_property
     def _error(self) -> ColabUtilsError | None:
         """Return the error that ended the process; None if it has done its work."""
-        return self._receive()[1]
+        with suppress(EOFError, OSError):
+            error: ColabUtilsError | None = self._connection.recv()
+            return error
+        return explain_lost_process()
 
     def stop(self) -> None:
         """End at the next image. Finished shards stay, and a new writing continues after them."""
@@ -224,11 +200,8 @@ class Writing:
         return None if self._process.is_alive() else self._error
 
     def __str__(self) -> str:
-        written, sent, cpu_s = self._done.tolist()
-        return (
-            f"{written:.0f} of {self._shards} shards written, {sent:.0f} sent to Drive; the "
-            f"writing took {cpu_s:.1f} s of CPU time, at the lowest priority"
-        )
+        written = len(open_store(self._folder).list_names("shard-*.tar"))
+        return f"{written} of {self._shards} shards written, at the lowest priority"
 
 
 def _end(owner: int, stop: Any, process: Any) -> None:

@@ -265,7 +265,8 @@ def prepare_copy(source: Place, target: Place, index: ShardIndex) -> Copying:
         # An error means that the shards there belong to nobody.
         with suppress(ColabUtilsError):
             earlier = inspect_folder(target).index
-            is_ours = earlier is not None and earlier.fingerprint == index.fingerprint
+            keys = (index.fingerprint, index.recipe)
+            is_ours = earlier is not None and (earlier.fingerprint, earlier.recipe) == keys
         needed = sum(size for name, size, _ in index.files() if store.stamp(name).bytes != size)
     if is_on_drive(source):
         needed += min(needed, _UNDER_WAY_BYTES)

@@ -143,8 +143,7 @@ def test_shards_of_the_ssd_that_are_not_on_drive_are_sent(open_tiny, reference, 
     assert count_samples(dataset) == 12
     dataset.wait()
     count = len(read_index(reference).shards)
-    text = f"{count} of {count} shards written, {count} sent to Drive; the writing took "
-    assert text in str(dataset.arrival)
+    assert len(dataset.arrival.arrived) == count
     assert read_files(places["drive"]) == read_files(reference)
 
 
@@ -511,7 +510,9 @@ def test_a_drive_that_is_gone_is_not_missed_where_the_ssd_has_all_shards(
     )
     call().wait()
     mount.fail(lost=True)
-    with pytest.warns(ColabUtilsWarning, match="Drive got disconnected.*were not compared"):
+    with pytest.warns(
+        ColabUtilsWarning, match="Drive got disconnected.*may hold newer annotations"
+    ):
         dataset = call()
     assert count_samples(dataset) == 12
     (places["ssd"] / "shard-000001.tar").unlink()
