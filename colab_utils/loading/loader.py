@@ -4,15 +4,15 @@ Samples come in a seeded order. Worker processes pack them into shared buffers, 
 """
 
 import math
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Sized
 from copy import copy
 from dataclasses import KW_ONLY, dataclass
 from functools import wraps
+from inspect import signature
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec
+from typing import Any, Literal, ParamSpec
 
 import torch
 from torch import Tensor
@@ -20,12 +20,11 @@ from torch.utils.data import Dataset, Sampler
 
 from colab_utils.data.defects import count_allowed
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.files import hash_bytes
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.contract import Target, Transforms
 from colab_utils.loading.devices import find_device
 from colab_utils.loading.fetcher import Fetcher
-from colab_utils.loading.prefetcher import PREFETCH, Loaded, Prefetcher
+from colab_utils.loading.prefetcher import PREFETCH, LateSample, Loaded, Prefetcher
 from colab_utils.loading.ranks import Ranks, find_ranks
 from colab_utils.loading.sampler import BatchSampler, LoaderState
 from colab_utils.loading.workers import WorkerJob
@@ -33,35 +32,13 @@ from colab_utils.machine import count_cores, require_linux
 from colab_utils.require import require_choice, require_count, require_max_bad, require_number
 from colab_utils.streams import require_streams
 
-if TYPE_CHECKING:
-    from colab_utils.loading.late import LateSample
-
 # The first batches of a loader show what is wrong with its transforms. To check all batches would
 # make the GPU wait.
 _CHECKED_BATCHES = 20
-# Arguments of `make_loader`, and of torch's DataLoader, that a loader takes only when it is made.
-_FIXED = frozenset(
-    {
-        "dataset",
-        "batch_size",
-        "shuffle",
-        "sampler",
-        "drop_last",
-        "seed",
-        "workers",
-        "prefetch",
-        "deliver",
-        "transforms",
-        "image_dtype",
-        "max_wait_s",
-        "num_workers",
-        "collate_fn",
-    }
+_TWO_PASSES = (
+    "Another pass over this loader has begun, and has ended this one. To run two passes at the "
+    "same time, make a loader for each."
 )
-
-_TWO_PASSES = "Two passes over one loader run at the same time. Make a loader for each."
-# Held while a thread begins a pass, so that a second one sees that the loader is in use.
-_BEGINS = threading.Lock()
 
 _P = ParamSpec("_P")
 # What takes the place of an argument of torch's ``DataLoader``.
@@ -287,6 +264,10 @@ def _take_flip(transforms: Any) -> tuple[float, Any]:
     return float(transforms.p), None
 
 
+# What a loader takes only when it is made.
+_FIXED = signature(make_loader).parameters.keys() | _COUNTERPARTS.keys()
+
+
 @dataclass(eq=False, repr=False)
 class Loader:
     """An iterable over the batches of an epoch, made by :func:`make_loader`.
@@ -333,8 +314,6 @@ class Loader:
         self._has_passed = False
         self._passes = 0
         self.expects_pass = False
-        # The thread whose pass is under way; 0 between two passes.
-        self._thread = 0
         self._prefetcher: Prefetcher | None = None
         # The fetcher as it was when the workers started.
         self._forked: Fetcher | None = None
@@ -374,30 +353,14 @@ class Loader:
     __repr__ = __str__
 
     def __iter__(self) -> Iterator[Any]:
-        with _BEGINS:
-            own = threading.get_ident()
-            # A thread that has ended, or this one, has abandoned the pass before.
-            others = {thread.ident for thread in threading.enumerate()} - {own}
-            if self._thread in others:
-                raise ColabUtilsError(_TWO_PASSES)
-            self._thread = own
-            self._passes += 1
-            this_pass = self._passes
-        try:
-            yield from self._deliver_epoch(this_pass)
-        finally:
-            # Another pass of the same thread may have begun meanwhile.
-            if this_pass == self._passes:
-                self._thread = 0
-
-    def _deliver_epoch(self, this_pass: int) -> Iterator[Any]:
+        self._passes += 1
         # The last pass was interrupted, so this pass is the next epoch.
         if self._delivered and not self._resumed:
             self._end_epoch()
         self._look_again()
         self._resumed = False
         self._totals.clear()
-        for number, batch, bad in self._run():
+        for number, batch, bad in self._run(self._passes):
             self._count_bad(bad)
             self._delivered += 1
             self.total = self._totals.pop(number)
@@ -406,10 +369,6 @@ class Loader:
                 self._end_epoch()
             if batch is not None or self._ranks.count > 1:
                 yield None if batch is None else self._deliver(batch)
-                # Another pass that has begun takes the results of this one. Without this check,
-                # this pass would wait for them for ever.
-                if this_pass != self._passes:
-                    raise ColabUtilsError(_TWO_PASSES)
 
     def _look_again(self) -> None:
         """Adapt the order to changes of the dataset and of the processes that train together."""
@@ -429,22 +388,31 @@ class Loader:
         self._order.start_epoch(self.epoch + 1)
         self._delivered = 0
 
-    def _run(self) -> Iterator[Loaded]:
-        """Yield the results of the workers, and end the workers of a pass that is interrupted."""
+    def _run(self, this_pass: int) -> Iterator[Loaded]:
+        """Yield the results of the workers, and end the workers of a pass that is interrupted.
+
+        Raises:
+            ColabUtilsError: Another pass has begun, and has taken the workers.
+        """
         prefetcher = self._open_prefetcher()
-        this_pass = self._passes
+        batches = prefetcher.run(
+            self._plan(),
+            seed=(self.seed, self.epoch, self._ranks.rank),
+            skips_bad=self.max_bad > 0,
+            following=self._list_following(),
+        )
         try:
-            seed = (self.seed, self.epoch, self._ranks.rank)
-            yield from prefetcher.run(
-                self._plan(),
-                seed=seed,
-                skips_bad=self.max_bad > 0,
-                following=self._list_following(),
-            )
+            for loaded in batches:
+                if this_pass == self._passes:
+                    yield loaded
+                if this_pass != self._passes:
+                    raise ColabUtilsError(_TWO_PASSES)
         except BaseException as error:
+            # Another pass has taken the workers, perhaps while this one waited for them.
+            if this_pass != self._passes and isinstance(error, Exception):
+                raise ColabUtilsError(_TWO_PASSES) from None
             # A pass that is left after its last batch is not interrupted.
             is_over = isinstance(error, GeneratorExit) and prefetcher.is_idle
-            # Another pass may have begun meanwhile, and needs the workers.
             if not is_over and this_pass == self._passes:
                 self.close()
             raise
@@ -457,18 +425,13 @@ class Loader:
             return prefetcher
         self.close()
         self._forked = copy(self._fetcher)
-        if self.max_wait_s is None:
-            prefetcher = Prefetcher(self._fetcher, self.workers, self.prefetch)
-        else:
-            from colab_utils.loading.late import BoundedPrefetcher
-
-            prefetcher = BoundedPrefetcher(
-                self._fetcher,
-                self.workers,
-                self.prefetch,
-                max_wait_s=self.max_wait_s,
-                late=self.late,
-            )
+        prefetcher = Prefetcher(
+            self._fetcher,
+            self.workers,
+            self.prefetch,
+            max_wait_s=self.max_wait_s,
+            late=self.late,
+        )
         self._prefetcher = prefetcher
         self._finalizer = weakref.finalize(self, prefetcher.close)
         return prefetcher
@@ -484,8 +447,9 @@ class Loader:
         arrival = self._fetcher.arrival
         shard_of = self._fetcher.shard_of
         is_new = not (first or order.windows) and len(order.left) == order.size
-        if is_new and self._fetcher.source.windows:
-            order.windows = self._choose_windows()
+        # The speed of a copy has no influence, so the same seed always gives the same order.
+        if is_new and not self._has_passed and order.seed is not None and order.sampler is None:
+            order.windows = [*self._fetcher.source.windows]
         for number, indices in islice(enumerate(order), first, None):
             if arrival is not None and shard_of is not None:
                 yield from arrival.wait_for(set(shard_of[indices].tolist()))
@@ -500,31 +464,6 @@ class Loader:
             return iter(())
         ranks = self._ranks
         return (indices[ranks.rank :: ranks.count] for indices in order)
-
-    def _choose_windows(self) -> list[list[int]]:
-        """Return the windows of shards of a new epoch (see `BatchSampler.windows`).
-
-        An epoch has windows until one has run to its end. The speed of the copy has no influence,
-        so the same seed always gives the same order.
-
-        Raises:
-            ColabUtilsError: The processes do not load the same images in the same order.
-        """
-        windows: list[list[int]] = []
-        order = self._order
-        begins_early = order.seed is not None and order.sampler is None and not self._has_passed
-        fetcher = self._fetcher
-        if begins_early:
-            windows = [*fetcher.source.windows]
-        shards = hash_bytes(fetcher.shard_of, fetcher.sizes, repr(windows).encode())
-        own = {**self._take_state().describe_order(), "checksum of the shards": shards}
-        orders = self._ranks.gather(own)
-        if any(other != own for other in orders):
-            raise ColabUtilsError(
-                "The processes that train together do not load the same images in the same order: "
-                f"{orders}. Open the same shards with the same settings in all of them."
-            )
-        return windows
 
     @property
     def reads_ahead(self) -> bool:

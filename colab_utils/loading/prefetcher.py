@@ -3,7 +3,7 @@
 import os
 import pickle
 import traceback
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -41,6 +41,8 @@ keeps."""
 # A killed process ends at once, unless it hangs in a read that the system cannot interrupt. The
 # loader waits at most this many seconds for the end of killed processes.
 _DEATH_S = 5.0
+# The workers are looked at this many times in max_wait_s.
+_LOOKS = 8
 # Seconds between two looks for shards of the next batch that have not arrived.
 _ARRIVAL_S = 0.02
 
@@ -60,11 +62,13 @@ class Load(NamedTuple):
     """Whether bad samples are left out."""
 
 
-class Request(NamedTuple):
-    """A batch that was requested, and the number of its buffer."""
+class LateSample(NamedTuple):
+    """A sample that was not loaded in time."""
 
-    job: WorkerJob
-    buffer: int
+    image: int
+    """Index of the sample in the loader's dataset."""
+    waited_s: float
+    """Seconds that the loader waited for it before the second try."""
 
 
 class Loaded(NamedTuple):
@@ -109,16 +113,6 @@ class Worker:
         """
         with suppress(OSError):
             self.connection.send(message)
-
-
-def end_workers(workers: Sequence[Worker]) -> None:
-    """Kill workers and wait for their end, at most 5 seconds."""
-    for worker in workers:
-        worker.process.kill()
-        worker.connection.close()
-    until_s = perf_counter() + _DEATH_S
-    for worker in workers:
-        end_process(worker.process, max(0.0, until_s - perf_counter()))
 
 
 def _serve(
@@ -176,12 +170,40 @@ class Prefetcher:
     worker that dies is noticed at once and blocks no other worker. Without workers, this process
     loads each batch when it is requested.
 
+    If the worker that loads the next batch begins no other sample for ``max_wait_s``, all workers
+    are killed. New ones, with new buffers, load what has not been delivered. A sample that is late
+    there, too, is left out.
+
+    Args:
+        fetcher: The reader of the samples.
+        workers: Number of workers.
+        prefetch: Batches that each worker prepares ahead.
+        max_wait_s: Seconds to wait for a sample before the second try; None for no limit.
+        late: List to which late samples are appended.
+
     Raises:
         ColabUtilsError: The system starts no more processes.
     """
 
-    def __init__(self, fetcher: Fetcher, workers: int, prefetch: int) -> None:
+    def __init__(
+        self,
+        fetcher: Fetcher,
+        workers: int,
+        prefetch: int,
+        *,
+        max_wait_s: float | None,
+        late: list[LateSample],
+    ) -> None:
         self._fetcher = fetcher
+        self._max_wait_s = max_wait_s
+        self._late = late
+        # The batch that is waited for, the sample that its worker reads, and since when.
+        self._watched = (-1, -1)
+        self._watched_since_s = 0.0
+        # Samples of this pass that have had their first try.
+        self._tried: set[int] = set()
+        # Samples that were given up, and the reason. They are told with the next batch.
+        self._given_up: list[tuple[int, str]] = []
         self._oom_kills = count_oom_kills()
         self._worker_count = workers
         self._ahead = max(1, workers * prefetch)
@@ -192,8 +214,10 @@ class Prefetcher:
         self._early: dict[int, list[int]] = {}
         self._seed: tuple[int, ...] = ()
         self._skips_bad = False
-        # Requests, and the results that have arrived. The keys are the numbers of the batches.
-        self._sent: dict[int, Request] = {}
+        # Requested batches, their buffers, and the results that have arrived. The keys are the
+        # numbers of the batches.
+        self._sent: dict[int, WorkerJob] = {}
+        self._buffers: dict[int, int] = {}
         self._done: dict[int, Result] = {}
         self._workers: list[Worker] = []
         self._start()
@@ -216,8 +240,10 @@ class Prefetcher:
 
         Raises:
             WorkerDiedError: A worker died.
+            ColabUtilsError: A sample was late twice, and ``skips_bad`` is False.
             Exception: A sample raised this error, and ``skips_bad`` is False.
         """
+        self._tried.clear()
         self._seed = seed
         self._skips_bad = skips_bad
         todo = iter(batches)
@@ -231,8 +257,10 @@ class Prefetcher:
                 self._send(*self._planned.popleft())
             if self._sent:
                 first = next(iter(self._sent))
-                if self._wait_for(first):
+                if first in self._done:
                     yield self._finish(first)
+                else:
+                    self._receive(first)
             elif is_over:
                 return
             else:
@@ -245,12 +273,18 @@ class Prefetcher:
 
     def list_jobs(self) -> list[WorkerJob]:
         """Return the requested batches that have not arrived yet, oldest first."""
-        requests = list(self._sent.items())
-        return [request.job for number, request in requests if number not in self._done]
+        return [job for number, job in list(self._sent.items()) if number not in self._done]
 
     def close(self) -> None:
-        """End the workers. Batches that they are loading are lost."""
-        end_workers(self._workers)
+        """Kill the workers, and wait at most 5 seconds for their end. Batches that they are loading
+        are lost.
+        """
+        for worker in self._workers:
+            worker.process.kill()
+            worker.connection.close()
+        until_s = perf_counter() + _DEATH_S
+        for worker in self._workers:
+            end_process(worker.process, max(0.0, until_s - perf_counter()))
         self._workers = []
         if self._told_images and not self._worker_count:
             # What this process has read ahead would leave the next loader of the dataset no room.
@@ -266,12 +300,6 @@ class Prefetcher:
         except BaseException:
             self.close()
             raise
-
-    def _wait_for(self, number: int) -> bool:
-        """Wait until a batch is loaded. Return False if it was requested anew in place of that."""
-        while number not in self._done:
-            self._receive()
-        return True
 
     def _plan(self, todo: Iterator[tuple[int, list[int]] | None]) -> bool:
         """Plan the next batches, and tell the workers which files to read ahead.
@@ -332,37 +360,81 @@ class Prefetcher:
         """Request a batch from a worker, or load it in this process if there are no workers."""
         buffer = self._pool.take()
         seed = (*self._seed, number)
-        if not self._workers:
-            job = WorkerJob(None, os.getpid(), number, tuple(indices))
-            self._sent[number] = Request(job, buffer)
+        place = number % self._worker_count if self._workers else None
+        pid = os.getpid() if place is None else self._workers[place].process.pid or 0
+        self._sent[number] = WorkerJob(place, pid, number, tuple(indices))
+        self._buffers[number] = buffer
+        if place is None:
             self._done[number] = self._fetcher.load(
                 indices, self._pool.buffers[buffer].reserve, seed, skips_bad=self._skips_bad
             )
-            return
-        worker = self._choose_worker(number)
-        self._workers[worker].send(Load(number, indices, buffer, seed, self._skips_bad))
-        job = WorkerJob(worker, self._workers[worker].process.pid or 0, number, tuple(indices))
-        self._sent[number] = Request(job, buffer)
+        else:
+            self._workers[place].send(Load(number, indices, buffer, seed, self._skips_bad))
 
-    def _choose_worker(self, number: int) -> int:
-        """Return the place of the worker that reads the files of a batch ahead, else that of the
-        worker with the fewest requests.
-        """
-        if self._told_images:
-            return number % self._worker_count
-        jobs = Counter(job.worker for job in self.list_jobs())
-        return min(range(self._worker_count), key=jobs.__getitem__)
-
-    def _receive(self, timeout_s: float | None = None) -> None:
-        """Receive the next result of a worker, if one comes within the timeout."""
+    def _receive(self, number: int) -> None:
+        """Receive the next result of a worker, while the batch with this number is waited for."""
         workers = {worker.connection: worker for worker in self._workers}
-        for connection in wait(workers, timeout_s)[:1]:
+        limit_s = self._max_wait_s
+        for connection in wait(workers, limit_s and limit_s / _LOOKS)[:1]:
             worker = workers[connection]  # type: ignore[index]
             try:
-                number, result = worker.connection.recv()
+                key, result = worker.connection.recv()
             except (EOFError, OSError):
                 raise self._explain_end(worker) from None
-            self._done[number] = result
+            self._done[key] = result
+        if limit_s is not None and number not in self._done:
+            self._watch(number, limit_s)
+
+    def _watch(self, number: int, limit_s: float) -> None:
+        """Load a batch anew if its worker has begun no other sample for ``limit_s``."""
+        reading = int(self._workers[number % self._worker_count].at_work[0])
+        now_s = perf_counter()
+        if self._watched != (number, reading):
+            self._watched = number, reading
+            self._watched_since_s = now_s
+        elif now_s - self._watched_since_s > limit_s:
+            self._try_again(number, reading, now_s - self._watched_since_s)
+
+    def _try_again(self, number: int, reading: int, waited_s: float) -> None:
+        """Load everything in new processes, but for a sample that was late before.
+
+        Args:
+            number: Number of the batch that is late.
+            reading: Index of the sample that its worker reads, if it is known.
+            waited_s: Seconds in which the worker began no other sample.
+
+        Raises:
+            ColabUtilsError: A sample was late twice, and no sample may be left out.
+        """
+        todo = {key: list(job.indices) for key, job in self._sent.items()} | dict(self._planned)
+        stuck = [reading] if reading in todo[number] else todo[number]
+        if self._tried.issuperset(stuck):
+            self._give_up(stuck)
+            todo[number] = [index for index in todo[number] if index not in stuck]
+        else:
+            self._tried.update(stuck)
+            self._late += [LateSample(index, waited_s) for index in stuck]
+        self.close()
+        self._start()
+        self._watched = (-1, -1)
+        self._sent.clear()
+        self._done.clear()
+        self._early.clear()
+        self._planned.clear()
+        for key, indices in todo.items():
+            self._add(key, indices)
+
+    def _give_up(self, stuck: list[int]) -> None:
+        reason = (
+            f"{self._fetcher.name_sample(stuck[0])} did not come within {self._max_wait_s:g} "
+            "seconds, nor when a new process was asked for it."
+        )
+        if not self._skips_bad:
+            raise ColabUtilsError(
+                f"{reason} See whether its file can be read, allow more time (max_wait_s), or "
+                "leave it out (max_bad)."
+            )
+        self._given_up += [(index, reason) for index in stuck]
 
     def _explain_end(self, worker: Worker) -> WorkerDiedError:
         process = worker.process
@@ -376,12 +448,15 @@ class Prefetcher:
         return died
 
     def _finish(self, number: int) -> Loaded:
-        request = self._sent.pop(number)
-        result = self._done.pop(number)
-        if result.layout is None:
-            self._pool.give_back(request.buffer)
-            if result.error is not None:
-                raise result.error
-            return Loaded(number, None, result.bad)
-        content = self._pool.hold(request.buffer, measure_layout(result.layout))
-        return Loaded(number, open_batch(content, result.layout), result.bad)
+        del self._sent[number]
+        buffer = self._buffers.pop(number)
+        layout, bad, error = self._done.pop(number)
+        bad = [*self._given_up, *bad]
+        self._given_up.clear()
+        if layout is None:
+            self._pool.give_back(buffer)
+            if error is not None:
+                raise error
+            return Loaded(number, None, bad)
+        content = self._pool.hold(buffer, measure_layout(layout))
+        return Loaded(number, open_batch(content, layout), bad)

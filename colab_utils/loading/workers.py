@@ -45,7 +45,7 @@ class WorkerJob(NamedTuple):
     """A worker and the batch that it was asked to load."""
 
     worker: int | None
-    """Number of the worker, from 0; None for this process, or the second one of a late batch."""
+    """Number of the worker, from 0; None for this process."""
     pid: int
     """Process id of the worker."""
     number: int | None = None

@@ -20,7 +20,6 @@ from colab_utils import files
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading import prefetcher
 from colab_utils.loading.coco_folder import CocoFolder
-from colab_utils.loading.late import LateError
 from colab_utils.loading.loader import make_loader
 
 from ..drive_mount import SERVER, mount_or_skip
@@ -132,7 +131,7 @@ def test_what_never_comes_is_tried_twice_and_left_out_by_name(tmp_path, make):
 def test_what_never_comes_is_an_error_that_names_it(tmp_path, make, samples, named):
     loader = make(Numbers(SIZE, Hang(tmp_path, samples)))
     ids = []
-    with pytest.raises(LateError, match=named) as error:
+    with pytest.raises(ColabUtilsError, match=named) as error:
         ids.extend(batch.image_ids.tolist() for batch in loader)
     assert "max_bad" in str(error.value)
     assert set(list_late(loader)) & samples
@@ -242,7 +241,7 @@ def test_processes_that_cannot_be_killed_are_not_waited_for(on_drive, monkeypatc
     monkeypatch.setattr(prefetcher, "_DEATH_S", 0.1)
     loader = make(on_drive, streams=1)
     with stop_mounts():
-        with pytest.raises(LateError, match="did not come within"):
+        with pytest.raises(ColabUtilsError, match="did not come within"):
             list(loader)
         assert multiprocessing.active_children() == []
     # Drive answers again.
