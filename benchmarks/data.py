@@ -22,7 +22,7 @@ from torch import Tensor
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import write_file
 from colab_utils.loading.coco_folder import CocoFolder
-from colab_utils.loading.contract import Target
+from colab_utils.loading.samples import Target
 
 __all__ = ["DATA", "Data", "make_data", "resize_sample"]
 

@@ -185,7 +185,7 @@ def test_watch_loads_no_dataset_and_no_loader_of_ours(tmp_path):
     rooms = {name.split(".")[0] for name in ours}
     assert not rooms & {"data", "shards", "training", "comparison", "show", "places", "files"}
     of_loading = {name.removeprefix("loading.") for name in ours if name.startswith("loading.")}
-    assert of_loading == {"clock", "ranks", "workers"}
+    assert of_loading == {"clock", "devices", "workers"}
     nodes = (count_nodes(ast.parse(path.read_text(encoding="utf-8"))) for path in ours.values())
     assert sum(nodes) <= 16_000
 

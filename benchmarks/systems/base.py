@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.data import Data
 from colab_utils.data.decoding import decode_pixels
-from colab_utils.loading.contract import Target
+from colab_utils.loading.samples import Target
 
 __all__ = [
     "BATCH_SIZE",

@@ -13,7 +13,7 @@ from colab_utils.diagnosis.cures import Cause
 from colab_utils.diagnosis.looks import BACKWARD, Looks
 from colab_utils.diagnosis.memory_growth import Growth, find_growth
 from colab_utils.diagnosis.record import LoopRecord
-from colab_utils.loading.ranks import find_ranks
+from colab_utils.loading.devices import find_ranks
 from colab_utils.progress import is_notebook
 from colab_utils.units import format_seconds
 

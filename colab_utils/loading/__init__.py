@@ -21,7 +21,7 @@ The life of a sample, from COCO JSON to a batch on the device:
    trainers, `copy_images` (`colab_utils.loading.image_copy`) copies loose files.
 6. **Dataset** (`colab_utils.loading.dataset`): `ShardDataset` opens the arrays of all shards, and
    reads their files with `ShardFiles`. ``dataset[i]`` returns
-   ``(image, target)`` as in torchvision's references (`colab_utils.loading.contract`). Two faster
+   ``(image, target)`` as in torchvision's references. Two faster
    methods serve batches: `describe` returns the tables of some images without reading a file, and
    `read_into` writes an image's pixels and mask bits into the caller's memory. `CocoFolder`
    (`colab_utils.loading.coco_folder`) has the same contract for loose files: it does step 2 for
@@ -29,13 +29,12 @@ The life of a sample, from COCO JSON to a batch on the device:
    (`colab_utils.loading.samples`).
 7. **Order** (`colab_utils.loading.sampler`): `BatchSampler` lists the batches of an epoch. The
    order comes from seed and epoch, in the first epoch also from the order in which shards are
-   copied; or from a user's sampler. Each of several processes (`colab_utils.loading.ranks`) takes
+   copied; or from a user's sampler. Each of several processes (`colab_utils.loading.devices`) takes
    its share of a batch.
 8. **Job** (`colab_utils.loading.prefetcher`): the `Prefetcher` keeps workers some batches ahead. It
    sends the indices of a batch and the number of a shared buffer through a worker's pipe. If a
-   sample does not come in time, new workers load it once more: see `BoundedPrefetcher`
-   (`colab_utils.loading.late`). New workers start for each pass over a user's own dataset, because
-   what the last ones made of it is not known (`Fetcher.reads_as`).
+   sample does not come in time, new workers load it once more. New workers start for each pass over
+   a user's own dataset, because what the last ones made of it is not known (`Fetcher.reads_as`).
 9. **Worker** (`colab_utils.loading.fetcher`): a `Fetcher` reads the images with `read_into`, and
    `colab_utils.data.decoding` decodes each JPEG. Other datasets return samples instead. A
    `SamplePacker` (`colab_utils.loading.targets`) seeds their random numbers, checks them and packs

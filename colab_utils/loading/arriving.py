@@ -13,8 +13,8 @@ from typing import Any
 
 from colab_utils.drive import DriveLostError, explain_write
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.contract import Transforms
 from colab_utils.loading.dataset import ShardDataset, ShardFiles, load_shards
+from colab_utils.loading.samples import Transforms
 from colab_utils.places import Place, PlaceLike, open_place, require_local_path
 from colab_utils.processes import start_thread
 from colab_utils.require import require_count

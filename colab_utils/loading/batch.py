@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from colab_utils.loading.contract import PackedSample, PackedSamples, Target, blame_sample
 from colab_utils.loading.devices import send
 from colab_utils.loading.masks import MaskBits, draw_masks, expand_masks, split_masks
+from colab_utils.loading.samples import PackedSample, PackedSamples, Target, blame_sample
 
 # These tables of a batch have one row for each object.
 _PARTS = ("boxes", "labels", "areas", "iscrowd")

@@ -14,10 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-# Batches are measured this many at a time. That takes less time than to measure each by itself,
-# between steps that have used the caches of the core for other data.
-_BLOCK = 64
-
 
 class LoopClock:
     """A clock that notes when each batch is requested, when it arrives, when its step ends, and
@@ -145,8 +141,7 @@ class LoopClock:
     def _end_batch(self, left: "_Moment") -> None:
         if len(self._moments) > 1:
             self._pending.append([*self._moments, left])
-            if len(self._pending) % _BLOCK == 0:
-                self._settle()
+            self._settle()
         self._moments = []
 
     def _settle(self) -> None:

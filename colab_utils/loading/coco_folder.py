@@ -20,9 +20,8 @@ from colab_utils.data.sizes import SIDE_RANGE, Size, plan_size, plan_sizes
 from colab_utils.errors import ColabUtilsError, explain_os_error
 from colab_utils.file_cache import FileCache
 from colab_utils.files import open_store
-from colab_utils.loading.contract import PackedSample, Target
 from colab_utils.loading.masks import unpack_masks
-from colab_utils.loading.samples import CocoSamples
+from colab_utils.loading.samples import CocoSamples, PackedSample, Target
 from colab_utils.loading.targets import pack_target
 from colab_utils.places import Place, PlaceLike, open_place
 from colab_utils.reader import Reader

@@ -28,9 +28,8 @@ from colab_utils.errors import (
     explain_os_error,
 )
 from colab_utils.files import Store, hash_bytes, open_store
-from colab_utils.loading.contract import PackedSample, Target, Transforms
 from colab_utils.loading.masks import unpack_masks
-from colab_utils.loading.samples import CocoSamples
+from colab_utils.loading.samples import CocoSamples, PackedSample, Target, Transforms
 from colab_utils.places import Place, PlaceLike, open_place
 from colab_utils.reader import Reader
 from colab_utils.shards.arrays import (

@@ -12,9 +12,8 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 from colab_utils.data.decoding import load_jpeg_decoder
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.loading.batch import Layout, write_batch
-from colab_utils.loading.contract import BadSampleError
 from colab_utils.loading.sampler import read_indices
-from colab_utils.loading.samples import CocoSamples, is_own
+from colab_utils.loading.samples import BadSampleError, CocoSamples, is_own
 
 if TYPE_CHECKING:
     from colab_utils.loading.targets import SamplePacker

@@ -21,12 +21,11 @@ from torch.utils.data import Dataset, Sampler
 from colab_utils.data.defects import count_allowed
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedBatch
-from colab_utils.loading.contract import Target, Transforms
-from colab_utils.loading.devices import find_device
+from colab_utils.loading.devices import Ranks, find_device, find_ranks
 from colab_utils.loading.fetcher import Fetcher
 from colab_utils.loading.prefetcher import PREFETCH, LateSample, Loaded, Prefetcher
-from colab_utils.loading.ranks import Ranks, find_ranks
 from colab_utils.loading.sampler import BatchSampler, LoaderState
+from colab_utils.loading.samples import Target, Transforms
 from colab_utils.loading.workers import WorkerJob
 from colab_utils.machine import count_cores, require_linux
 from colab_utils.require import require_choice, require_count, require_max_bad, require_number

@@ -18,7 +18,7 @@ from colab_utils.files import open_store
 from colab_utils.loading.arriving import Arrival, ArrivingShards
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
-from colab_utils.loading.ranks import find_ranks
+from colab_utils.loading.devices import find_ranks
 from colab_utils.loading.samples import CocoSamples
 from colab_utils.loading.writing import UNSENT, ShardWriter, Writing, warn
 from colab_utils.places import Place, PlaceLike, identify_place, open_place, require_local_path

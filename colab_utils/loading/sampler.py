@@ -90,8 +90,7 @@ class BatchSampler(Sampler[list[int]]):
             and tall images.
         shard_of: int64 [I]: number of each image's shard, for ``windows``.
         sampler: Sampler that decides the images of an epoch and their order, in place of a shuffle
-            of all images. Its ``set_epoch`` is called if it has one. Its random numbers depend on
-            ``seed`` and the epoch. Default: None.
+            of all images. Its random numbers depend on ``seed`` and the epoch. Default: None.
         drop_last: Leave out the last batch if it is not full. Default: False.
 
     Attributes:
@@ -118,9 +117,6 @@ class BatchSampler(Sampler[list[int]]):
     drop_last: bool = False
 
     def __post_init__(self) -> None:
-        # The epoch that the sampler has unless the user sets another one.
-        self._last_epoch = getattr(self.sampler, "epoch", None)
-        self._user_sets_epoch = False
         self.start_epoch(0)
 
     def start_epoch(self, epoch: int) -> None:
@@ -177,11 +173,6 @@ class BatchSampler(Sampler[list[int]]):
             yield batch
 
     def _draw(self) -> NDArray[np.int64]:
-        # An epoch that the user has set stays.
-        self._user_sets_epoch |= getattr(self.sampler, "epoch", None) != self._last_epoch
-        if hasattr(self.sampler, "set_epoch") and not self._user_sets_epoch:
-            self.sampler.set_epoch(self.epoch)
-            self._last_epoch = getattr(self.sampler, "epoch", None)
         with seed_random((self.seed or 0, self.epoch)):
             indices = list(self.sampler)
         if not indices:

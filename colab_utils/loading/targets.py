@@ -17,26 +17,27 @@ from torch.utils.data import ConcatDataset, Subset
 
 from colab_utils.data.masks import pack_pixels
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading.contract import (
-    LEAVE_TO_LOADER,
+from colab_utils.loading.sampler import seed_random
+from colab_utils.loading.samples import (
     PackedSample,
     PackedSamples,
     Target,
     blame_sample,
+    is_own,
 )
-from colab_utils.loading.sampler import seed_random
-from colab_utils.loading.samples import is_own
-from colab_utils.loading.transforms import check_objects, describe_part, is_plain, to_corners
+from colab_utils.loading.transforms import (
+    check_objects,
+    describe_misfit,
+    describe_part,
+    is_plain,
+    to_corners,
+)
 from colab_utils.processes import share_array
 
 # The numpy dtypes that each part of a target may have, by their ``kind``: i and u are integers, f
 # is floating point, b is bool.
 _KINDS = {"labels": "iu", "boxes": "iuf", "masks": "ub", "area": "iuf", "iscrowd": "iubf"}
 _OPTIONAL = ("area", "iscrowd")
-# At least this share of an object's mask lies in its box, and of its box in the image. A mask whose
-# background is 1 reaches far beyond the box. The check of a JSON asks for more, but transforms may
-# leave a box that is much larger than its mask: a rotation does.
-_LEAST_SHARE = 0.25
 # A float32 cannot hold a much larger area.
 _LARGEST_AREA = 1e38
 # A file may be an attribute of an attribute, as in a zipfile.ZipFile.
@@ -78,11 +79,11 @@ class SamplePacker:
             if by_batch:
                 # If this call fails, each sample is read alone, to find the sample that fails.
                 with suppress(Exception):
-                    batch = list(self._dataset.__getitems__(list(indices)))
+                    batch = _list_samples(self._dataset.__getitems__(list(indices)), indices)
             for place, index in enumerate(indices):
                 begin(place)
                 with blame_sample(place):
-                    if len(batch) == len(indices):
+                    if batch:
                         sample = batch[place]
                     elif by_batch:
                         [sample] = _list_samples(self._dataset.__getitems__([index]), [index])
@@ -93,15 +94,15 @@ class SamplePacker:
                         self._warn_of_misfit(packed)
                         packed = packed._replace(pixels=packed.pixels.copy("K"))
                     samples.append(packed)
-        if batch:
-            # A sample that is missing was named above, if the dataset does not return it alone
-            # either.
-            _list_samples(batch, indices)
         return PackedSamples(samples)
 
     def _warn_of_misfit(self, sample: PackedSample) -> None:
         """Warn once of a box, a mask and an image that do not fit."""
-        misfit = "" if self._has_warned[0] else describe_misfit(sample)
+        if self._has_warned[0]:
+            return
+        tables = sample.tables
+        size = tables["sizes"][0].tolist()
+        misfit = describe_misfit(tables["boxes"], tables["crops"], size, tables["image_ids"][0])
         if misfit:
             self._has_warned[0] = True
             warnings.warn(misfit, ColabUtilsWarning, stacklevel=2)
@@ -159,7 +160,6 @@ def pack_target(image: Tensor, target: Target, *, index: int = 0) -> PackedSampl
             f"Expected image {image_id} as a uint8 tensor [3, H, W] on the CPU, found "
             f"{describe_part(image)}. Leave out ToTensor and Normalize, and turn a PIL image into "
             'a tensor with PILToTensor()(image.convert("RGB")) of torchvision.transforms.v2.'
-            f"{_explain_device(image)}"
         )
     if target.keys() <= {"image_id"}:
         target = {"labels": [], "boxes": [], "masks": []}
@@ -220,16 +220,11 @@ def _read_parts(target: Target, size: Sequence[int], image_id: int) -> dict[str,
         if not fits and (count or part.size):
             raise ColabUtilsError(
                 f"Image {image_id} has {key} of {describe_part(value)}, and needs {list(shape)}. "
-                "Give each part for every object as a dense tensor: labels as integers, boxes as "
-                f"float32, masks as uint8 or bool.{_explain_device(value)}"
+                "Give each part for every object as a dense tensor on the CPU: labels as integers, "
+                "boxes as float32, masks as uint8 or bool."
             )
         parts[key] = part.reshape(shape)
     return parts
-
-
-def _explain_device(value: Any) -> str:
-    is_elsewhere = isinstance(value, Tensor) and value.device.type != "cpu"
-    return f" {LEAVE_TO_LOADER}" if is_elsewhere else ""
 
 
 def _read_array(value: Any) -> NDArray[Any]:
@@ -247,17 +242,14 @@ def _read_array(value: Any) -> NDArray[Any]:
 
 def _check_optional(areas: NDArray[Any], crowds: NDArray[Any], image_id: int) -> None:
     """Raise an error if an area is negative or not finite, or a crowd is neither 0 nor 1."""
-    bad_areas = areas[~((areas >= 0) & (areas < _LARGEST_AREA))]
-    if bad_areas.size:
+    is_sound = (areas >= 0) & (areas < _LARGEST_AREA) & np.isin(crowds, (0, 1))
+    if not is_sound.all():
+        row = int(is_sound.argmin())
         raise ColabUtilsError(
-            f"Image {image_id} has an object with the area {bad_areas[0]}, which is no number of "
-            "pixels. Give 0 or more, or leave area out: it is then computed from the masks."
-        )
-    bad_crowds = crowds[(crowds != 0) & (crowds != 1)]
-    if bad_crowds.size:
-        raise ColabUtilsError(
-            f"Image {image_id} has an object with the iscrowd {bad_crowds[0]}. Give 1 for a crowd "
-            "and 0 for any other object, or leave iscrowd out if there are no crowds."
+            f"Image {image_id} has an object with the area {areas[row]} and the iscrowd "
+            f"{crowds[row]}. An area is 0 or more pixels; an iscrowd is 1 for a crowd, and 0 for "
+            "any other object. Or leave them out: the area is then computed from the mask, and no "
+            "object is a crowd."
         )
 
 
@@ -271,47 +263,6 @@ def _check_values(pixels: NDArray[Any], image_id: int) -> None:
             "above 0 counts as the object. Give masks of 0 and 1. If masks have soft edges, with "
             "values from 0 to 255, give masks > 127."
         )
-
-
-def describe_misfit(sample: PackedSample) -> str:
-    """Return a warning of the first object whose box, mask and image do not fit, else "".
-
-    Either the mask lies mostly outside the box or has no pixel, or the box lies mostly outside the
-    image. Such an object shows that something is wrong: the boxes have other units or another order
-    of coordinates, the masks belong to other objects, or the background of the masks is 1.
-    """
-    boxes = sample.tables["boxes"]
-    crops = sample.tables["crops"]
-    height, width = sample.tables["sizes"][0].tolist()
-    # torchvision's masks_to_boxes ends a box one pixel before its mask.
-    in_box = _measure_shares(crops, boxes + np.array([0, 0, 1, 1]))
-    in_image = _measure_shares(boxes, np.array([[0, 0, width, height]]))
-    is_misfit = np.minimum(in_box, in_image) < _LEAST_SHARE
-    if not is_misfit.any():
-        return ""
-    row = int(is_misfit.argmax())
-    place = f"lies in {crops[row].tolist()}" if crops[row].any() else "has no pixel"
-    return (
-        f"Image {sample.tables['image_ids'][0]} is {width} pixels wide and {height} high. It has "
-        f"the box {boxes[row].tolist()}, and the mask of this object {place}. Give boxes as x0, "
-        "y0, x1, y1 in pixels of the image as you return it, and masks in the order of the boxes, "
-        "with 1 for the object. End transforms with v2.ClampBoundingBoxes(). Only the first such "
-        "object is named."
-    )
-
-
-def _measure_shares(boxes: NDArray[Any], others: NDArray[Any]) -> NDArray[np.float64]:
-    """Return the share of each box that lies in the other one; 0 for a box without area.
-
-    Example:
-        >>> _measure_shares(np.array([[0, 0, 4, 2]]), np.array([[1, 0, 9, 9]]))
-        array([0.75])
-    """
-    starts = np.maximum(boxes[:, :2], others[:, :2])
-    ends = np.minimum(boxes[:, 2:], others[:, 2:])
-    sides = np.maximum(boxes[:, 2:] - boxes[:, :2], 1e-9)
-    shares: NDArray[np.float64] = ((ends - starts).clip(0) / sides).prod(1)
-    return shares
 
 
 def require_same_classes(dataset: Any) -> None:

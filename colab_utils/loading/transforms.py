@@ -1,19 +1,24 @@
 """The objects of a sample checked, and transforms of users applied to it."""
 
 import math
-from collections.abc import Iterable, Sequence
-from inspect import signature
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from colab_utils.data.masks import pack_pixels
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.contract import Target, Transforms
+from colab_utils.loading.samples import Target, Transforms
 
 # An image with values from 0 to 1 has no value above this, even after it was normalised.
 _LARGEST_SCALED = 16
+# At least this share of an object's mask lies in its box, and of its box in the image. A mask whose
+# background is 1 reaches far beyond the box. The check of a JSON asks for more, but transforms may
+# leave a box that is much larger than its mask: a rotation does.
+_LEAST_SHARE = 0.25
 
 
 def to_corners(boxes: Any) -> Any:
@@ -99,9 +104,10 @@ def apply_transforms(
         The transformed image and target.
 
     Raises:
-        ColabUtilsError: The transforms do not take or return an image and its target, change the
-            size of the image but not of its masks, drop an object from only some parts of the
-            target, or leave a box without area.
+        ColabUtilsError: The transforms do not return an image and its target, change the size of
+            the image but not of its masks, drop an object from only some parts of the target, or
+            leave a box without area.
+        TypeError: The transforms do not take an image and its target.
 
     Example:
         >>> from torchvision.transforms import v2
@@ -119,15 +125,12 @@ def apply_transforms(
     given = {**target, "boxes": boxes, "masks": tv_tensors.Mask(target["masks"])}
     try:
         pair = transforms(tv_tensors.Image(image), given)
-    except TypeError:
-        name = _find_image_only(transforms)
-        if not name:
-            raise
-        raise ColabUtilsError(
-            f"Your transforms use {name}, which cannot be called with (image, target). Give "
-            "callables from (image, target) to (image, target), such as torchvision.transforms.v2: "
-            "transforms of the image alone would leave its boxes and masks behind."
-        ) from None
+    except TypeError as error:
+        error.add_note(
+            "Your transforms are called with (image, target), as torchvision.transforms.v2 are. "
+            "Transforms of the image alone would leave its boxes and masks behind."
+        )
+        raise
     if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[1], dict):
         raise ColabUtilsError(
             f"Expected (image, target) from your transforms, found {type(pair).__name__}. "
@@ -143,30 +146,6 @@ def apply_transforms(
         target["iscrowd"] = torch.zeros_like(target["area"], dtype=torch.int64)
     check_objects(target["boxes"], target["labels"], given["image_id"])
     return image.as_subclass(Tensor), target
-
-
-def _find_image_only(transforms: Any) -> str:
-    """Return the name of the first transform that takes no pair of image and target, else "".
-
-    Example:
-        >>> from torchvision.transforms import ToTensor, v2
-        >>> _find_image_only(v2.Compose([ToTensor()]))
-        'ToTensor'
-    """
-    name: str = getattr(transforms, "__name__", type(transforms).__name__)
-    if isinstance(transforms, type):
-        return name
-    # The call of a torch module takes anything, and gives it to its forward.
-    call = getattr(transforms, "forward", transforms)
-    try:
-        signature(call).bind(None, None)
-    # A function that is written in C may have no signature.
-    except (TypeError, ValueError):
-        return name
-    parts = getattr(transforms, "transforms", ())
-    if not isinstance(parts, Iterable):
-        return ""
-    return next(filter(None, map(_find_image_only, parts)), "")
 
 
 def _check_result(image: Any, target: Target) -> None:
@@ -186,7 +165,7 @@ def check_transformed(images: Sequence[Tensor], targets: Sequence[Target]) -> st
     """Return a warning if transforms have spoilt a batch, else "".
 
     There are three such faults: masks were not moved with their boxes, or masks or images are not
-    scaled to values from 0 to 1. On a GPU, the call waits for the GPU once for each image.
+    scaled to values from 0 to 1. On a GPU, the call waits for the GPU.
 
     Raises:
         ColabUtilsError: Two samples share their memory.
@@ -198,42 +177,69 @@ def check_transformed(images: Sequence[Tensor], targets: Sequence[Target]) -> st
             "Your transforms return the same memory for two samples of a batch, so that one "
             "sample overwrites the other. Return a copy, such as image.clone()."
         )
-    for target in targets:
-        values = _find_values(target["boxes"], target["masks"])
-        if max(values, default=0) > 1:
+    for image, target in zip(images, targets, strict=True):
+        masks = target["masks"].cpu()
+        if (masks > 1).any():
             return (
                 f"Image {target['image_id']} has, after your transforms, a mask with values above "
                 "1, and torchvision's models need masks of 0 and 1. Return masks > 0."
             )
-        if not all(values):
-            return (
-                f"Image {target['image_id']} has, after your transforms, an object whose mask has "
-                "no pixel in its box. Let the transforms change masks and boxes together, and "
-                "leave out objects whose masks a crop has emptied."
-            )
-    if any(
+        crops = pack_pixels(masks.bool().numpy()).crops
+        boxes = target["boxes"].cpu().numpy()
+        misfit = describe_misfit(boxes, crops, image.shape[1:], target["image_id"])
+        if misfit:
+            return f"Your transforms spoil an object. {misfit}"
         # NaN is not at most a number, either.
-        image.is_floating_point() and not image[..., ::8, ::8].max() <= _LARGEST_SCALED
-        for image in images
-    ):
-        return (
-            "The images from your transforms hold NaN, or floats up to 255, and torchvision's "
-            "models need 0 to 1. Use v2.ToDtype(torch.float32, scale=True)."
-        )
+        if image.is_floating_point() and not image[..., ::8, ::8].max() <= _LARGEST_SCALED:
+            return (
+                "The images from your transforms hold NaN, or floats up to 255, and torchvision's "
+                "models need 0 to 1. Use v2.ToDtype(torch.float32, scale=True)."
+            )
     return ""
 
 
-def _find_values(boxes: Tensor, masks: Tensor) -> list[int]:
-    """Return the largest value of each mask inside its box.
+def describe_misfit(
+    boxes: NDArray[Any], crops: NDArray[Any], size: Sequence[int], image_id: int
+) -> str:
+    """Return a warning of the first object whose box, mask and image do not fit, else "".
+
+    Either the mask lies mostly outside the box or has no pixel, or the box lies mostly outside the
+    image. Such an object shows that something is wrong: the boxes have other units or another order
+    of coordinates, the masks belong to other objects, or the background of the masks is 1.
+
+    Args:
+        boxes: float [N, 4]: box of each object.
+        crops: int [N, 4]: smallest box around each mask; 0 if it has no pixel.
+        size: Height and width of the image.
+        image_id: Id of the image.
+    """
+    height, width = size
+    # torchvision's masks_to_boxes ends a box one pixel before its mask.
+    in_box = _measure_shares(crops, boxes + np.array([0, 0, 1, 1]))
+    in_image = _measure_shares(boxes, np.array([[0, 0, width, height]]))
+    is_misfit = np.minimum(in_box, in_image) < _LEAST_SHARE
+    if not is_misfit.any():
+        return ""
+    row = int(is_misfit.argmax())
+    place = f"lies in {crops[row].tolist()}" if crops[row].any() else "has no pixel"
+    return (
+        f"Image {image_id} is {width} pixels wide and {height} high. It has "
+        f"the box {boxes[row].tolist()}, and the mask of this object {place}. Give boxes as x0, "
+        "y0, x1, y1 in pixels of the image as you return it, and masks in the order of the boxes, "
+        "with 1 for the object. End transforms with v2.ClampBoundingBoxes(). Only the first such "
+        "object is named."
+    )
+
+
+def _measure_shares(boxes: NDArray[Any], others: NDArray[Any]) -> NDArray[np.float64]:
+    """Return the share of each box that lies in the other one; 0 for a box without area.
 
     Example:
-        >>> boxes = torch.tensor([[1.0, 0, 2, 1], [4, 0, 6, 2]])
-        >>> _find_values(boxes, torch.eye(6).byte().repeat(2, 1, 1))
-        [1, 0]
+        >>> _measure_shares(np.array([[0, 0, 4, 2]]), np.array([[1, 0, 9, 9]]))
+        array([0.75])
     """
-    last = torch.tensor(masks.shape[:0:-1] * 2) - 1
-    corners = boxes.cpu().clamp(min=0).minimum(last).long().tolist()
-    pairs = zip(masks, corners, strict=True)
-    values = [mask[y0 : y1 + 1, x0 : x1 + 1].max() for mask, (x0, y0, x1, y1) in pairs]
-    # All values come in one transfer, because each transfer would wait for the GPU.
-    return torch.stack(values).tolist() if values else []
+    starts = np.maximum(boxes[:, :2], others[:, :2])
+    ends = np.minimum(boxes[:, 2:], others[:, 2:])
+    sides = np.maximum(boxes[:, 2:] - boxes[:, :2], 1e-9)
+    shares: NDArray[np.float64] = ((ends - starts).clip(0) / sides).prod(1)
+    return shares

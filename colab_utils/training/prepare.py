@@ -18,7 +18,7 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedBatch, collate_packed, open_batch, write_batch
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
-from colab_utils.loading.ranks import Ranks
+from colab_utils.loading.devices import Ranks
 from colab_utils.places import PlaceLike
 from colab_utils.training.checkpoint import State
 from colab_utils.training.data import OpenData

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, describe_error
 from colab_utils.loading.batch import PackedBatch
-from colab_utils.loading.ranks import Ranks, find_ranks
+from colab_utils.loading.devices import Ranks, find_ranks
 from colab_utils.training.checkpoint import State
 from colab_utils.training.layers import choose_precision, keep_boxes_exact
 from colab_utils.training.losses import compute_losses

@@ -15,10 +15,10 @@ from torch.utils.data import Subset
 from colab_utils import __version__
 from colab_utils.data.defects import warn_of_faults
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.contract import Transforms
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.devices import find_device
 from colab_utils.loading.loader import make_loader
+from colab_utils.loading.samples import Transforms
 from colab_utils.places import PlaceLike, open_place
 from colab_utils.require import require_choice, require_seconds
 from colab_utils.shards.lock import hold_folder

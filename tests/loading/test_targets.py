@@ -11,9 +11,9 @@ from torchvision import transforms as transforms_v1
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading.targets import describe_misfit, pack_target
-from colab_utils.loading.transforms import apply_transforms
+from colab_utils.errors import ColabUtilsWarning
+from colab_utils.loading.targets import pack_target
+from colab_utils.loading.transforms import apply_transforms, describe_misfit
 
 from .test_batch import change_part
 
@@ -35,6 +35,12 @@ def make_sample(index=0):
     }
 
 
+def find_misfit(image, target):
+    tables = pack_target(image, target).tables
+    size = tables["sizes"][0].tolist()
+    return describe_misfit(tables["boxes"], tables["crops"], size, tables["image_ids"][0])
+
+
 @pytest.mark.parametrize(
     ("key", "change"),
     [
@@ -53,7 +59,7 @@ def make_sample(index=0):
     ],
 )
 def test_a_mask_beside_its_box_is_said(key, change):
-    misfit = describe_misfit(pack_target(*change_part(make_sample(3), key, change)))
+    misfit = find_misfit(*change_part(make_sample(3), key, change))
     assert re.search(r"Image 3 is .* the box .* mask of this object (lies in|has no)", misfit)
 
 
@@ -76,7 +82,7 @@ def test_a_mask_beside_its_box_is_said(key, change):
 )
 def test_boxes_may_be_larger_than_masks_or_end_a_pixel_before_them(parts):
     image, target = make_sample()
-    assert describe_misfit(pack_target(image, target | parts)) == ""
+    assert find_misfit(image, target | parts) == ""
 
 
 @pytest.mark.parametrize(
@@ -95,7 +101,7 @@ def test_a_box_that_lies_mostly_outside_its_image_is_told(box):
     x0, y0, x1, y1 = np.clip(box, 0, [31, 23, 32, 24]).astype(int)
     target["masks"][1, y0:y1, x0:x1] = 1
     target["boxes"][1] = torch.tensor(box)
-    message = describe_misfit(pack_target(image, target))
+    message = find_misfit(image, target)
     size = "Image 3 is 32 pixels wide and 24 high"
     assert message.startswith(f"{size}. It has the box {target['boxes'][1].tolist()}, and the mask")
 
@@ -110,31 +116,20 @@ def augment(*, image, masks=None):
 
 
 @pytest.mark.parametrize(
-    ("transforms", "name"),
+    "transforms",
     [
-        (brighten, "brighten"),
-        (augment, "augment"),
-        (transforms_v1.Compose([transforms_v1.RandomHorizontalFlip(1)]), "Compose"),
-        (v2.Compose([v2.RandomHorizontalFlip(1), transforms_v1.ToTensor()]), "ToTensor"),
-        (torch.nn.Sequential(v2.RandomHorizontalFlip(1)), "Sequential"),
+        brighten,
+        augment,
+        v2.Compose([v2.RandomHorizontalFlip(1), transforms_v1.ToTensor()]),
+        torch.nn.Sequential(v2.RandomHorizontalFlip(1)),
         # The brackets were forgotten.
-        (v2.ColorJitter, "ColorJitter"),
-        ([v2.RandomHorizontalFlip(1)], "list"),
+        v2.ColorJitter,
     ],
 )
-def test_transforms_of_the_image_alone_are_refused_by_name(transforms, name):
-    message = rf"^Your transforms use {name}, which cannot be called with \(image, target\)"
-    with pytest.raises(ColabUtilsError, match=message):
+def test_transforms_of_the_image_alone_are_explained(transforms):
+    with pytest.raises(TypeError) as error:
         apply_transforms(transforms, *make_sample())
-
-
-def test_a_type_error_inside_somebodys_transforms_stays_as_it_is():
-    def add_text(image, target):
-        return image, target | {"labels": target["labels"] + "1"}
-
-    for transforms in (add_text, v2.Compose([add_text])):
-        with pytest.raises(TypeError, match=r"unsupported operand|str"):
-            apply_transforms(transforms, *make_sample())
+    assert "called with (image, target)" in error.value.__notes__[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
