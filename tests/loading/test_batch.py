@@ -311,7 +311,7 @@ def test_area_crowds_and_number_of_an_image_may_be_missing():
         (
             "area",
             lambda area: area * NOT_A_NUMBER,
-            "area nan, .* computed from the mask",
+            "area nan .* computed from the mask",
         ),
         (
             "area",
