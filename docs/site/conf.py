@@ -20,13 +20,15 @@ myst_heading_anchors = 4
 
 default_role = "code"
 autodoc_member_order = "bysource"
-# Matplotlib gives each figure a `set` of its own, whose text only Matplotlib's site can show.
-autodoc_default_options = {"exclude-members": "set"}
+# Matplotlib gives each figure a `set` of its own, whose text only Matplotlib's site can show; the
+# text of a store describes its `guard`.
+autodoc_default_options = {"exclude-members": "set, guard"}
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
+napoleon_custom_sections = [("Each method raises", "params_style")]
 
 html_theme = "furo"
 html_title = "colab_utils"
