@@ -95,7 +95,6 @@ LAYOUTS = {
             JSON: text,
             "__MACOSX/train/._instances_train.json": b"left",
             "annotations/.ipynb_checkpoints/instances_train-checkpoint.json": b"left",
-            "@eaDir/thumbs.json": b"left",
             "README.txt": b"left",
         },
         "train",
@@ -113,7 +112,6 @@ def test_images_and_annotations_are_unpacked_once(tmp_path, tiny_dataset, ssd, n
     assert check_dataset(images, annotations).ok
     unpacked = {path.name: path.read_bytes() for path in ssd.rglob("*.jpg")}
     assert unpacked == content
-    assert len([*ssd.rglob("*.json")]) == 2
     # The second call opens nothing again.
     monkeypatch.setattr(zipfile.ZipFile, "__init__", None)
     assert unpack_dataset(source, ssd) == (images, annotations)
@@ -123,7 +121,7 @@ def test_of_several_jsons_one_is_to_be_named(tmp_path, tiny_dataset, ssd):
     more = [("valid/_annotations.coco.json", b"{}"), ("annotations/captions.json", b"{}")]
     source = write_zip(tmp_path / "export.zip", tiny_dataset, more=more)
     with pytest.raises(
-        ColabUtilsError, match=r"instances_train\.json, valid/_annotations.*ANNOTATIONS"
+        ColabUtilsError, match=r"3 files .* are a \.json: .*instances_train\.json.*ANNOTATIONS"
     ):
         unpack_dataset(source, ssd)
     assert_same(unpack_dataset(source, ssd, "instances_train.json"), tiny_dataset)
@@ -158,18 +156,16 @@ def make_link():
         "a\\..\\..\\evil.jpg",
         # The next file would be written through this link.
         make_link(),
-        # These change what a terminal shows.
-        "a\x1b[2Jevil.jpg",
     ],
 )
-def test_what_leads_out_of_the_zip_is_refused_before_anything_is_written(
-    tmp_path, tiny_dataset, ssd, name
-):
+def test_nothing_is_written_outside_of_the_folder(tmp_path, tiny_dataset, ssd, name):
     source = write_zip(tmp_path / "export.zip", tiny_dataset, more=[(name, b"/etc/passwd")])
-    with pytest.raises(ColabUtilsError, match=r"(evil|link)\.jpg.*nothing is unpacked") as error:
-        unpack_dataset(source, ssd)
-    assert str(error.value).isprintable()
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".zip"]
+    unpacked = unpack_dataset(source, ssd)
+    assert unpacked[1].read_bytes() == tiny_dataset.annotations.read_bytes()
+    outside = [path for path in tmp_path.rglob("*") if not path.is_relative_to(ssd)]
+    assert {path for path in outside if path.is_file()} == {tmp_path / "export.zip"}
+    assert not [path for path in ssd.rglob("*") if path.is_symlink()]
+    assert not Path("/tmp/evil.jpg").exists()
 
 
 @pytest.mark.parametrize(
@@ -182,7 +178,7 @@ def test_damage_amid_a_zip_is_told_whatever_packed_it(tmp_path, tiny_dataset, ss
     with open(path, "r+b") as file:
         file.seek(place)
         file.write(60 * b"\xff")
-    with pytest.raises(ColabUtilsError, match="is not a whole zip"):
+    with pytest.raises(ColabUtilsError, match="cannot be read"):
         unpack_dataset(str(path), ssd)
 
 
@@ -201,8 +197,8 @@ def test_images_under_names_of_another_machine_are_unpacked_and_found(tmp_path, 
 def test_a_full_disk_is_told_before_and_while_it_is_written(export, tiny_dataset, ssd, monkeypatch):
     def fill(self, info, target):
         # Half of a file is left.
-        Path(target, info.filename).parent.mkdir(parents=True, exist_ok=True)
-        Path(target, info.filename).write_bytes(b"half of it")
+        Path(target, JSON).parent.mkdir(parents=True)
+        Path(target, JSON).write_bytes(b"half of it")
         raise OSError(28, "No space left on device")
 
     for name, value, message in (
@@ -277,7 +273,7 @@ def test_what_is_no_whole_zip_is_named_from_a_disk_and_from_a_url(
     (tmp_path / "x.zip").write_bytes(content)
     server.content = content
     for source in (str(tmp_path / "x.zip"), server.url):
-        with pytest.raises(ColabUtilsError, match=rf"is not a whole zip: .*{message}"):
+        with pytest.raises(ColabUtilsError, match=rf"cannot be read: .*{message}"):
             unpack_dataset(source, ssd)
     assert not list(ssd.rglob("*.zip"))
 
@@ -286,7 +282,7 @@ def test_what_is_no_whole_zip_is_named_from_a_disk_and_from_a_url(
 def test_a_zip_at_a_url_is_downloaded_once_it_comes_whole(server, tiny_dataset, ssd, tells_size):
     server.tells_size = tells_size
     server.ends[0] = 10_000
-    with pytest.raises(ColabUtilsError, match=r"export\.zip.* is not a whole zip"):
+    with pytest.raises(ColabUtilsError, match=r"export\.zip.* cannot be read"):
         unpack_dataset(server.url, ssd)
     assert not list(ssd.rglob("*.zip"))
     unpacked = unpack_dataset(server.url, ssd)
@@ -381,7 +377,7 @@ def test_a_compression_that_python_does_not_know_is_told(export, ssd):
     with open(export, "r+b") as file:
         file.seek(place)
         file.write(b"\x09")
-    with pytest.raises(ColabUtilsError, match="Deflate64"):
+    with pytest.raises(ColabUtilsError, match="compression method is not supported.*zip -r"):
         unpack_dataset(export, ssd)
 
 
@@ -404,13 +400,9 @@ REFUSED = {
         lambda _, text: {JSON: text},
         r"12 of the 12 images of the JSON are not in .*texts\.zip",
     ),
-    "copies.zip": (
-        lambda images, text: {JSON: text, **put("first", images), **put("second", images)},
-        r"in several folders, such as 'first/' and 'second/'\. Unpack",
-    ),
     "nested.zip": (
         lambda _, text: {JSON: text, "images.tar.gz": b"PK"},
-        r"The zip holds images\.tar\.gz: unpack both",
+        r"holds .*images\.tar\.gz.* unpack all",
     ),
     "zips.zip": (lambda *_: {"images.zip": b"PK"}, r"it holds images\.zip"),
     "photos-20260101T120000Z-1-001.zip": (
@@ -427,7 +419,17 @@ def test_a_zip_that_is_no_whole_export_is_told(tmp_path, tiny_dataset, ssd, name
     source = pack(tmp_path / name, files)
     with pytest.raises(ColabUtilsError, match=message):
         unpack_dataset(source, ssd)
-    # Of a zip that is not one of several, a few images may be missing.
-    if name.startswith("photos"):
-        images, _ = unpack_dataset(pack(tmp_path / "photos.zip", files), ssd)
-        assert len(read_images(images)) == 8
+
+
+def test_of_an_image_that_lies_twice_none_is_guessed(tmp_path, tiny_dataset, ssd):
+    """One image of a dozen may be missing, too."""
+    images = read_images(tiny_dataset.images)
+    [twice, missing, *_] = sorted(images)
+    del images[missing]
+    files = {JSON: tiny_dataset.annotations.read_bytes(), **put("train", images)}
+    source = pack(tmp_path / "photos.zip", {**files, f"copy/{twice}": b""})
+    images, annotations = unpack_dataset(source, ssd)
+    report = check_dataset(images, annotations)
+    problems = {problem.kind: problem for problem in report.problems}
+    assert problems["missing image"].count == 2
+    assert "several folders" in str(problems["missing image"].examples)

@@ -238,8 +238,9 @@ def _judge_zip(case: Case, content: bytes) -> None:
     if case.attempt(unpack_dataset, str(path), folder) != unpacked:
         raise WrongDataError("unpacked once more, it lies elsewhere")
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        for name, file in read_tree(next(folder.glob("*/files"))).items():
-            if file != archive.read(name):
+        contents = [archive.read(info) for info in archive.infolist()]
+        for file in read_tree(next(folder.glob("*"))).values():
+            if file not in contents:
                 raise WrongDataError("an unpacked file differs from the zip's")
     case.attempt(read_coco, unpacked[1])
     if path.read_bytes() != content:
