@@ -56,12 +56,6 @@ _TURNS = {
     "keep": "EXIF rotation, kept",
     "": "EXIF rotation, unclear",
 }
-# Kinds of annotations without masks, by a key that shows the kind.
-_PURPOSES = {
-    "segments_info": "panoptic segments",
-    "keypoints": "keypoints without masks",
-    "bbox": "boxes only: draw masks, or make them from the boxes with Segment Anything",
-}
 
 
 @dataclass(frozen=True)
@@ -79,7 +73,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class DatasetStatistics:
-    """Hold counts of the usable objects; crowds are left out."""
+    """Hold counts of the objects that have a mask; crowds are left out."""
 
     objects: int
     classes: dict[str, int]
@@ -198,13 +192,12 @@ def _inspect_parts(
 ) -> Iterator[dict[int, Findings]]:
     """Yield the findings of all images of each part."""
     for part in parts:
-        subset = dataset.select(np.array(part))
         store = open_store(images)
-        read = partial(read_header, store, subset, deep=deep)
+        read = partial(read_header, store, dataset, deep=deep)
         findings = {}
         with closing(Reader(read, store)) as reader:
-            for i, reading in enumerate(reader.read_all(range(len(subset)))):
-                findings[part[i]] = check_image(subset, i, reading.take())
+            for i, reading in zip(part, reader.read_all(part), strict=True):
+                findings[i] = check_image(dataset, i, reading.take())
                 progress.add(1)
         yield findings
 
@@ -290,9 +283,7 @@ def _find_in_all(dataset: CocoDataset, findings: Sequence[Findings]) -> Iterator
         kind == "object without mask" for finding in findings for kind, _ in finding.defects
     )
     if lacking and lacking == len(dataset.ids):
-        first = dataset.read_entries(int(np.argmax(dataset.first > 0)) - 1)[0]
-        purposes = [text for key, text in _PURPOSES.items() if key in first]
-        yield "no instances", purposes[0] if purposes else "no masks"
+        yield "no instances", f"none of {lacking:,} annotations has a mask"
     crowds = dataset.crowds
     total = len(dataset.ids)
     kind = "many crowds" if has_many_crowds(dataset) else "crowd"

@@ -196,21 +196,17 @@ class CocoDataset:
         # dataset.
         counts = self.first[indices + 1] - self.first[indices]
         objects = np.repeat(self.first[indices], counts) + number_within(counts)
-        names = tuple(self.names[index] for index in indices.tolist())
         texts, text_ends = _join_texts(map(self.take_text, indices.tolist()))
         return replace(
             self,
             image_ids=self.image_ids[indices],
             sizes=self.sizes[indices],
-            names=names,
+            names=tuple(self.names[index] for index in indices.tolist()),
             first=np.append(0, np.cumsum(counts)),
             ids=self.ids[objects],
             is_crowd=self.is_crowd[objects],
             texts=texts,
             text_ends=text_ends,
-            shared_names=self.shared_names.intersection(
-                base for name in names for base in list_meanings(name)
-            ),
         )
 
 

@@ -5,12 +5,11 @@ decodes all other formats, and JPEGs that are shrunk.
 """
 
 import io
-import logging
 import os
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -84,9 +83,6 @@ _JPEG_EXIF = 0xE1
 _JPEG_PIXELS = 0xDA
 # Marker of application data that no decoder reads.
 _JPEG_UNREAD = 0xEF
-# The chunks of a PNG that its pixels depend on. All others are metadata.
-_PNG_NEEDED = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
-_PNG = b"\x89PNG\r\n\x1a\n"
 _JPEG = b"\xff\xd8\xff"
 # A 16-bit image whose brightest pixel becomes less than this after conversion to 8 bits is too dark
 # to train on. Cameras and sensors of 14 bits or fewer make such images.
@@ -130,37 +126,37 @@ class _PillowGuard:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._readers = 0
-        self._users_values: dict[str, Any] = {}
+        self._users_values: list[tuple[Any, str, Any]] = []
 
     def begin(self) -> None:
         """Set the switches. Each reader calls this, not only the first one."""
         with self._lock:
             self._readers += 1
-            for holder, name, ours in _list_switches():
-                value = getattr(holder, name)
-                # Code of the user may have set a switch since the first reader began.
-                if self._readers == 1 or value is not ours:
-                    self._users_values[name] = value
-                setattr(holder, name, ours)
+            switches = _list_switches()
+            if self._readers == 1:
+                self._users_values = [
+                    (holder, name, getattr(holder, name)) for holder, name, _ in switches
+                ]
+            _set(switches)
 
     def end(self) -> None:
         """Restore the user's values after the last reader."""
         with self._lock:
             self._readers -= 1
             if not self._readers:
-                self._give_back()
+                _set(self._users_values)
 
     def begin_anew(self) -> None:
         """Reset the guard in a forked process, which does not have its parent's threads."""
         self._lock = threading.Lock()
         if self._readers:
             self._readers = 0
-            self._give_back()
+            _set(self._users_values)
 
-    def _give_back(self) -> None:
-        for holder, name, ours in _list_switches():
-            if getattr(holder, name) is ours:
-                setattr(holder, name, self._users_values[name])
+
+def _set(switches: Iterable[tuple[Any, str, Any]]) -> None:
+    for switch in switches:
+        setattr(*switch)
 
 
 @cache
@@ -175,8 +171,6 @@ def _list_switches() -> tuple[tuple[Any, str, Any], ...]:
         # Pillow opens images of up to twice `MOST_PIXELS`, so that `open_lazily` can refuse them
         # and say how large they are.
         (Image, "MAX_IMAGE_PIXELS", _Limit(2 * MOST_PIXELS)),
-        # This logger writes about damaged TIFFs to the screen. Our error describes them better.
-        (logging.getLogger("PIL.TiffImagePlugin"), "disabled", True),
     )
 
 
@@ -253,8 +247,6 @@ def open_reduced(data: Encoded, **limits: float) -> tuple["Image.Image", Size]:
     """Open an image with Pillow and decode all of it; return it, and its height and width in the
     file.
 
-    Damaged metadata of a PNG (profile, texts, EXIF) is ignored.
-
     With the ``limits`` of `plan_size`, a JPEG of at least twice the planned size becomes an RGB
     image of the planned size. Pillow decodes it at 1/2, 1/4 or 1/8 of its size, at the smallest of
     these that is not below the planned one. That takes less time than to decode all pixels, and
@@ -273,13 +265,37 @@ def open_reduced(data: Encoded, **limits: float) -> tuple["Image.Image", Size]:
         >>> image.size, size
         ((133, 100), (300, 400))
     """
+    from PIL import Image
+
     try:
-        return _load_image(data, limits)
-    except ColabUtilsError:
-        if data[:8] == _PNG:
-            with suppress(ColabUtilsError):
-                return _load_image(_strip_png(data), limits)
+        image = open_lazily(io.BytesIO(data))
+        size = image.height, image.width
+        planned = plan_size(*size, **limits)
+        is_deep = has_16_bits(image)
+        # A mode would let Pillow change the colours. Only a JPEG has a draft.
+        draft = image.draft(None, planned[::-1])
+        image.load()
+    except (ColabUtilsError, Image.DecompressionBombError, *MACHINE_FAULTS):
         raise
+    # Pillow's readers raise all kinds of errors on damaged data.
+    except Exception as error:
+        raise ColabUtilsError(
+            f"not a complete image: {str(error) or type(error).__name__}"
+        ) from None
+    peak = int(np.asarray(to_rgb(image)).max()) if is_deep else 255
+    if peak < _DARK:
+        raise ColabUtilsError(
+            f"its 16 bits hold no value above {peak * 256 + 255:,} of 65,535, so that the "
+            f"brightest pixel becomes {peak} of 255, almost black: run gdal_translate -ot "
+            f"Byte {_SCALE}"
+        )
+    if draft is None or image.size == size[::-1]:
+        # Pillow turns a TIFF while it loads its pixels.
+        return image, (image.height, image.width)
+    # The last row and column may lie partly outside of the photo. The draft's box leaves that out.
+    shrunk = shrink(to_rgb(image), planned, draft[1])
+    shrunk.format = image.format
+    return shrunk, size
 
 
 def shrink(
@@ -316,41 +332,6 @@ def open_lazily(file: Any) -> "Image.Image":
             f"{image.width} x {image.height} is more than {MOST_PIXELS:,} pixels: {_CUT}"
         )
     return image
-
-
-def _load_image(data: Encoded, limits: dict[str, float]) -> tuple["Image.Image", Size]:
-    from PIL import Image
-
-    try:
-        image = open_lazily(io.BytesIO(data))
-        size = image.height, image.width
-        planned = plan_size(*size, **limits)
-        is_deep = has_16_bits(image)
-        # A mode would let Pillow change the colours. Only a JPEG has a draft.
-        draft = image.draft(None, planned[::-1])
-        is_reduced = image.size != size[::-1]
-        image.load()
-    except (ColabUtilsError, Image.DecompressionBombError, *MACHINE_FAULTS):
-        raise
-    # Pillow's readers raise all kinds of errors on damaged data.
-    except Exception as error:
-        raise ColabUtilsError(
-            f"not a complete image: {str(error) or type(error).__name__}"
-        ) from None
-    peak = int(np.asarray(to_rgb(image)).max()) if is_deep else 255
-    if peak < _DARK:
-        raise ColabUtilsError(
-            f"its 16 bits hold no value above {peak * 256 + 255:,} of 65,535, so that the "
-            f"brightest pixel becomes {peak} of 255, almost black: run gdal_translate -ot "
-            f"Byte {_SCALE}"
-        )
-    if draft is None or not is_reduced:
-        # Pillow turns a TIFF while it loads its pixels.
-        return image, (image.height, image.width)
-    # The last row and column may lie partly outside of the photo. The draft's box leaves that out.
-    shrunk = shrink(to_rgb(image), planned, draft[1])
-    shrunk.format = image.format
-    return shrunk, size
 
 
 def has_16_bits(image: "Image.Image") -> bool:
@@ -428,18 +409,6 @@ def may_have_exif(data: Encoded) -> bool:
     if data[:3] == _JPEG:
         return any(marker == _JPEG_EXIF for marker, _ in _list_jpeg_markers(data))
     return True
-
-
-def _strip_png(data: Encoded) -> bytes:
-    """Return a PNG without the chunks that its pixels do not need."""
-    pieces = [data[:8]]
-    place = 8
-    while place + 12 <= len(data):
-        end = place + 12 + int.from_bytes(data[place : place + 4])
-        if data[place + 4 : place + 8] in _PNG_NEEDED:
-            pieces.append(data[place:end])
-        place = end
-    return b"".join(pieces)
 
 
 def name_kind(data: Encoded) -> str:

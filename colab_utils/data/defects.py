@@ -17,7 +17,10 @@ EFFECTS = {
     "repeated image id": "stops preprocess",
     "unknown image": "stops preprocess",
     "unknown category": "stops preprocess",
-    "no instances": "stops training: masks are needed, as polygons or RLE",
+    "no instances": (
+        "stops training: masks are needed, as polygons or RLE. Boxes, keypoints and panoptic "
+        "segments are none: draw masks, or make them from the boxes with Segment Anything"
+    ),
     "unsafe file_name": "image is skipped",
     "missing image": "image is skipped",
     "empty file": "image is skipped",
@@ -27,8 +30,9 @@ EFFECTS = {
     "bad annotation": "image is skipped",
     "object without mask": "image is skipped",
     "bad mask": "image is skipped",
-    "inverted box": "object becomes background",
-    "box outside the image": "object becomes background",
+    "box outside the image": (
+        "object becomes background: boxes are x, y, width, height, in pixels of the image"
+    ),
     "objects in several entries of an image": (
         "objects of one entry become background in the other: --repair joins the entries"
     ),
@@ -51,9 +55,9 @@ EFFECTS = {
     "crowd": "note: left out of training",
     "image without objects": "note: left out of training",
     "polygon beyond the image": "note: cut at the image's edge",
-    "area and mask disagree": "note: check that no hole is filled, and no mask is another object's",
-    "objects in one corner": "note: check that outlines were not drawn on smaller images",
     "loose box": "note: check that boxes are x, y, width, height, and fit their outlines",
+    "area and mask disagree": "note: average precision counts it among objects of this area",
+    "objects in one corner": "note: check that outlines were not drawn on smaller images",
     "image with alpha": "note: transparent pixels get the colours that the file has for them",
     "name of several categories": (
         "note: check that categories are meant to differ whose names are equal but for spaces and "
@@ -76,12 +80,10 @@ EFFECTS = {
     ),
     "EXIF rotation, turned": "note: turned, as the photos were whose sizes tell, or as you chose",
     "EXIF rotation, kept": "note: used as stored, as the photos whose sizes tell, or as you chose",
-    "area 0": "note: average precision counts it as a small object",
     "repeated annotation": "note: counts twice",
     "repeated file_name": "note: counts twice",
     "found by base name": "note: the file that was found is used",
     "16-bit image": "note: becomes 8-bit RGB",
-    "animated image": "note: only its first frame is used",
 }
 """What each kind of defect leads to in preprocessing and training. If this text begins with "note",
 the defect is harmless, or its harm cannot be mended.

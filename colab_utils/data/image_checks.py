@@ -2,7 +2,6 @@
 
 import io
 from collections import Counter
-from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -59,8 +58,8 @@ class Findings(NamedTuple):
     """Kind and text of each defect."""
     header: Header
     objects: NDArray[np.float64]
-    """float64 [N, 3]: a row for each usable object. It holds the category id, and the right and
-    lower end of the box as shares of the image's width and height.
+    """float64 [N, 3]: a row for each object with a mask. It holds the category id, and the right
+    and lower end of the box as shares of the image's width and height.
     """
     turn: str
     """What `compare_turn` says of the image."""
@@ -103,11 +102,7 @@ def _describe(data: bytes, notes: list[Defect], *, deep: bool) -> Header:
 
     if not data:
         return Header([("empty file", "0 bytes")])
-    try:
-        opened = open_lazily(io.BytesIO(data))
-    except ColabUtilsError:
-        # `open_reduced` also opens a PNG whose metadata is damaged.
-        opened, _ = open_reduced(data)
+    opened = open_lazily(io.BytesIO(data))
     kind = opened.format or ""
     is_deep = has_16_bits(opened)
     if is_deep:
@@ -123,10 +118,6 @@ def _describe(data: bytes, notes: list[Defect], *, deep: bool) -> Header:
     orientation = read_orientation(opened)
     if opened.has_transparency_data:
         notes.append(("image with alpha", ""))
-    if kind != "MPO":
-        with suppress(EOFError):
-            opened.seek(1)
-            notes.append(("animated image", ""))
     return Header(notes, (height, width), orientation)
 
 
@@ -140,8 +131,6 @@ def check_image(dataset: CocoDataset, i: int, header: Header) -> Findings:
     elif all(header.size) and turn == "misfit":
         height, width = header.size
         text = f"annotations say {size[1]} x {size[0]}, the file has {width} x {height}"
-        if size == (width, height):
-            text += ": sides swapped"
         defects.append(("size mismatch", text))
         # It is not known for which of the two sizes the masks were drawn.
         size = 0, 0

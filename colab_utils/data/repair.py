@@ -19,7 +19,14 @@ from colab_utils.data.coco import CocoDataset, read_coco, write_coco
 from colab_utils.data.fields import read_field
 from colab_utils.data.image_checks import Header
 from colab_utils.data.masks import encode_segmentation, measure_mask
-from colab_utils.data.object_checks import APART, NEAR, check_object, compare_box, is_normalised
+from colab_utils.data.object_checks import (
+    APART,
+    NEAR,
+    check_object,
+    compare_box,
+    is_area_odd,
+    is_normalised,
+)
 from colab_utils.data.orientation import Exif
 from colab_utils.data.segmentations import (
     OUTLINE_NUMBERS,
@@ -64,7 +71,7 @@ def repair_annotations(
     - Ids of annotations, if any of them repeats: then all are counted anew.
     - Polygons in shares of the image, or whose numbers are text, and flat ones.
     - Boxes and areas, from the mask.
-    - Sizes and names of images, from the files.
+    - Missing sizes, and names, of images, from the files.
     - Width and height, if nearly all images have them swapped.
 
     What cannot be mended is left out. If such an object has no area, only the object is left out.
@@ -95,32 +102,29 @@ def repair_annotations(
     headers = [findings.header for findings in inspect_images(folder, dataset, deep=deep)]
     repair = _Repair(dataset, headers, as_objects=crowds == "objects")
     for number in dataset.unknown_images.tolist():
-        repair.done["annotation without an image left out"].append(f"annotation {number}")
-    entries: list[Entry] = []
-    kept: list[bytes] = []
-    has_objects = False
-    for entry, objects in repair.mend_images():
-        entries.append(entry)
-        kept += [json.dumps(annotation).encode() for annotation in objects]
-        has_objects = has_objects or any(not annotation["iscrowd"] for annotation in objects)
-    apart = len(repair.done.get(APART, ()))
-    if 4 * apart > len(kept):
+        repair.mended["annotation without an image left out"].append(f"annotation {number}")
+    entries = list(repair.mend_images())
+    objects = repair.objects
+    apart = len(repair.mended.get(APART, ()))
+    if 4 * apart > len(objects):
         raise ColabUtilsError(
-            f"{apart:,} of {len(kept):,} boxes lie elsewhere than their outlines, so {annotations} "
-            "may have outlines in another order than COCO's: polygons with x before y, RLE with "
-            "runs along columns. Export the outlines again. If they are right, remove the boxes."
+            f"{apart:,} of {len(objects):,} boxes lie elsewhere than their outlines, so "
+            f"{annotations} may have outlines in another order than COCO's: polygons with x before "
+            "y, RLE with runs along columns. Export the outlines again. If they are right, remove "
+            "the boxes."
         )
-    if not has_objects:
-        reasons = [f"{len(repair.done[kind]):,} x {kind}" for kind in repair.gone]
-        if kept:
-            reasons.append(f"{len(kept):,} x crowd")
+    if all(annotation["iscrowd"] for annotation in objects):
+        reasons = [f"{len(names):,} x {kind}" for kind, names in repair.lost.items()]
+        if objects:
+            reasons.append(f"{len(objects):,} x crowd")
         raise ColabUtilsError(
-            f"{annotations} has no object to keep: no object has both a usable mask and an "
-            f"image in {folder} ({', '.join(reasons)}). Name the right image folder, mend the "
-            "defects that `check` reports, or use --crowds objects."
+            f"{annotations} has no object to keep: no object has both a usable mask and an image "
+            f"in {folder} ({', '.join(reasons)}). Name the right "
+            "image folder, mend the defects that `check` reports, or use --crowds objects."
         )
     with explain_write(output.parent):
-        write_coco(output, entries, kept, dataset.categories)
+        texts = [json.dumps(annotation).encode() for annotation in objects]
+        write_coco(output, entries, texts, dataset.categories)
     report = check_dataset(folder, output, deep=deep, exif=exif)
     return replace(report, repairs=tuple(repair.list_repairs()))
 
@@ -134,31 +138,29 @@ class _Repair:
         self._dataset = dataset
         self._headers = headers
         self._as_objects = as_objects
-        self.done = defaultdict[str, list[str]](list)
+        self.objects: list[Entry] = []
+        """The annotations that are kept."""
+        self.mended = defaultdict[str, list[str]](list)
         """The images or annotations with each kind of repair."""
-        self.gone = Counter[str]()
-        """How many objects were left out with their images, by the reason."""
+        self.lost = defaultdict[str, list[str]](list)
+        """The images that were left out, by the reason."""
         self._categories = {category["id"] for category in dataset.categories}
         self._ids = dataset.ids
         if len(np.unique(dataset.ids)) < len(dataset.ids):
             self._ids = np.arange(1, len(dataset.ids) + 1)
         for i in _find_swapped(dataset, headers):
             dataset.sizes[i] = headers[i].size
-            self.done["width and height swapped"].append(escape(dataset.file_name(i)))
+            self.mended["width and height swapped"].append(escape(dataset.file_name(i)))
 
     def list_repairs(self) -> Iterator[Problem]:
         """Yield each kind of repair, with its number and examples."""
-        for kind, names in self.done.items():
-            effect = "mended"
-            if kind in self.gone:
-                effect = (
-                    f"images left out whole, with {self.gone[kind]:,} objects, so that no object "
-                    "becomes background"
-                )
-            yield Problem(kind, len(names), tuple(names[:5]), effect)
+        left_out = "images left out whole, so that no object becomes background"
+        for effect, repairs in (("mended", self.mended), (left_out, self.lost)):
+            for kind, names in repairs.items():
+                yield Problem(kind, len(names), tuple(names[:5]), effect)
 
-    def mend_images(self) -> Iterator[tuple[Entry, list[Entry]]]:
-        """Yield the entry and the annotations of each image that is kept.
+    def mend_images(self) -> Iterator[Entry]:
+        """Yield the entry of each image that is kept, and keep its annotations in ``objects``.
 
         The entries of an image are joined: some tools write an entry for each object.
         """
@@ -174,42 +176,36 @@ class _Repair:
                 if any(images[ids[i]] > 1 for i in group):
                     raise _LostImageError("id of several images")
                 entry, size = self._mend_entry(group)
-                objects = self._mend_objects(group, entry["id"], size, changes)
-            except (_LostImageError, RecursionError) as error:
-                kind = "bad annotation" if isinstance(error, RecursionError) else str(error)
-                self.done[kind].append(escape(name))
-                self.gone[kind] += int(np.diff(dataset.first)[group].sum())
-                continue
-            for change in changes + _list_changes(dataset.image(group[0]), entry):
-                self.done[change].append(escape(name))
-            yield entry, objects
+                self.objects += self._mend_objects(group, entry["id"], size, changes)
+            except _LostImageError as error:
+                self.lost[str(error)].append(escape(name))
+            except RecursionError:
+                self.lost["bad annotation"].append(escape(name))
+            else:
+                for change in changes + _list_changes(dataset.image(group[0]), entry):
+                    self.mended[change].append(escape(name))
+                yield entry
 
     def _mend_entry(self, group: list[int]) -> tuple[Entry, Size]:
         """Mend an image's entry by its file. Return it with the height and width of its masks."""
-        dataset = self._dataset
         header = self._headers[group[0]]
-        entry = dataset.image(group[0])
+        entry = self._dataset.image(group[0])
+        size = entry["height"], entry["width"]
         if not all(header.size):
             raise _LostImageError(header.defects[0][0])
-        moved = dict(header.defects).get("found by base name")
-        if moved:
-            # A backslash comes from `escape`: the name has characters that we write into no JSON.
-            if "\\" in moved:
-                raise _LostImageError("unsafe file_name")
+        is_same = len(np.unique(self._dataset.sizes[group], axis=0)) == 1
+        if not is_same or (all(size) and header.compare(size) == "misfit"):
+            raise _LostImageError("size mismatch")
+        moved = dict(header.defects).get("found by base name", "")
+        # A backslash comes from `escape`: the name has characters that we write into no JSON.
+        if moved and "\\" not in moved:
             entry["file_name"] = moved
-        if len(np.unique(dataset.sizes[group], axis=0)) > 1:
-            raise _LostImageError("size mismatch")
-        size = entry["height"], entry["width"]
-        is_known = all(size)
-        if is_known and header.compare(size) != "misfit":
+        if all(size):
             return entry, size
-        # The file's size is right only if the masks fit it and do not fit the entry's size.
-        if is_known and (_fit(dataset, group, size) or not _fit(dataset, group, header.size)):
-            raise _LostImageError("size mismatch")
         # If EXIF turns the image, no size is added, because nothing shows whether the annotations
         # belong to the image as stored or as turned. While the size is missing, check warns of
         # this. With a size, it might not.
-        if is_known or header.orientation == 1:
+        if header.orientation == 1:
             entry["height"], entry["width"] = header.size
         return entry, header.size
 
@@ -244,11 +240,9 @@ class _Repair:
         """
         values = {name: _try_field(entry, name) for name in _FIELDS}
         box = values["bbox"]
-        area = values["area"]
-        is_crowd = values["iscrowd"]
         if values["category_id"] not in self._categories:
             raise _LostImageError("unknown category")
-        if is_crowd is None:
+        if values["iscrowd"] is None:
             raise _LostImageError("bad annotation")
         if self._as_objects:
             values["iscrowd"] = 0
@@ -260,7 +254,8 @@ class _Repair:
             tight, pixels = measure_mask(encode_segmentation(values["segmentation"], *size))
         if not pixels:
             is_drawn = not tight and count_numbers(outline) >= OUTLINE_NUMBERS
-            if (is_drawn or _has_area(box)) and not values["iscrowd"]:
+            has_area = box and box[2] * box[3] >= NEAR**2
+            if (is_drawn or has_area) and not values["iscrowd"]:
                 raise _LostImageError("object without a whole mask")
             return {}
         wrong = dict(compare_box(box, tight, *size)) if box else {}
@@ -270,8 +265,8 @@ class _Repair:
             changes.append(APART)
         # A crowd whose ``area`` is 0 may be an object. Only the user knows, and says so by `crowds`
         # (an argument). The 0 stays, so that a check still finds such a crowd.
-        is_unclear = values["iscrowd"] and area == 0
-        if not is_unclear and _is_of_other_units(area, values["bbox"], pixels):
+        is_unclear = values["iscrowd"] and values["area"] == 0
+        if not is_unclear and is_area_odd(values["area"], values["bbox"], pixels):
             values["area"] = float(pixels)
         return values
 
@@ -279,10 +274,9 @@ class _Repair:
 def _find_swapped(dataset: CocoDataset, headers: Sequence[Header]) -> list[int]:
     """Return the indices of the images whose entries have width and height swapped.
 
-    The list is empty if only some images have swapped sides. It is also empty if the outlines of an
-    image fit only the size in its entry. Then the file was turned, not the entry, for example
-    because its EXIF orientation was lost. Other files may have been turned, too, and nothing shows
-    which.
+    The list is empty if only some images have swapped sides, or if their outlines do not fit the
+    sizes of the files. Then the files may have been turned, not the entries, for example because
+    their EXIF orientation was lost.
     """
     swapped = []
     total = 0
@@ -291,33 +285,18 @@ def _find_swapped(dataset: CocoDataset, headers: Sequence[Header]) -> list[int]:
         total += header.size != header.size[::-1]
         if size == header.size[::-1] and header.compare(size) == "misfit":
             swapped.append(i)
-            if _fit(dataset, [i], size) and not _fit(dataset, [i], header.size):
-                return []
-    return swapped if len(swapped) >= _NEARLY_ALL * total else []
+    is_usual = len(swapped) >= _NEARLY_ALL * total
+    return swapped if is_usual and all(_fit(dataset, i, headers[i].size) for i in swapped) else []
 
 
-def _fit(dataset: CocoDataset, group: list[int], size: Size) -> bool:
+def _fit(dataset: CocoDataset, i: int, size: Size) -> bool:
     """Return whether all polygons lie in an image of this size, and all RLE is made for it."""
     misfits = {"object without mask", "bad mask", "polygon beyond the image"}
-    for i in group:
-        for annotation in dataset.read_annotations(i)[0]:
-            defects, _ = check_object(annotation, size)
-            if not misfits.isdisjoint(dict(defects)):
-                return False
+    for annotation in dataset.read_annotations(i)[0]:
+        defects, _ = check_object(annotation, size)
+        if not misfits.isdisjoint(dict(defects)):
+            return False
     return True
-
-
-def _has_area(box: list[float] | None) -> bool:
-    return box is not None and min(box[2:]) > 0 and box[2] * box[3] >= NEAR**2
-
-
-def _is_of_other_units(area: float | None, box: list[float], pixels: int) -> bool:
-    """Return whether an area is missing, or fits neither the box nor the mask.
-
-    Such an area may be a share of the image, for example.
-    """
-    in_box = box[2] * box[3]
-    return not min(0.1 * in_box, 0.5 * pixels) <= (area or 0) <= max(in_box, 1.1 * pixels)
 
 
 def _list_changes(old: Entry, new: Entry) -> list[str]:

@@ -377,7 +377,7 @@ def test_a_compression_that_python_does_not_know_is_told(export, ssd):
     with open(export, "r+b") as file:
         file.seek(place)
         file.write(b"\x09")
-    with pytest.raises(ColabUtilsError, match="compression method is not supported.*zip -r"):
+    with pytest.raises(ColabUtilsError, match=r"compression method is not supported.*zip -r"):
         unpack_dataset(export, ssd)
 
 

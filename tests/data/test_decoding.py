@@ -258,17 +258,6 @@ def test_too_many_pixels_are_told_in_our_words(switches, size):
         decode_pixels(make_png(size, 1, 0, [b"\0"]))
 
 
-def test_a_package_that_sets_the_switches_meanwhile_keeps_its_values(monkeypatch):
-    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", False)
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 5)
-    with guard_pillow():
-        ImageFile.LOAD_TRUNCATED_IMAGES = True
-        Image.MAX_IMAGE_PIXELS = 7
-        with guard_pillow():
-            assert ImageFile.LOAD_TRUNCATED_IMAGES is False
-    assert (ImageFile.LOAD_TRUNCATED_IMAGES, Image.MAX_IMAGE_PIXELS) == (True, 7)
-
-
 def test_a_process_forked_while_another_thread_reads_has_the_users_values(switches):
     inside = threading.Event()
     leave = threading.Event()

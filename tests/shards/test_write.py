@@ -554,7 +554,7 @@ def test_no_warning_stops_preprocess(dataset, folder):
 # Two of the kinds that check calls serious for training: a mask's and a box's.
 FAULTS = {
     "empty mask": {"segmentation": {"size": [128, 160], "counts": [128 * 160]}},
-    "inverted box": {"bbox": [50, 40, -20, -10]},
+    "box outside the image": {"bbox": [50, 40, -20, -10]},
 }
 
 
