@@ -18,7 +18,7 @@ import pytest
 
 from colab_utils import copy_shards, simulate
 from colab_utils.comparison import COURSE_STRATEGIES
-from colab_utils.course.loader_exercise import LEAST_TIMES, grade_loader
+from colab_utils.course.loader_exercise import grade_loader
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 NO_NUMBERS = ["many", "", None, [], -1, math.nan]
@@ -295,10 +295,9 @@ def test_01_grades_a_loader_of_ones_own():
     assert values["loader_grade"] is None
     exec(cells["solution-loader"].replace("SOLUTION = False", "SOLUTION = True"), values)
     # How fast it is depends on what else this machine does.
-    assert len(grades[0].checks) == 9
-    checks = [check for check in grades[0].checks if "make_loader" not in check.check]
-    assert [check.check for check in checks if not check.passed] == []
-    assert grades[0].times_as_fast >= LEAST_TIMES
+    assert len(grades[0].checks) == 8
+    failed = {check.check for check in grades[0].checks if not check.passed}
+    assert failed <= {"0.7 of make_loader"}
     assert multiprocessing.active_children() == []
 
 
