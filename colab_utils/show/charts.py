@@ -16,8 +16,6 @@ ORANGE = PALETTE[1]
 GREY = "#949494"
 INK = "#1a1a1a"
 _RED = PALETTE[3]
-# A bar that is shorter than this share of the axis would vanish between its two white edges.
-_THIN = 0.004
 
 
 def plot_first_seconds(
@@ -47,7 +45,7 @@ def plot_first_seconds(
     Example:
         >>> figure = plot_first_seconds({"plain loop": [(2.4, 2.5), (4.9, 5.0)]})
         >>> figure.get_suptitle(), figure.axes[0].texts[0].get_text()
-        ('The step waits 96% of the time', 'waits 96%, 2 batches')
+        ('The step waits 96% (plain loop)', 'waits 96%, 2 batches')
     """
     steps = {name: spans for name, spans in rows.items() if name != "copy" and len(spans)}
     if not steps:
@@ -60,36 +58,24 @@ def plot_first_seconds(
         waits[name] = f"{max(0.0, 1 - worked_s / ends_s[name]):.0%}"
     # The title says how long the step waits in the first row, and in the last one.
     shares = [f"{share} ({name})" for name, share in waits.items()]
-    finding = f"{shares[0]} → {shares[-1]}"
-    if len(shares) == 1:
-        finding = f"{next(iter(waits.values()))} of the time"
     figure, axis = _make_rows(
-        title or f"The step waits {finding}",
+        title or f"The step waits {' → '.join(shares[:: max(1, len(shares) - 1)])}",
         rows,
         unit=f"{unit} (orange: the step runs, white: it waits)",
         height=1.35 + 0.62 * len(rows),
     )
     for row, (name, spans) in enumerate(rows.items()):
-        colour = BLUE
+        colour = ORANGE if name in steps else BLUE
+        lengths = [(begin_s, end_s - begin_s) for begin_s, end_s in spans]
+        # Without a line, the shortest steps could not be seen.
+        axis.broken_barh(lengths, (row - 0.35, 0.7), color=colour, linewidth=0.5)
         if name in steps:
-            colour = ORANGE
             # The white area inside this frame shows when the step waited.
-            axis.barh(
-                row,
-                ends_s[name],
-                height=0.7,
-                color="white",
-                edgecolor=GREY,
-            )
+            axis.barh(row, ends_s[name], height=0.7, fill=False, edgecolor=GREY)
             batches = format_count(count_batches(spans, shown_s), "batch", "batches")
             text = f"waits {waits[name]}, {batches}"
             _write(axis, text, shown_s, row)
             figure.words.append(f"{name}: {text}")
-        lengths = [(begin_s, end_s - begin_s) for begin_s, end_s in spans]
-        bars = axis.broken_barh(lengths, (row - 0.35, 0.7), facecolors=colour)
-        bars.set(edgecolor="white", linewidth=min(0.5, 25 / max(1, len(spans))))
-        if any(length_s < _THIN * shown_s for _, length_s in lengths):
-            bars.set(edgecolor=colour)
     axis.set_xlim(0, shown_s)
     return figure
 
@@ -111,8 +97,6 @@ def plot_bars(
     log: bool = False,
 ) -> DescribedFigure:
     """Draw horizontal bars, each with its number. The first bar is on top.
-
-    The number is written inside a long bar, and beside a short one.
 
     Args:
         values: Dict from the name of a bar to its length. None draws no bar, and only its note.
@@ -138,46 +122,30 @@ def plot_bars(
     """
     if not values:
         raise ColabUtilsError("There are no values to draw. Measure at least one.")
-    notes = notes or {}
-    spread = spread or {}
     lengths = {name: value or 0.0 for name, value in values.items()}
     lit = highlight or [max(lengths, key=lambda name: lengths[name])]
-    longest = max(*lengths.values(), *(high for _, high in spread.values()), 0)
-    if limit is not None:
-        longest = max(longest, limit[0])
-    height = 2.1 if limit else 1.7
-    figure, axis = _make_rows(
-        title,
-        values,
-        unit=unit,
-        height=height + 0.72 * len(values),
-    )
+    ends = {name: (length, length) for name, length in lengths.items()} | dict(spread or {})
+    longest = max(high for _, high in ends.values())
+    figure, axis = _make_rows(title, values, unit=unit, height=2 + 0.72 * len(values))
     for row, (name, length) in enumerate(lengths.items()):
         colour = BLUE if name in lit else GREY
-        low, high = spread.get(name, (length, length))
+        low, high = ends[name]
         if log:
             axis.plot(length, row, "o", color=colour, markersize=14)
         else:
             axis.barh(row, length, height=0.62, color=colour)
         if high > low:
-            axis.plot(
-                [low, high],
-                [row, row],
-                color=INK,
-                linewidth=1.5,
-                marker="|",
-                markersize=9,
-            )
-        figure_text = "" if values[name] is None else format_figure(length)
-        text = f"{figure_text}  {notes.get(name, '')}".strip()
+            axis.plot([low, high], [row, row], "|-", color=INK)
+        number = "" if values[name] is None else format_figure(length)
+        text = f"{number}  {(notes or {}).get(name, '')}".strip()
         figure.words.append(f"{name}: {text}")
-        if not log and low > longest / 2:
-            _write(axis, text, low, row, ha="right", color="white" if name in lit else INK)
-        else:
-            _write(axis, text, high, row)
+        _write(axis, text, high, row)
     if limit is not None:
-        _draw_limit(axis, *limit)
-        figure.words.append(f"{limit[1]}: {format_figure(limit[0])}")
+        longest = max(longest, limit[0])
+        text = f"{limit[1]}: {format_figure(limit[0])}"
+        axis.axvline(limit[0], color=_RED, linestyle="--", linewidth=2, zorder=0)
+        axis.set_title(text, loc="right", fontsize=14, color=_RED, parse_math=False)
+        figure.words.append(text)
     if log:
         axis.set_xscale("log")
         axis.xaxis.set_major_formatter(lambda value, _: format_figure(value))
@@ -186,41 +154,19 @@ def plot_bars(
     return figure
 
 
-def _draw_limit(axis: Axes, value: float, name: str) -> None:
-    axis.axvline(value, color=_RED, linestyle="--", linewidth=2, zorder=0)
-    axis.text(
-        value,
-        1.02,
-        f"{name}: {format_figure(value)}",
-        fontsize=14,
-        color=_RED,
-        parse_math=False,
-        ha="center",
-        va="bottom",
-        transform=axis.get_xaxis_transform(),
-    )
-
-
-def _write(
-    axis: Axes, text: str, x: float, y: float, *, ha: str = "left", color: str = INK
-) -> None:
-    """Write text beside the point (x, y): on its left if ``ha`` is "right", else on its right.
-
-    Text on the right of a point has a white background, so that no line crosses it.
-    """
-    ground = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+def _write(axis: Axes, text: str, x: float, y: float) -> None:
+    """Write text on the right of the point (x, y). No line crosses it."""
     axis.annotate(
         text,
         (x, y),
-        xytext=(10 if ha == "left" else -10, 0),
+        xytext=(10, 0),
         textcoords="offset points",
-        ha=ha,
         va="center",
         fontsize=15,
-        color=color,
+        color=INK,
         parse_math=False,
         annotation_clip=False,
-        bbox=ground if ha == "left" else None,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
     )
 
 
