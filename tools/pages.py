@@ -214,7 +214,7 @@ def _list_rates(comparison: Mapping[str, Any]) -> str:
     for row in content["timed"].values():
         rate = row["images_per_second"]
         text = f"{format_figure(rate)} images/s, waits {row['wait_share']:.0%}"
-        bars.append((row["label"], rate, text))
+        bars.append((row["title"], rate, text))
     return _draw_bars(bars)
 
 
@@ -223,10 +223,10 @@ def _list_cold_starts(comparison: Mapping[str, Any], figure: DescribedFigure) ->
     seconds = figure.axes[0].get_xlim()[1]
     bars = []
     for row in read_comparison(comparison)["timed"].values():
-        if row["label"] in labels:
+        if row["title"] in labels:
             count = count_batches(row["timeline"], seconds)
             text = format_count(count, "batch", "batches")
-            bars.append((row["label"], float(count), text))
+            bars.append((row["title"], float(count), text))
     return _draw_bars(bars)
 
 

@@ -385,16 +385,6 @@ def find_noise(*spreads: float) -> float:
     return max((LEAST_NOISE, *spreads))
 
 
-def is_faster(rate: float, other: float, *spreads: float) -> bool:
-    """Return whether a rate is above another one by more than the noise; see `find_noise`.
-
-    Example:
-        >>> is_faster(1.1, 1.0), is_faster(1.1, 1.0, 0.2)
-        (True, False)
-    """
-    return rate > (1 + find_noise(*spreads)) * other
-
-
 def find_error(seconds: NDArray[np.float64], round_batches: int = 1) -> float:
     """Return the standard error of the mean time of a batch, as a share of the mean.
 

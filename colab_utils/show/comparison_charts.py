@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from colab_utils.comparison import COURSE_STRATEGIES
-from colab_utils.diagnosis.timing import LEAST_NOISE, find_noise, is_faster, measure_spread
+from colab_utils.diagnosis.timing import LEAST_NOISE, find_noise, measure_spread
 from colab_utils.errors import ColabUtilsError
 from colab_utils.show.charts import (
     count_batches,
@@ -24,8 +23,6 @@ COCO_IMAGES = 118_287
 # Colab is assumed to take the machine and its disk away after every third epoch.
 _EPOCHS = 9
 _SESSIONS = 3
-# A wait, or the extra time of a step, is not mentioned if its share is smaller than this.
-_LITTLE = 0.1
 # The content of a receipt's ``comparison.json``, or one of its strategies.
 Content = Mapping[str, Any]
 
@@ -33,9 +30,7 @@ Content = Mapping[str, Any]
 def plot_comparison(comparison: "Comparison | Content") -> DescribedFigure:
     """Draw the images per second of each strategy, and how long its step waits.
 
-    A line marks the speed of the step alone. A strategy that is not timed yet has no bar. In the
-    course, each of the five strategies builds on the one before: all names but the first begin with
-    "+".
+    A line marks the speed of the step alone. A strategy that is not timed yet has no bar.
 
     Args:
         comparison: Result of `compare`, or the content of a receipt's ``comparison.json``.
@@ -48,33 +43,27 @@ def plot_comparison(comparison: "Comparison | Content") -> DescribedFigure:
     values = dict[str, float | None]()
     notes = dict[str, str]()
     spread = dict[str, tuple[float, float]]()
-    for row in content["rows"].values():
-        label = row["label"]
-        values[label] = row["images_per_second"]
+    for row in content["strategies"]:
+        title = row["title"]
+        values[title] = row["images_per_second"]
         # What is not timed yet has a row without a bar.
-        if not values[label]:
-            notes[label] = "not timed" if row["note"] else "…"
+        if not values[title]:
+            notes[title] = "not timed"
             continue
-        note = f"waits {row['wait_share']:.0%}"
-        longer = limit / _measure_step(row)
+        notes[title] = f"waits {row['wait_share']:.0%}"
         if not row["comparable"]:
-            note += ", NOT the same data"
+            notes[title] += ", NOT the same data"
         repeats = row["repeats_images_per_second"]
         if measure_spread(repeats) > LEAST_NOISE:
-            note += f", spread {measure_spread(repeats):.0%}"
-        # Without waits, the bar would touch the line of the step alone. If it ends far from that
-        # line, the workers used the CPU core that the step needs, and the step took longer.
-        elif row["wait_share"] < _LITTLE and longer > 1 + _LITTLE:
-            note += f", step {longer:.1f} x"
-        notes[label] = note
-        spread[label] = (min(repeats), max(repeats))
+            notes[title] += f", spread {measure_spread(repeats):.0%}"
+        spread[title] = (min(repeats), max(repeats))
     return plot_bars(
         values,
         title=describe_gain(content),
         unit=f"images/s, step {content['step']}, batches of {content['batch_size']}",
         notes=notes,
         spread=spread,
-        highlight=[find_gain(content)[1]["label"]],
+        highlight=[find_gain(content)[1]["title"]],
         limit=(limit, "the step alone"),
     )
 
@@ -87,8 +76,7 @@ def _measure_step(row: Content) -> float:
 def plot_cold_start(comparison: "Comparison | Content") -> DescribedFigure:
     """Draw the first seconds of each strategy with empty caches; see `plot_first_seconds`.
 
-    It draws the time of the shortest run. If more than five strategies were timed, only those of
-    the course are drawn.
+    It draws the time of the shortest run.
 
     Args:
         comparison: Result of `compare`, or the content of a receipt's ``comparison.json``.
@@ -97,17 +85,12 @@ def plot_cold_start(comparison: "Comparison | Content") -> DescribedFigure:
         ColabUtilsError: No strategy was timed.
     """
     content = read_comparison(comparison)
-    timed = content["timed"]
-    course = [row for name, row in timed.items() if name in COURSE_STRATEGIES]
-    is_long = len(timed) > len(COURSE_STRATEGIES)
-    drawn = course if course and is_long else [*timed.values()]
-    all_s = min(row["timeline"][-1][1] for row in drawn)
+    rows = {row["title"]: row["timeline"] for row in content["timed"].values()}
+    all_s = min(timeline[-1][1] for timeline in rows.values())
     shown_s = math.floor(all_s) or all_s
-    counts = dict[str, None]()
-    for row in (drawn[0], drawn[-1]):
-        counts[f"{count_batches(row['timeline'], shown_s):,} with {row['title']}"] = None
-    title = f"Batches in the first {format_figure(shown_s)} seconds: {', '.join(counts)}"
-    rows = {row["label"]: row["timeline"] for row in drawn}
+    counts = [f"{count_batches(rows[title], shown_s):,} with {title}" for title in rows]
+    ends = ", ".join(dict.fromkeys((counts[0], counts[-1])))
+    title = f"Batches in the first {format_figure(shown_s)} seconds: {ends}"
     return plot_first_seconds(
         rows,
         seconds=shown_s,
@@ -117,11 +100,11 @@ def plot_cold_start(comparison: "Comparison | Content") -> DescribedFigure:
 
 
 def describe_hours(comparison: "Comparison | Content") -> str:
-    """Return a sentence: how many hours the epochs of a dataset as large as COCO take.
+    """Return a sentence: how many hours the epochs of a dataset as large as COCO take, with the
+    first and with the best strategy.
 
     The measured times are scaled to COCO's number of images. A session on Colab has three epochs.
-    The time to convert counts once, and the time to copy counts in each session. If strategies of
-    the course were timed, only they are named.
+    The time to convert counts once, and the time to copy counts in each session.
 
     Args:
         comparison: Result of `compare`, or the content of a receipt's ``comparison.json``.
@@ -130,18 +113,14 @@ def describe_hours(comparison: "Comparison | Content") -> str:
         ColabUtilsError: No strategy was timed.
     """
     content = read_comparison(comparison)
-    rows = content["fair"]
-    names = [name for name in rows if name in COURSE_STRATEGIES] or [*rows]
-    spent = [f"{_count_hours(rows[name])} hours with {rows[name]['title']}" for name in names]
-    sentence = f"{_EPOCHS} epochs of {COCO_IMAGES:,} images: {', '.join(spent)}"
-    return _warn_of_busy(content, sentence)
-
-
-def _count_hours(row: Content) -> str:
-    session_ms = row["session_ms_per_image"] + row["cold_ms_per_image"]
-    later_ms = (_EPOCHS - _SESSIONS) * 1000 / row["images_per_second"]
-    ms = row["once_ms_per_image"] + _SESSIONS * session_ms + later_ms
-    return format_figure(ms * COCO_IMAGES / 3.6e6)
+    hours = dict[str, str]()
+    for row in find_gain(content):
+        session_ms = row["session_ms_per_image"] + row["cold_ms_per_image"]
+        later_ms = (_EPOCHS - _SESSIONS) * 1000 / row["images_per_second"]
+        ms = row["once_ms_per_image"] + _SESSIONS * session_ms + later_ms
+        hours[row["title"]] = format_figure(ms * COCO_IMAGES / 3.6e6)
+    spent = ", ".join(f"{number} hours with {title}" for title, number in hours.items())
+    return _warn_of_busy(content, f"{_EPOCHS} epochs of {COCO_IMAGES:,} images: {spent}")
 
 
 def describe_gain(comparison: "Comparison | Content") -> str:
@@ -164,7 +143,7 @@ def describe_gain(comparison: "Comparison | Content") -> str:
     else:
         finding += f" of the time with the {now['title']}"
         if now is not best:
-            finding += f": no other way is {find_noise(*_measure_spreads(best, now)):.0%} faster"
+            finding += f": no other way is {_find_noise(best, now):.0%} faster"
     return _warn_of_busy(content, finding)
 
 
@@ -174,12 +153,12 @@ def _warn_of_busy(content: Content, title: str) -> str:
 
 
 def _is_faster(row: Content, other: Content) -> bool:
-    spreads = _measure_spreads(row, other)
-    return is_faster(row["images_per_second"], other["images_per_second"], *spreads)
+    gain = row["images_per_second"] / other["images_per_second"]
+    return bool(gain > 1 + _find_noise(row, other))
 
 
-def _measure_spreads(*rows: Content) -> list[float]:
-    return [measure_spread(row["repeats_images_per_second"]) for row in rows]
+def _find_noise(*rows: Content) -> float:
+    return find_noise(*[measure_spread(row["repeats_images_per_second"]) for row in rows])
 
 
 def find_gain(content: Content) -> tuple[Content, Content]:
@@ -201,23 +180,14 @@ def find_gain(content: Content) -> tuple[Content, Content]:
 
 
 def read_comparison(comparison: "Comparison | Content") -> Content:
-    """Return the content of ``comparison.json``, with three more dicts of strategies by name.
+    """Return the content of ``comparison.json``, with two more dicts of strategies by name.
 
-    ``rows`` has all strategies, each with a ``label`` for charts. ``timed`` has those that were
-    timed. ``fair`` has the timed ones that deliver the same samples, or all timed ones if none
-    does. In the course, each strategy builds on the one before: all labels but the first begin
-    with "+".
+    ``timed`` has those that were timed. ``fair`` has the timed ones that deliver the same samples,
+    or all timed ones if none does.
     """
     content = dict(comparison) if isinstance(comparison, Mapping) else asdict(comparison)
-    rows = {row["name"]: {**row, "label": row["title"]} for row in content["strategies"]}
-    content["rows"] = rows
-    if tuple(rows) == COURSE_STRATEGIES:
-        for name in COURSE_STRATEGIES[1:]:
-            rows[name]["label"] = f"+ {rows[name]['title']}"
-    timed = {name: row for name, row in rows.items() if row["images_per_second"]}
-    content["timed"] = timed
+    timed = {row["name"]: row for row in content["strategies"] if row["images_per_second"]}
     if not timed:
         raise ColabUtilsError("No strategy was timed. Compare at least one.")
     fair = {name: row for name, row in timed.items() if row["comparable"]}
-    content["fair"] = fair or timed
-    return content
+    return content | {"timed": timed, "fair": fair or timed}

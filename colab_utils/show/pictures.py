@@ -21,7 +21,7 @@ from pycocotools import mask as coco_mask
 
 from colab_utils.data.coco import CocoDataset
 from colab_utils.data.decoding import to_rgb
-from colab_utils.data.masks import crop_pixels, encode_segmentation
+from colab_utils.data.masks import encode_segmentation
 from colab_utils.data.orientation import open_upright
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import read_file
@@ -31,16 +31,10 @@ from colab_utils.units import format_count
 # Okabe and Ito's colours. People with any common colour blindness can tell them apart
 # (jfly.uni-koeln.de/color).
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442")
-# Text on these colours is white. Text on the others is black.
-_DARK = (PALETTE[0], PALETTE[2], PALETTE[3])
 # Only the largest objects of an image get their names written, and no more than this many.
 _NAMED = 5
 # `draw_annotations` draws only the largest annotations of an image, and no more than this many.
 _DRAWN = 100
-# An image of unknown height or width is drawn with this many pixels.
-_UNKNOWN_SIDE = 480
-# An image that cannot be read is drawn as an area of this grey.
-_GREY = 0xDD
 # `draw_annotations` draws images with at most this many pixels a side.
 _LONGEST_SIDE = 640
 # A target or a prediction of torchvision's models, or what is drawn of them.
@@ -143,7 +137,8 @@ def draw_annotations(
     Args:
         images: Image folder.
         panels: For each image: a heading, a dataset, the index in the dataset, and "turn" or "keep"
-            (see `open_upright`). A file that is not an image is drawn as a grey area.
+            (see `open_upright`). A file that is not an image is drawn as a grey area, without
+            annotations.
         title: Title, which states the finding.
         columns: Images in a row. Default: 3.
     """
@@ -162,30 +157,27 @@ def draw_annotations(
 
 
 def _read_annotated(images: Place, dataset: CocoDataset, i: int, exif: str) -> tuple[Any, _Objects]:
-    """Read a small copy of an image, and its annotations at the same scale."""
+    """Read an image, and its annotations. If it cannot be read, return a small grey area."""
     height, width = dataset.sizes[i].tolist()
-    size = height, width
-    height = height or _UNKNOWN_SIDE
-    width = width or _UNKNOWN_SIDE
-    picture: Image.Image | None = None
-    # The page that shows the picture also names bad files in words. So errors are ignored here.
-    with suppress(Exception):
-        content = read_file(dataset.find_image(images, i)[0])
-        picture = to_rgb(open_upright(content, size, exif).image)
-        width, height = picture.size
-    # Only every n-th pixel of a mask is drawn, and the mean of n x n pixels of the image.
-    each = -(-max(width, height) // _LONGEST_SIDE)
-    # The annotations may say any size, so no image of it is made.
-    small = np.full((-(-height // each), -(-width // each), 3), _GREY, np.uint8)
-    if picture is not None:
-        small = np.asarray(picture.reduce(each))
+    size = width, height
     annotations = dataset.read_annotations(i)[0]
+    try:
+        content = read_file(dataset.find_image(images, i)[0])
+        picture = to_rgb(open_upright(content, (height, width), exif).image)
+        size = picture.size
+    except Exception:
+        # The page that shows the picture also names bad files in words.
+        picture = Image.new("RGB", (480, 360), "#dddddd")
+        annotations = []
     annotations.sort(key=lambda annotation: -abs(math.prod(annotation["bbox"][2:])))
     annotations = annotations[:_DRAWN]
+    # Only every n-th pixel of a mask is drawn, and the mean of n x n pixels of the image.
+    each = -(-max(picture.size) // _LONGEST_SIDE)
+    small = np.asarray(picture.reduce(each))
     masks = np.zeros((len(annotations), *small.shape[:2]), np.uint8)
     for mask, annotation in zip(masks, annotations, strict=True):
         with suppress(ColabUtilsError):
-            rle = encode_segmentation(annotation["segmentation"], height, width)
+            rle = encode_segmentation(annotation["segmentation"], picture.height, picture.width)
             mask[:] = coco_mask.decode(rle)[::each, ::each]
     boxes = np.array([annotation["bbox"] for annotation in annotations]).reshape(-1, 4) / each
     boxes[:, 2:] += boxes[:, :2]
@@ -193,7 +185,7 @@ def _read_annotated(images: Place, dataset: CocoDataset, i: int, exif: str) -> t
         "boxes": boxes.clip(-99, 999),
         "labels": [annotation["category_id"] for annotation in annotations],
         "masks": masks,
-        "size": (width, height),
+        "size": size,
     }
     return small.transpose(2, 0, 1), objects
 
@@ -253,51 +245,52 @@ def _draw_grid(
         axis.set_anchor("N")
         width, rows_px = objects.get("size", image.shape[:0:-1])
         heading += f", {width:,} x {rows_px:,}"
-        axis.set_title(
-            heading,
-            fontsize=13,
-            loc="left",
-            color="#444444",
-            parse_math=False,
-        )
-        _draw_objects(axis, image, objects, names, inches)
+        axis.set_title(heading, fontsize=13, loc="left", parse_math=False)
+        _draw_objects(axis, image, objects, names)
     return figure
 
 
-def _draw_objects(
-    axis: Axes, image: Any, objects: _Objects, names: Mapping[int, str], inches: float
-) -> None:
+def _draw_objects(axis: Axes, image: Any, objects: _Objects, names: Mapping[int, str]) -> None:
     # Only every n-th pixel of a large photo is drawn.
     each = max(1, max(image.shape) // 1000)
     pixels = np.asarray(image)[:, ::each, ::each].transpose(1, 2, 0)
     canvas = pixels.astype(np.float32) / (255 if pixels.dtype.kind in "ui" else 1)
     boxes = _to_array(objects["boxes"]).reshape(-1, 4) / each
     masks = _to_array(objects["masks"])
-    labels = _to_array(objects["labels"])
+    labels = _to_array(objects["labels"]).tolist()
     scores = _to_array(objects.get("scores", ()))
     fits = objects.get("fits", ())
     # Small objects are drawn last, so that large ones do not hide them.
     sides = boxes[:, 2:] - boxes[:, :2]
     for place, n in enumerate(np.argsort(-sides.prod(1), kind="stable").tolist()):
-        label = int(labels[n])
         # Each object has its own colour, so that neighbours of the same class can be told apart.
         # A picture with predictions is different: there, all objects of a class have one colour.
-        colour = PALETTE[n % len(PALETTE)]
+        number = [*names].index(labels[n]) if len(fits) else n
+        colour = PALETTE[number % len(PALETTE)]
         thick = 2.0
         if len(fits):
-            colour = PALETTE[[*names].index(label) % len(PALETTE)]
             thick = 4.0 if fits[n] else 1.5
         # Masks are made bool one at a time, because a page may have thousands of objects.
         inside = masks[n, ::each, ::each].astype(bool)
         if inside.any():
             _draw_mask(axis, canvas, inside, colour, thick)
-        corner = boxes[n, :2]
-        axis.add_patch(Rectangle(corner, *sides[n], fill=False, edgecolor=colour, linewidth=1))
+        axis.add_patch(Rectangle(boxes[n, :2], *sides[n], fill=False, edgecolor=colour))
         if place < _NAMED:
-            name = textwrap.shorten(names.get(label, f"label {label}"), 28)
+            name = textwrap.shorten(names.get(labels[n], f"label {labels[n]}"), 28)
             if len(scores):
                 name += f" {scores[n]:.2f}"
-            _write_name(axis, name, corner, canvas.shape, inches, colour)
+            # The name is written to the middle of the image, so that it is not cut.
+            is_right = boxes[n, 0] > canvas.shape[1] / 2
+            axis.text(
+                boxes[n, 2 * is_right],
+                boxes[n, 1],
+                name,
+                fontsize=10,
+                parse_math=False,
+                va="top" if boxes[n, 1] < canvas.shape[0] / 2 else "bottom",
+                ha="right" if is_right else "left",
+                bbox={"facecolor": "white", "edgecolor": colour, "pad": 1.5},
+            )
     axis.imshow(canvas.clip(0, 1))
 
 
@@ -306,38 +299,12 @@ def _draw_mask(
 ) -> None:
     """Tint the pixels of a mask, and draw its outline in the same colour, with a white edge."""
     canvas[inside] = 0.6 * canvas[inside] + 0.4 * np.array(colors.to_rgb(colour), np.float32)
-    left, top, crop = crop_pixels(inside)
-    bottom = top + crop.shape[0]
-    right = left + crop.shape[1]
-    # A border of zeros closes the outline of a mask at the edge of its crop.
-    lines = axis.contour(
-        np.pad(crop, 1),
-        [0.5],
-        extent=(left - 1, right, top - 1, bottom),
-        colors=[colour],
-    )
+    height, width = inside.shape
+    # A border of zeros closes the outline of a mask at the edge of the image.
+    extent = (-1, width, -1, height)
+    lines = axis.contour(np.pad(inside, 1), [0.5], extent=extent, colors=[colour])
     halo = withStroke(linewidth=thick + 1.5, foreground="white")
     lines.set(linewidth=thick, path_effects=[halo])
-
-
-def _write_name(
-    axis: Axes, name: str, corner: np.ndarray, shape: tuple[int, ...], inches: float, colour: str
-) -> None:
-    """Write an object's name at the upper left corner of its box, inside the image."""
-    height, width = shape[:2]
-    pixels_an_inch = max(width, height / 1.4) / inches
-    x0, y0 = corner
-    rightmost = width - 0.1 * pixels_an_inch * len(name)
-    axis.text(
-        max(0.0, min(x0, rightmost)),
-        y0,
-        name,
-        fontsize=10,
-        parse_math=False,
-        va="top" if y0 <= 0.2 * pixels_an_inch else "bottom",
-        color="white" if colour in _DARK else "black",
-        bbox={"facecolor": colour, "edgecolor": "none", "pad": 1.5},
-    )
 
 
 def _match(predictions: _Objects, truth: _Objects) -> Any:

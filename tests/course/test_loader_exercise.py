@@ -144,7 +144,7 @@ def hang_on_broken(read, order, batch_size):
             "at most 100 files in memory",
             "You asked for all at once",
         ),
-        (drop_the_last_batch, "each file once", "Did you drop the last batch?"),
+        (drop_the_last_batch, "each file once", "Did you drop the last batch"),
         (fill_the_last_batch, "each file once", "Of 6 files, 6 came, in 8 samples"),
         (partial(solve, take=take_by_zip), "each file once", "did zip take an index"),
         (hand_over_in_threes, "whole batches", "Only the last one may be smaller"),

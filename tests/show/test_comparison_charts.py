@@ -27,7 +27,7 @@ from tests.comparisons import (
     read_title,
 )
 
-STEPS = ["plain loop", "+ 2 workers", "+ 32 streams", "+ shards on SSD", "+ make_loader on shards"]
+STEPS = ["plain loop", "2 workers", "32 streams", "shards on SSD", "make_loader on shards"]
 
 # These tests look at the chart of images a second.
 
@@ -37,10 +37,9 @@ def test_the_course_is_five_steps_each_on_top_of_the_one_before():
     figure = plot_comparison(make_comparison())
     figure.canvas.draw()
     assert read_bars(figure) == dict(zip(STEPS, (1.6, 3.2, 20, 32, 38.4), strict=True))
-    *waits, limit = read_texts(figure)
-    shares = [re.search(r"\d+%", text)[0] for text in waits]
+    shares = [re.search(r"\d+%", text)[0] for text in read_texts(figure)]
     assert shares == ["96%", "92%", "50%", "20%", "4%"]
-    assert limit == "the step alone: 40"
+    assert figure.axes[0].get_title("right") == "the step alone: 40"
     assert "emulated 100 ms" in figure.axes[0].get_xlabel()
 
 
@@ -48,22 +47,11 @@ def test_the_figure_grows_while_the_steps_are_timed():
     first, *rest = COURSE
     figure = plot_comparison(make_comparison(first, *map(lose, rest)))
     assert read_bars(figure) == dict(zip(STEPS, (1.6, 0, 0, 0, 0), strict=True))
-    assert read_texts(figure)[1:5] == ["…"] * 4
+    assert read_texts(figure)[1:5] == ["not timed"] * 4
     assert read_title(figure) == "The step waits 96% of the time with the plain loop"
     whole = plot_comparison(make_comparison())
     # The axis stays as it is.
     assert whole.axes[0].get_xlim() == pytest.approx(figure.axes[0].get_xlim())
-
-
-def test_other_strategies_are_named_by_what_they_are():
-    names = ("sequential", "dataloader", "dataloader_on_ssd", "packed", "my own")
-    assert list(read_bars(plot_comparison(make_comparison(*names)))) == [
-        "plain loop",
-        "2 workers",
-        "loose files on SSD",
-        "make_loader on shards",
-        "my own",
-    ]
 
 
 FAST = {
@@ -131,16 +119,6 @@ def test_the_title_is_the_gain(rows, title):
             make_timing("packed", comparable=False),
             "38  waits 4%, NOT the same data, spread 7%",
         ),
-        # The step alone gives 40 images/s; beside the workers of this way it gives 32.
-        (
-            make_timing(
-                "packed",
-                images_per_second=31.0,
-                wait_share=0.03,
-                repeats_images_per_second=(31.0, 31.1),
-            ),
-            "31  waits 3%, step 1.3 x",
-        ),
     ],
 )
 def test_what_a_bar_does_not_show_is_written_on_it(row, text):
@@ -166,15 +144,11 @@ def test_the_first_seconds_are_those_of_the_course():
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == STEPS
     plain = figure.axes[0].collections[0].get_paths()[0].get_extents()
     assert plain.intervalx.tolist() == pytest.approx([2.4, 2.5])
-    more = plot_cold_start(make_comparison(*COURSE, "saved_tensors"))
-    names = [step.removeprefix("+ ") for step in STEPS]
-    assert [label.get_text() for label in more.axes[0].get_yticklabels()] == names
 
 
 def test_hours_are_those_of_coco_over_sessions_of_three_epochs():
     assert describe_hours(make_comparison()) == (
-        "9 epochs of 118,287 images: 185 hours with plain loop, 92 hours with 2 workers, "
-        "15 hours with 32 streams, 14 hours with shards on SSD, 13 hours with make_loader on shards"
+        "9 epochs of 118,287 images: 185 hours with plain loop, 13 hours with make_loader on shards"
     )
     costs = {
         "once_ms_per_image": 200.0,
