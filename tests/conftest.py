@@ -176,9 +176,9 @@ def tiny_dataset(tmp_path_factory: pytest.TempPathFactory) -> BuiltinDataset:
 def tiny_shards(tiny_dataset: BuiltinDataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The shards of the tiny dataset, 3 or more: read them, never change them."""
     folder = tmp_path_factory.mktemp("drive") / "shards"
-    shard_mb = tiny_dataset.bytes / 1e6 / 4
+    size = sum(path.stat().st_size for path in tiny_dataset.images.iterdir())
     write_shards(
-        tiny_dataset.images, tiny_dataset.annotations, shards=folder, shard_mb=shard_mb, workers=1
+        tiny_dataset.images, tiny_dataset.annotations, shards=folder, shard_mb=size / 4e6, workers=1
     )
     return folder
 
