@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -147,38 +147,38 @@ class PackedBatch:
         return [dict(zip(keys, row, strict=True)) for row in rows]
 
 
-Layout = dict[str, tuple[int, int, str, tuple[int, ...]]]
-"""The place of each table of a batch in its buffer: its first byte, the byte after its end, its
-dtype and its shape. A worker sends it to the loader, which opens the buffer with it.
-"""
+class Layout(NamedTuple):
+    """The place of each table of a batch in its buffer. A worker sends it to the loader, which
+    opens the buffer with it.
+    """
+
+    size: int
+    """Bytes that the batch takes."""
+    tables: dict[str, tuple[int, str, tuple[int, ...]]]
+    """First byte, dtype and shape of each table."""
 
 
-def _lay_out(tables: dict[str, tuple[str, tuple[int, ...]]]) -> Layout:
-    """Lay out tables with these dtypes and shapes, one after the other."""
-    layout: Layout = {}
-    end = 0
-    for name, (kind, shape) in tables.items():
-        start = -(-end // _ALIGNMENT) * _ALIGNMENT
-        end = start + prod(shape) * np.dtype(kind).itemsize
-        layout[name] = start, end, kind, shape
-    return layout
-
-
-def measure_layout(layout: Layout) -> int:
-    """Return the bytes that a batch takes in its buffer.
+def _lay_out(forms: dict[str, tuple[str, tuple[int, ...]]]) -> Layout:
+    """Lay out tables with these dtypes and shapes, one after the other.
 
     Example:
-        >>> measure_layout({"sizes": (0, 8, "i4", (1, 2)), "counts": (64, 72, "i8", (1,))})
-        72
+        >>> _lay_out({"sizes": ("i4", (1, 2)), "counts": ("i8", (1,))})
+        Layout(size=72, tables={'sizes': (0, 'i4', (1, 2)), 'counts': (64, 'i8', (1,))})
     """
-    return max(end for _, end, _, _ in layout.values())
+    tables = {}
+    end = 0
+    for name, (kind, shape) in forms.items():
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        end = start + prod(shape) * np.dtype(kind).itemsize
+        tables[name] = start, kind, shape
+    return Layout(end, tables)
 
 
 def _open_tables(buffer: NDArray[np.uint8], layout: Layout) -> dict[str, NDArray[Any]]:
     """Return the tables in a buffer, uint8 [bytes], as views of it."""
     return {
-        name: buffer[start:end].view(kind).reshape(shape)
-        for name, (start, end, kind, shape) in layout.items()
+        name: np.ndarray(shape, kind, buffer, start)
+        for name, (start, kind, shape) in layout.tables.items()
     }
 
 
@@ -218,7 +218,7 @@ def write_batch(
     if dense:
         forms["dense"] = "u1", (int(areas @ tables["counts"]),)
     layout = _lay_out(forms)
-    memory = reserve(measure_layout(layout))
+    memory = reserve(layout.size)
     views = _open_tables(memory, layout)
     for name, table in tables.items():
         views[name][:] = table

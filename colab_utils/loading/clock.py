@@ -120,15 +120,10 @@ class LoopClock:
         """Wait for the GPU, measure all batches that are over, and return the seconds of all waits
         so far.
         """
-        at_work = self._moments[:2] if len(self._moments) > 1 else []
-        newest = None
-        if at_work:
-            newest = at_work[-1]
-        elif self._pending:
-            newest = self._pending[-1][-1]
-        if newest is not None and newest.event:
-            newest.event.synchronize()
+        if torch.cuda.is_initialized() and not self._synchronised:
+            torch.cuda.synchronize()
         self._settle()
+        at_work = self._moments[:2] if len(self._moments) > 1 else []
         return float(self.parts_s[:, 0].sum()) + sum(_measure(at_work))
 
     def _note_moment(self) -> "_Moment":

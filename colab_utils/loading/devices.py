@@ -27,20 +27,15 @@ def find_device(device: torch.device | str) -> torch.device:
     """
     try:
         torch_device = torch.device(device)
-        is_known = torch_device.type in ("cpu", "cuda")
+        counts = {"cpu": 1, "cuda": torch.cuda.device_count()}
+        is_known = (torch_device.index or 0) < counts.get(torch_device.type, 0)
     except (RuntimeError, TypeError):
         is_known = False
     if not is_known:
         raise ColabUtilsError(
-            f"A loader cannot deliver to the device {str(device)!r}. Name 'cpu' or 'cuda', and "
-            "move the batches to your device yourself."
-        )
-    if torch_device.type == "cuda" and (torch_device.index or 0) >= torch.cuda.device_count():
-        raise ColabUtilsError(
-            f"The device {str(torch_device)!r} does not exist: this machine has "
-            f"{torch.cuda.device_count()} GPUs, counted from cuda:0. On Colab, choose Runtime > "
-            "Change runtime type; or name another device, and start at most as many processes with "
-            "torchrun as there are GPUs."
+            f"A loader cannot deliver to the device {str(device)!r}. Name 'cpu', or 'cuda:0' to "
+            f"'cuda:N': this machine has {torch.cuda.device_count()} GPUs. On Colab, choose "
+            "Runtime > Change runtime type. With torchrun, start at most one process for each GPU."
         )
     return torch_device
 

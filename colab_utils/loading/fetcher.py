@@ -161,7 +161,7 @@ class Fetcher:
 
     def load(
         self,
-        indices: list[int],
+        indices: Sequence[int],
         reserve: Reserve,
         seed: Sequence[int],
         *,
@@ -173,17 +173,17 @@ class Fetcher:
         With ``skips_bad``, bad samples are left out and listed in the result. ``note`` gets the
         index of each sample before it is read.
         """
-        indices = list(indices)
+        left = list(indices)
         bad: list[tuple[int, str]] = []
-        while indices:
+        while left:
             try:
-                layout = self._write(indices, reserve, seed, note)
+                layout = self._write(left, reserve, seed, note)
                 return Result(layout, bad)
             except BadSampleError as failure:
                 error, place = failure.args
                 if not skips_bad:
-                    return Result(error=self._name_cause(error, indices[place]))
-                bad.append((indices.pop(place), describe_error(error)))
+                    return Result(error=self._name_cause(error, left[place]))
+                bad.append((left.pop(place), describe_error(error)))
             except Exception as error:
                 return Result(error=error)
         return Result(bad=bad)

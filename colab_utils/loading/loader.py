@@ -6,13 +6,11 @@ Samples come in a seeded order. Worker processes pack them into shared buffers, 
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 from copy import copy
 from dataclasses import KW_ONLY, dataclass
-from functools import wraps
-from inspect import signature
 from itertools import islice
-from typing import Any, Literal, ParamSpec
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,7 +22,7 @@ from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.devices import Ranks, find_device, find_ranks
 from colab_utils.loading.fetcher import Fetcher
 from colab_utils.loading.prefetcher import PREFETCH, LateSample, Loaded, Prefetcher
-from colab_utils.loading.sampler import BatchSampler, LoaderState
+from colab_utils.loading.sampler import BatchSampler, check_state
 from colab_utils.loading.samples import Target, Transforms
 from colab_utils.loading.workers import WorkerJob
 from colab_utils.machine import count_cores, require_linux
@@ -39,7 +37,6 @@ _TWO_PASSES = (
     "same time, make a loader for each."
 )
 
-_P = ParamSpec("_P")
 # What takes the place of an argument of torch's ``DataLoader``.
 _COUNTERPARTS = {
     "num_workers": "pass workers",
@@ -59,19 +56,6 @@ _COUNTERPARTS = {
 Delivery = Literal["dense", "packed"]
 
 
-def _explain_arguments(function: Callable[_P, "Loader"]) -> Callable[_P, "Loader"]:
-    """Say what takes the place of an argument of ``DataLoader``, where one is passed."""
-
-    @wraps(function)
-    def call(*arguments: _P.args, **options: _P.kwargs) -> "Loader":
-        for name in _COUNTERPARTS.keys() & options.keys():
-            raise ColabUtilsError(f"make_loader has no {name}: {_COUNTERPARTS[name]}.")
-        return function(*arguments, **options)
-
-    return call
-
-
-@_explain_arguments
 def make_loader(
     dataset: Dataset[Any],
     *,
@@ -89,6 +73,7 @@ def make_loader(
     transforms: Transforms | None = None,
     max_bad: float = 0,
     max_wait_s: float | None = None,
+    **others: Any,
 ) -> "Loader":
     """Make a loader whose batches arrive ready on the device.
 
@@ -110,9 +95,8 @@ def make_loader(
             torchvision's detection contract. Its ``__getitems__`` is used if it has one. A target
             needs ``boxes``, ``labels`` (from 1) and ``masks``. A target without objects may leave
             these out. A missing ``image_id`` is the sample's index. A missing ``area`` is computed
-            from the mask. The loader warns once of a mask that lies beside its box or has no pixel,
-            and of a box that lies mostly outside its image. In a worker, torch's
-            ``get_worker_info`` tells the dataset which worker it is in.
+            from the mask. The loader warns once of a mask that lies beside its box or has no pixel.
+            In a worker, torch's ``get_worker_info`` tells the dataset which worker it is in.
         batch_size: Images in a batch. The last batch of an epoch may hold fewer.
         device: Device on which the batches are delivered. Default: "cpu".
         workers: Processes that load. 0 loads in this process when a batch is requested. "auto"
@@ -150,9 +134,10 @@ def make_loader(
         max_wait_s: Seconds to wait for a sample. If a worker begins no other sample for so long,
             new workers load what has not been delivered, and ``late`` lists the sample. If it is
             late there, too, it is left out if ``max_bad`` allows it, else it raises an error. So a
-            sample stops the loop for at most two times as long. A shard that is still being copied
-            or written is waited for without this limit. The limit needs workers. Default: None,
-            which waits without a limit.
+            sample stops the loop for about two times as long at most. A shard that is still being
+            copied or written is waited for without this limit. The limit needs workers. Default:
+            None, which waits without a limit.
+        others: Arguments of ``DataLoader`` are refused, with a word of what takes their place.
 
     Raises:
         ColabUtilsError: The dataset is empty or has no length, an argument is out of range, or the
@@ -175,6 +160,9 @@ def make_loader(
         2 torch.float32 torch.Size([1, 8, 8])
         1 torch.float32 torch.Size([1, 8, 8])
     """
+    for name in others:
+        counterpart = _COUNTERPARTS.get(name, "see help(make_loader)")
+        raise ColabUtilsError(f"make_loader has no {name}: {counterpart}.")
     require_linux("share memory between processes")
     torch_device = find_device(device)
     require_choice("deliver", deliver, ("dense", "packed"))
@@ -263,24 +251,18 @@ def _take_flip(transforms: Any) -> tuple[float, Any]:
     return float(transforms.p), None
 
 
-# What a loader takes only when it is made.
-_FIXED = signature(make_loader).parameters.keys() | _COUNTERPARTS.keys()
-
-
 @dataclass(eq=False, repr=False)
 class Loader:
     """An iterable over the batches of an epoch, made by :func:`make_loader`.
 
     Each new pass is the next epoch, even if the last pass was interrupted. The loader keeps most
-    arguments of `make_loader` as attributes, which cannot be changed.
+    arguments of `make_loader` as attributes. To change one, make another loader.
 
     Attributes:
         total: Number of images of the latest batch, in all processes together.
         bad: Index and reason of every image that was left out (``max_bad``).
         late: Index and seconds of every image that was not loaded in time (``max_wait_s``), even if
             it was loaded later. If the late image is not known, all images of its batch are listed.
-        expects_pass: Whether another pass follows the first one. Then the first files of each next
-            pass are read while the one before ends, as they are from the second pass on anyway.
     """
 
     _fetcher: Fetcher
@@ -312,22 +294,12 @@ class Loader:
         # Whether an epoch has run to its end. All shards have arrived then.
         self._has_passed = False
         self._passes = 0
-        self.expects_pass = False
         self._prefetcher: Prefetcher | None = None
         # The fetcher as it was when the workers started.
         self._forked: Fetcher | None = None
         # How many more batches are checked after their transforms.
         self._unchecked = _CHECKED_BATCHES
         self._look_again()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # The workers and the order have been made, and would not see another value.
-        if name in _FIXED and hasattr(self, "_passes"):
-            raise ColabUtilsError(
-                f"{name} of a loader cannot be changed. Make another loader with make_loader. Or "
-                "change the dataset or its transforms: the next pass uses the changed ones."
-            )
-        super().__setattr__(name, value)
 
     @property
     def epoch(self) -> int:
@@ -456,10 +428,12 @@ class Loader:
             yield number, indices[ranks.rank :: ranks.count]
 
     def _list_following(self) -> Iterator[list[int]]:
-        """Return the batches of the next epoch, as far as they are expected and known."""
+        """Return the batches of the next epoch, as far as they are known, from the second pass on.
+        A loader with one pass may have no other.
+        """
         order = copy(self._order)
         order.start_epoch(self.epoch + 1)
-        if order.sampler is not None or not (self.expects_pass or self._passes > 1):
+        if order.sampler is not None or self._passes == 1:
             return iter(())
         ranks = self._ranks
         return (indices[ranks.rank :: ranks.count] for indices in order)
@@ -531,20 +505,23 @@ class Loader:
             the first epoch of arriving shards. ``earlier`` describes what the epoch delivered
             before the batch size changed.
         """
-        return vars(self._take_state())
-
-    def _take_state(self) -> LoaderState:
         order = self._order
-        return LoaderState(
-            seed=self.seed,
-            batch_size=self.batch_size,
-            shuffle=int(order.seed is not None),
-            images=order.size,
-            epoch=order.epoch,
-            batch=self._delivered,
-            joined=[list(window) for window in order.windows],
-            earlier=list(order.earlier),
-        )
+        return {
+            **self._describe_order(),
+            "epoch": order.epoch,
+            "batch": self._delivered,
+            "joined": [list(window) for window in order.windows],
+            "earlier": list(order.earlier),
+        }
+
+    def _describe_order(self) -> dict[str, int]:
+        """Return the settings that decide the order."""
+        return {
+            "seed": self.seed,
+            "shuffle": int(self._order.seed is not None),
+            "images": self._order.size,
+            "batch_size": self.batch_size,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the batch at which a state was taken.
@@ -559,24 +536,28 @@ class Loader:
         order = self._order
         shard_of = self._fetcher.source.shard_of
         shards = 0 if shard_of is None else int(shard_of[-1]) + 1
-        saved = LoaderState.parse(state, shards=shards)
-        is_resized = saved.batch_size != self.batch_size and order.sampler is None
-        own_order = self._take_state().describe_order()
-        saved_order = saved.describe_order()
+        check_state(state, shards)
+        batch_size = state["batch_size"]
+        is_resized = batch_size != self.batch_size and order.sampler is None
+        own_order = self._describe_order()
+        saved_order = {key: state[key] for key in own_order}
         if is_resized:
-            own_order["batch_size"] = saved.batch_size
+            own_order["batch_size"] = batch_size
         if saved_order != own_order:
             raise ColabUtilsError(
                 f"Expected a state of the same order {own_order}, found {saved_order}. "
                 "Make the loader with the settings of the state."
             )
-        order.resume(saved)
-        self._delivered = saved.batch
+        order.start_epoch(state["epoch"])
+        order.windows = [list(window) for window in state["joined"]]
+        earlier = (
+            [*state["earlier"], (batch_size, state["batch"])] if is_resized else state["earlier"]
+        )
+        for size, batches in earlier:
+            order.leave_out(size, batches)
+        self._delivered = 0 if is_resized else state["batch"]
         self._resumed = True
-        self._has_passed = saved.epoch > 0 and not saved.joined
-        if is_resized:
-            order.leave_out(saved.batch_size, saved.batch)
-            self._delivered = 0
+        self._has_passed = order.epoch > 0 and not order.windows
         # If no batch is left, the next pass is the next epoch. Otherwise every pass would be empty.
         if self.left < 1:
             self._has_passed = True

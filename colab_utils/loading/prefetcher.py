@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch.utils.data._utils import worker as torch_worker
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.batch import PackedBatch, measure_layout, open_batch
-from colab_utils.loading.fetcher import Fetcher, Result
+from colab_utils.loading.batch import PackedBatch, open_batch
+from colab_utils.loading.fetcher import Fetcher, Note, Result
 from colab_utils.loading.shared_memory import SharedBufferPool
 from colab_utils.loading.workers import (
     WorkerDiedError,
@@ -50,10 +50,8 @@ _ARRIVAL_S = 0.02
 class Load(NamedTuple):
     """A message that asks a worker for a batch."""
 
-    number: int
-    """Number of the batch in its epoch."""
-    indices: list[int]
-    """Indices of the batch's samples."""
+    job: WorkerJob
+    """The worker, and the batch."""
     buffer: int
     """Number of the shared buffer to write to."""
     seed: tuple[int, ...]
@@ -104,6 +102,7 @@ class Worker:
         self.process, self.connection = start_worker(
             _serve, fetcher, pool, self.at_work, place, workers
         )
+        self.place = place
 
     def send(self, message: Load | list[int] | None) -> None:
         """Ask for a batch; or name samples whose files to read ahead, or None to drop them all.
@@ -139,14 +138,15 @@ def _serve(
                 fetcher.read_ahead(message)
                 continue
             at_work[0] = -1
-            result = fetcher.load(
-                message.indices,
-                pool.buffers[message.buffer].reserve,
-                message.seed,
-                skips_bad=message.skips_bad,
-                note=partial(at_work.__setitem__, 0),
-            )
-            connection.send((message.number, result._replace(error=_make_portable(result.error))))
+            result = _load(fetcher, pool, message, note=partial(at_work.__setitem__, 0))
+            result = result._replace(error=_make_portable(result.error))
+            connection.send((message.job.number, result))
+
+
+def _load(fetcher: Fetcher, pool: SharedBufferPool, load: Load, *, note: Note = int) -> Result:
+    """Load a requested batch into its buffer."""
+    reserve = pool.buffers[load.buffer].reserve
+    return fetcher.load(load.job.indices, reserve, load.seed, skips_bad=load.skips_bad, note=note)
 
 
 def _make_portable(error: Exception | None) -> Exception | None:
@@ -214,10 +214,9 @@ class Prefetcher:
         self._early: dict[int, list[int]] = {}
         self._seed: tuple[int, ...] = ()
         self._skips_bad = False
-        # Requested batches, their buffers, and the results that have arrived. The keys are the
-        # numbers of the batches.
-        self._sent: dict[int, WorkerJob] = {}
-        self._buffers: dict[int, int] = {}
+        # Requested batches, and the results that have arrived. The keys are the numbers of the
+        # batches.
+        self._sent: dict[int, Load] = {}
         self._done: dict[int, Result] = {}
         self._workers: list[Worker] = []
         self._start()
@@ -273,7 +272,8 @@ class Prefetcher:
 
     def list_jobs(self) -> list[WorkerJob]:
         """Return the requested batches that have not arrived yet, oldest first."""
-        return [job for number, job in list(self._sent.items()) if number not in self._done]
+        requests = list(self._sent.items())
+        return [load.job for number, load in requests if number not in self._done]
 
     def close(self) -> None:
         """Kill the workers, and wait at most 5 seconds for their end. Batches that they are loading
@@ -358,18 +358,15 @@ class Prefetcher:
 
     def _send(self, number: int, indices: list[int]) -> None:
         """Request a batch from a worker, or load it in this process if there are no workers."""
-        buffer = self._pool.take()
-        seed = (*self._seed, number)
         place = number % self._worker_count if self._workers else None
         pid = os.getpid() if place is None else self._workers[place].process.pid or 0
-        self._sent[number] = WorkerJob(place, pid, number, tuple(indices))
-        self._buffers[number] = buffer
+        job = WorkerJob(place, pid, number, tuple(indices))
+        load = Load(job, self._pool.take(), (*self._seed, number), self._skips_bad)
+        self._sent[number] = load
         if place is None:
-            self._done[number] = self._fetcher.load(
-                indices, self._pool.buffers[buffer].reserve, seed, skips_bad=self._skips_bad
-            )
+            self._done[number] = _load(self._fetcher, self._pool, load)
         else:
-            self._workers[place].send(Load(number, indices, buffer, seed, self._skips_bad))
+            self._workers[place].send(load)
 
     def _receive(self, number: int) -> None:
         """Receive the next result of a worker, while the batch with this number is waited for."""
@@ -406,7 +403,8 @@ class Prefetcher:
         Raises:
             ColabUtilsError: A sample was late twice, and no sample may be left out.
         """
-        todo = {key: list(job.indices) for key, job in self._sent.items()} | dict(self._planned)
+        todo = {key: list(load.job.indices) for key, load in self._sent.items()}
+        todo |= dict(self._planned)
         stuck = [reading] if reading in todo[number] else todo[number]
         if self._tried.issuperset(stuck):
             self._give_up(stuck)
@@ -442,14 +440,13 @@ class Prefetcher:
         ending = describe_exit(process.exitcode or 0)
         died = WorkerDiedError(explain_death(ending, self._oom_kills))
         jobs = [job for job in self.list_jobs() if job.pid == process.pid]
-        idle = WorkerJob(self._workers.index(worker), process.pid or 0)
+        idle = WorkerJob(worker.place, process.pid or 0)
         died.job = next(iter(jobs), idle)
         died.ending = ending
         return died
 
     def _finish(self, number: int) -> Loaded:
-        del self._sent[number]
-        buffer = self._buffers.pop(number)
+        buffer = self._sent.pop(number).buffer
         layout, bad, error = self._done.pop(number)
         bad = [*self._given_up, *bad]
         self._given_up.clear()
@@ -458,5 +455,5 @@ class Prefetcher:
             if error is not None:
                 raise error
             return Loaded(number, None, bad)
-        content = self._pool.hold(buffer, measure_layout(layout))
+        content = self._pool.hold(buffer, layout.size)
         return Loaded(number, open_batch(content, layout), bad)

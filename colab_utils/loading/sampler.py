@@ -16,62 +16,29 @@ from torch.utils.data import Sampler
 
 from colab_utils.errors import ColabUtilsError
 
+_NUMBERS = ("seed", "shuffle", "images", "batch_size", "epoch", "batch")
 
-@dataclass(frozen=True)
-class LoaderState:
-    """The position of a loader in its order, as integers, so that training can resume there."""
 
-    seed: int
-    """Seed of the order."""
-    batch_size: int
-    """Images in a batch."""
-    shuffle: int
-    """1 if the images are shuffled, else 0."""
-    images: int
-    """Images of the dataset."""
-    epoch: int
-    """Number of the epoch, from 0."""
-    batch: int
-    """Batches of the epoch that were delivered."""
-    joined: list[list[int]]
-    """The windows of the epoch (see `BatchSampler.windows`); empty if it has none."""
-    earlier: list[list[int]]
-    """A pair for each time that the batch size changed in the epoch: the batch size until then, and
-    the number of batches that were delivered with it.
+def check_state(state: Any, shards: int) -> None:
+    """Check a saved state of a loader (see `Loader.state_dict`) of a dataset of this many shards.
+
+    Raises:
+        ColabUtilsError: The state was changed.
     """
-
-    @classmethod
-    def parse(cls, state: dict[str, Any], *, shards: int) -> "LoaderState":
-        """Check a saved state for a dataset of this many shards.
-
-        Raises:
-            ColabUtilsError: The state was changed.
-        """
-        is_sound = False
-        # These errors mean that a value is missing or has the wrong type, such as None in place of
-        # a list.
-        with suppress(TypeError, ValueError):
-            parsed = cls(**state)
-            is_sound = parsed._is_sound(shards)
-        if not is_sound:
-            raise ColabUtilsError(
-                "The state is not one that Loader.state_dict returned, or it was changed. Leave it "
-                "out, and start a new epoch."
-            )
-        return parsed
-
-    def _is_sound(self, shards: int) -> bool:
-        joined = [*chain(*self.joined)]
-        numbers = chain((self.epoch, self.batch_size, self.batch), joined, *self.earlier)
-        if not all(type(number) is int and number >= 0 for number in numbers):
-            return False
-        sizes = [batch_size for batch_size, _ in self.earlier]
-        return all((self.batch_size, *sizes)) and sorted(joined) in ([], [*range(shards)])
-
-    def describe_order(self) -> dict[str, int]:
-        """Return the settings that decide the order."""
-        names = ("seed", "shuffle", "images", "batch_size")
-        return {name: getattr(self, name) for name in names}
+    is_sound = False
+    # These errors mean that a value is missing or has the wrong type, such as None in place of a
+    # list.
+    with suppress(TypeError, ValueError, KeyError):
+        joined = [*chain(*state["joined"])]
+        numbers = [*map(state.__getitem__, _NUMBERS), *joined, *chain(*state["earlier"])]
+        sizes = [state["batch_size"], *(batch_size for batch_size, _ in state["earlier"])]
+        are_numbers = all(type(number) is int and number >= 0 for number in numbers)
+        is_sound = are_numbers and all(sizes) and sorted(joined) in ([], [*range(shards)])
+    if not is_sound:
+        raise ColabUtilsError(
+            "The state is not one that Loader.state_dict returned, or it was changed. Leave it "
+            "out, and start a new epoch."
+        )
 
 
 @dataclass(eq=False, repr=False)
@@ -97,7 +64,8 @@ class BatchSampler(Sampler[list[int]]):
         epoch: Number of the epoch that the next pass runs.
         left: int64: indices of this epoch's images. After a change of the batch size, they are
             the images that were not delivered yet.
-        earlier: Batch sizes and numbers of delivered batches, as in `LoaderState`.
+        earlier: A pair for each time that the batch size changed in this epoch: the batch size
+            until then, and the number of batches that were delivered with it.
         windows: Lists of shard numbers (see `plan_windows`). The epoch trains on one list
             after another. Images that one list leaves over are shuffled together with those of the
             next list. Without windows, all images are shuffled together.
@@ -128,16 +96,6 @@ class BatchSampler(Sampler[list[int]]):
             self._wide = self.sizes[:, 1] >= self.sizes[:, 0]
         self.epoch = epoch
         self.windows: list[list[int]] = []
-
-    def resume(self, state: LoaderState) -> None:
-        """Make the next pass run the epoch of a state.
-
-        Images that were delivered with another batch size are left out.
-        """
-        self.start_epoch(state.epoch)
-        self.windows = [list(window) for window in state.joined]
-        for batch_size, batches in state.earlier:
-            self.leave_out(batch_size, batches)
 
     def leave_out(self, batch_size: int, batches: int) -> None:
         """Leave out the images that were delivered in batches of another size."""
@@ -215,19 +173,14 @@ def read_indices(values: Any, images: int, owner: str) -> NDArray[np.int64]:
         >>> read_indices([2, -1], 5, "The sampler").tolist()
         [2, 4]
     """
-    try:
-        indices = np.asarray(values)
+    indices = np.array(None)
     # Lists of different lengths make no array, and tensors on a GPU make none either.
-    except (TypeError, ValueError):
-        indices = np.array(None)
-    problem = ""
-    if indices.dtype.kind not in "iu" or indices.ndim != 1:
-        problem = f"an array of {indices.dtype} in the shape {list(indices.shape)}"
-    elif indices.min() < -images or indices.max() >= images:
-        problem = f"numbers from {indices.min()} to {indices.max()}"
-    if problem:
+    with suppress(TypeError, ValueError):
+        indices = np.asarray(values)
+    is_sound = indices.dtype.kind in "iu" and indices.ndim == 1
+    if not is_sound or indices.min() < -images or indices.max() >= images:
         raise ColabUtilsError(
-            f"{owner} does not give indices of the {images:,} images, but {problem}. Give one "
+            f"{owner} does not give indices of the {images:,} images, but {values!s:.80}. Give one "
             "whole number for each image, from 0 on. Of a mask of True and False, give "
             "np.flatnonzero(mask)."
         )
@@ -243,13 +196,12 @@ def seed_random(seed: Sequence[int]) -> Iterator[None]:
     entropy = np.random.SeedSequence(seed).generate_state(3, np.uint64).tolist()
     python_state = random.getstate()
     numpy_state = np.random.get_state()
-    torch_state = torch.get_rng_state()
     random.seed(entropy[0])
     np.random.seed(entropy[1] % 2**32)
-    torch.default_generator.manual_seed(entropy[2])
     try:
-        yield
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(entropy[2])
+            yield
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
-        torch.set_rng_state(torch_state)

@@ -97,12 +97,11 @@ class SamplePacker:
         return PackedSamples(samples)
 
     def _warn_of_misfit(self, sample: PackedSample) -> None:
-        """Warn once of a box, a mask and an image that do not fit."""
+        """Warn once of a box and a mask that do not fit."""
         if self._has_warned[0]:
             return
         tables = sample.tables
-        size = tables["sizes"][0].tolist()
-        misfit = describe_misfit(tables["boxes"], tables["crops"], size, tables["image_ids"][0])
+        misfit = describe_misfit(tables["boxes"], tables["crops"], tables["image_ids"][0])
         if misfit:
             self._has_warned[0] = True
             warnings.warn(misfit, ColabUtilsWarning, stacklevel=2)
@@ -110,15 +109,11 @@ class SamplePacker:
 
 def _require_pair(sample: Any, index: int) -> tuple[Any, Target]:
     """Return a sample as an image and its target, and refuse anything else."""
-    is_sequence = isinstance(sample, tuple | list)
-    if is_sequence and len(sample) == 2 and isinstance(sample[1], dict):
+    if isinstance(sample, tuple | list) and len(sample) == 2 and isinstance(sample[1], dict):
         return sample[0], sample[1]
-    kind = type(sample).__name__
-    if is_sequence:
-        kind += f" of {', '.join(type(part).__name__ for part in sample)}"
     raise ColabUtilsError(
         "Expected (image, target) with a dict as target from your dataset for sample "
-        f"{index}, found {kind}. See torchvision's detection tutorial."
+        f"{index}, found {type(sample).__name__}. See torchvision's detection tutorial."
     )
 
 

@@ -15,9 +15,9 @@ from colab_utils.loading.samples import Target, Transforms
 
 # An image with values from 0 to 1 has no value above this, even after it was normalised.
 _LARGEST_SCALED = 16
-# At least this share of an object's mask lies in its box, and of its box in the image. A mask whose
-# background is 1 reaches far beyond the box. The check of a JSON asks for more, but transforms may
-# leave a box that is much larger than its mask: a rotation does.
+# At least this share of an object's mask lies in its box. A mask whose background is 1 reaches far
+# beyond the box. The check of a JSON asks for more, but transforms may leave a box that is much
+# larger than its mask: a rotation does.
 _LEAST_SHARE = 0.25
 
 
@@ -186,7 +186,7 @@ def check_transformed(images: Sequence[Tensor], targets: Sequence[Target]) -> st
             )
         crops = pack_pixels(masks.bool().numpy()).crops
         boxes = target["boxes"].cpu().numpy()
-        misfit = describe_misfit(boxes, crops, image.shape[1:], target["image_id"])
+        misfit = describe_misfit(boxes, crops, target["image_id"])
         if misfit:
             return f"Your transforms spoil an object. {misfit}"
         # NaN is not at most a number, either.
@@ -198,48 +198,35 @@ def check_transformed(images: Sequence[Tensor], targets: Sequence[Target]) -> st
     return ""
 
 
-def describe_misfit(
-    boxes: NDArray[Any], crops: NDArray[Any], size: Sequence[int], image_id: int
-) -> str:
-    """Return a warning of the first object whose box, mask and image do not fit, else "".
+def describe_misfit(boxes: NDArray[Any], crops: NDArray[Any], image_id: int) -> str:
+    """Return a warning of the first object whose mask lies mostly outside its box or has no pixel,
+    else "".
 
-    Either the mask lies mostly outside the box or has no pixel, or the box lies mostly outside the
-    image. Such an object shows that something is wrong: the boxes have other units or another order
-    of coordinates, the masks belong to other objects, or the background of the masks is 1.
+    Such an object shows that something is wrong: the boxes have other units or another order of
+    coordinates, the masks belong to other objects, or the background of the masks is 1.
 
     Args:
         boxes: float [N, 4]: box of each object.
         crops: int [N, 4]: smallest box around each mask; 0 if it has no pixel.
-        size: Height and width of the image.
         image_id: Id of the image.
+
+    Example:
+        >>> crops = np.array([[0, 0, 4, 2]])
+        >>> describe_misfit(np.array([[4, 0, 9, 9]]), crops, 7).partition(". ")[0]
+        'Image 7 has the box [4, 0, 9, 9], and the mask of this object lies in [0, 0, 4, 2]'
+        >>> describe_misfit(np.array([[3, 0, 9, 9]]), crops, 7)
+        ''
     """
-    height, width = size
     # torchvision's masks_to_boxes ends a box one pixel before its mask.
-    in_box = _measure_shares(crops, boxes + np.array([0, 0, 1, 1]))
-    in_image = _measure_shares(boxes, np.array([[0, 0, width, height]]))
-    is_misfit = np.minimum(in_box, in_image) < _LEAST_SHARE
+    common = np.minimum(boxes[:, 2:] + 1, crops[:, 2:]) - np.maximum(boxes[:, :2], crops[:, :2])
+    areas = (crops[:, 2:] - crops[:, :2]).prod(1)
+    is_misfit = common.clip(0).prod(1) < _LEAST_SHARE * areas.clip(1)
     if not is_misfit.any():
         return ""
     row = int(is_misfit.argmax())
     place = f"lies in {crops[row].tolist()}" if crops[row].any() else "has no pixel"
     return (
-        f"Image {image_id} is {width} pixels wide and {height} high. It has "
-        f"the box {boxes[row].tolist()}, and the mask of this object {place}. Give boxes as x0, "
-        "y0, x1, y1 in pixels of the image as you return it, and masks in the order of the boxes, "
-        "with 1 for the object. End transforms with v2.ClampBoundingBoxes(). Only the first such "
-        "object is named."
+        f"Image {image_id} has the box {boxes[row].tolist()}, and the mask of this object {place}. "
+        "Give boxes as x0, y0, x1, y1 in pixels of the image as you return it, and masks in the "
+        "order of the boxes, with 1 for the object. Only the first such object is named."
     )
-
-
-def _measure_shares(boxes: NDArray[Any], others: NDArray[Any]) -> NDArray[np.float64]:
-    """Return the share of each box that lies in the other one; 0 for a box without area.
-
-    Example:
-        >>> _measure_shares(np.array([[0, 0, 4, 2]]), np.array([[1, 0, 9, 9]]))
-        array([0.75])
-    """
-    starts = np.maximum(boxes[:, :2], others[:, :2])
-    ends = np.minimum(boxes[:, 2:], others[:, 2:])
-    sides = np.maximum(boxes[:, 2:] - boxes[:, :2], 1e-9)
-    shares: NDArray[np.float64] = ((ends - starts).clip(0) / sides).prod(1)
-    return shares

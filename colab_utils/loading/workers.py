@@ -2,7 +2,6 @@
 
 import gc
 import multiprocessing
-import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -86,14 +85,12 @@ def explain_death(ending: str, oom_kills: int) -> str:
         >>> explain_death(describe_exit(3), 0).partition(".")[0]
         'A worker process ended (exit code 3)'
     """
-    how = re.search(r"killed by signal: ([\w ]+)|exit code \d+", ending)
     cure = "Your own code or a library ended it: load with workers=0 to see where."
     if "Bus error" in ending:
         cure = _explain_bus_error()
     if "Killed" in ending:
         cure = _explain_kill(oom_kills)
-    reason = how[0] if how else "no reason given"
-    return f"A worker process ended ({reason}). {cure}"
+    return f"A worker process ended ({ending}). {cure}"
 
 
 def _explain_kill(oom_kills: int) -> str:

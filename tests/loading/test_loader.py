@@ -764,15 +764,6 @@ def test_transforms_that_return_one_buffer_are_told(dataset, make):
         list(make(dataset, **options))
 
 
-@pytest.mark.parametrize("name", ["dataset", "shuffle", "transforms", "collate_fn"])
-def test_an_argument_that_a_loader_would_not_see_cannot_be_changed(name, make):
-    loader = make(Numbers(6))
-    with pytest.raises(ColabUtilsError, match=f"{name} of a loader cannot be changed"):
-        setattr(loader, name, None)
-    loader.name = "train"
-    assert len(list(loader)) == 3
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_pass_of_another_thread_ends_the_first_one(make, workers):
     options = {"batch_size": 3, "workers": workers}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-import numpy as np
 import pytest
 import torch
 from torchvision import transforms as transforms_v1
@@ -37,8 +36,7 @@ def make_sample(index=0):
 
 def find_misfit(image, target):
     tables = pack_target(image, target).tables
-    size = tables["sizes"][0].tolist()
-    return describe_misfit(tables["boxes"], tables["crops"], size, tables["image_ids"][0])
+    return describe_misfit(tables["boxes"], tables["crops"], tables["image_ids"][0])
 
 
 @pytest.mark.parametrize(
@@ -60,7 +58,7 @@ def find_misfit(image, target):
 )
 def test_a_mask_beside_its_box_is_said(key, change):
     misfit = find_misfit(*change_part(make_sample(3), key, change))
-    assert re.search(r"Image 3 is .* the box .* mask of this object (lies in|has no)", misfit)
+    assert re.search(r"Image 3 has the box .* mask of this object (lies in|has no)", misfit)
 
 
 @pytest.mark.parametrize(
@@ -83,27 +81,6 @@ def test_a_mask_beside_its_box_is_said(key, change):
 def test_boxes_may_be_larger_than_masks_or_end_a_pixel_before_them(parts):
     image, target = make_sample()
     assert find_misfit(image, target | parts) == ""
-
-
-@pytest.mark.parametrize(
-    "box",
-    [
-        # The box meets the image in a few pixels.
-        [-500, -500, 10, 14],
-        [2, 23.5, 10, 60],
-        # The box is of the image in four times the size, and the mask lies in it.
-        [0, 0, 128, 96],
-    ],
-)
-def test_a_box_that_lies_mostly_outside_its_image_is_told(box):
-    image, target = make_sample(3)
-    target["masks"][1] = 0
-    x0, y0, x1, y1 = np.clip(box, 0, [31, 23, 32, 24]).astype(int)
-    target["masks"][1, y0:y1, x0:x1] = 1
-    target["boxes"][1] = torch.tensor(box)
-    message = find_misfit(image, target)
-    size = "Image 3 is 32 pixels wide and 24 high"
-    assert message.startswith(f"{size}. It has the box {target['boxes'][1].tolist()}, and the mask")
 
 
 def brighten(image):
