@@ -196,12 +196,6 @@ def make_loader(
         sampler=sampler,
         drop_last=drop_last,
     )
-    is_complete = fetcher.arrival is None or fetcher.arrival.is_complete
-    if sampler is not None and not is_complete:
-        raise ColabUtilsError(
-            "A sampler cannot be used while shards arrive. Wait until all shards have arrived, or "
-            "leave sampler out."
-        )
     return Loader(
         fetcher,
         order,

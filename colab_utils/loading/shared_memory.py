@@ -20,9 +20,6 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.machine import find_free_memory
 from colab_utils.units import format_bytes
 
-# The size of a buffer is a multiple of this.
-_STEP_BYTES = 1 << 20
-
 
 class SharedBuffer:
     """Memory that this process shares with the processes forked from it."""
@@ -41,7 +38,7 @@ class SharedBuffer:
         have = os.fstat(self._file).st_size
         if size > have:
             # The buffer gets a quarter more than is needed, so that it seldom grows.
-            wanted = -(-size * 5 // 4 // _STEP_BYTES) * _STEP_BYTES
+            wanted = size * 5 // 4
             try:
                 free = find_free_memory()
                 if size - have > free:

@@ -349,12 +349,11 @@ def test_a_file_of_the_user_is_not_replaced(drive, ssd):
     assert own.read_bytes() == b"mine"
 
 
-def test_a_sampler_waits_until_all_shards_are_here(drive, ssd, close_gate):
-    close_gate()
-    dataset = ArrivingShards(drive, ssd)
-    with pytest.raises(ColabUtilsError, match="A sampler cannot be used while shards arrive"):
-        load(dataset, sampler=[0, 1])
-    dataset.stop()
+def test_a_sampler_waits_for_its_shards(drive, ssd, close_gate):
+    gate = close_gate()
+    batches = load(ArrivingShards(drive, ssd), sampler=[3, 11], batch_size=1)
+    threading.Timer(0.2, gate.set).start()
+    assert len(list(batches)) == 2
 
 
 def test_another_process_of_the_machine_waits_for_the_files(drive, ssd, close_gate, monkeypatch):

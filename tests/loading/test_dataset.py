@@ -419,7 +419,7 @@ def test_a_changed_digit_of_a_record_is_refused(shards):
     dataset = ShardDataset(shards)
     # The image and its arrays are as they were.
     assert_equal_samples(dataset[3], whole[3])
-    message = rf"image {dataset.image_ids[3]} is damaged \(its annotations do not match"
+    message = rf"image {dataset.image_ids[3]} is damaged \(its bytes do not match"
     for read in (lambda: dataset.record(3), lambda: dataset.list_annotations(3), dataset.to_coco):
         with pytest.raises(ColabUtilsError, match=message):
             read()
@@ -497,15 +497,13 @@ def test_a_flipped_bit_is_never_fed_to_the_model(twins, part):
     folder, _ = twins
     whole = ShardDataset(folder)
     path = whole.find_path(5)
-    words = "bytes"
     place = int(whole._tables["image_spans"][5].sum()) - 200
     if part == "masks":
         path = path.with_suffix(".arrays")
-        words = "masks"
         place = path.read_bytes().rindex(whole.read_masks(5).bits.tobytes()) + 3
     flip_bit(path, place)
     dataset = ShardDataset(folder)
-    message = rf"image {dataset.image_ids[5]} is damaged \(its {words} do not match"
+    message = rf"image {dataset.image_ids[5]} is damaged \(its bytes do not match"
     with pytest.raises(ColabUtilsError, match=message):
         dataset[5]
     with pytest.raises(ColabUtilsError, match=message):
