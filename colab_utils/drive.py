@@ -1,7 +1,6 @@
 """Google Drive as a mounted folder: what lies on it, and what to do when it fails."""
 
 import os
-import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -9,7 +8,6 @@ from contextlib import contextmanager, suppress
 from errno import ECONNABORTED, EIO, ENODEV, ENOTCONN, ESTALE, ETIMEDOUT
 from functools import partial, wraps
 from pathlib import Path
-from time import monotonic
 from typing import Any, TypeVar, cast
 
 from colab_utils.errors import (
@@ -25,7 +23,7 @@ from colab_utils.units import format_count
 # Seconds before each repetition, 81 in all. A single error is over at once, and one read in five
 # that fails must not hold up a loader; a burst of errors lasts seconds, and a remount a minute.
 RETRY_WAITS_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, *[5.0] * 15)
-# Before a wait of so many seconds, a warning says how long the same is tried again.
+# Before the first wait of so many seconds, a warning says that the same is tried again.
 _LONG_WAIT_S = 5.0
 # Error numbers that only a dead mount gives.
 _GONE = (ENOTCONN, ECONNABORTED)
@@ -87,21 +85,16 @@ def require_mounted(path: Path) -> None:
     Example:
         >>> require_mounted(Path("/tmp/shards"))
     """
-    if not is_colab():
+    mount = find_mount(path) if is_colab() else None
+    if mount is None or any(folder.is_relative_to(mount) for _, folder, _ in find_mounts(path)):
         return
-    wanted = None
-    for place, folder, kind in find_mounts(path):
-        wanted = _guess_mount(place) or wanted
-        is_there = wanted is not None and folder.is_relative_to(wanted)
-        if is_there or kind == _DRIVE_KIND:
-            return
-    if wanted is not None:
-        mount = wanted if COLAB_ROOT in wanted.parents else COLAB_ROOT / "drive"
-        raise ColabUtilsError(
-            f"Google Drive is not mounted, so {path} would lie on this machine alone. "
-            f"{explain_leftovers(mount)}Run `from google.colab import drive; "
-            f"drive.mount({str(mount)!r})` in a cell first, and name a folder in {mount}."
-        )
+    if COLAB_ROOT not in mount.parents:
+        mount = COLAB_ROOT / "drive"
+    raise ColabUtilsError(
+        f"Google Drive is not mounted, so {path} would lie on this machine alone. "
+        f"{explain_leftovers(mount)}Run `from google.colab import drive; "
+        f"drive.mount({str(mount)!r})` in a cell first, and name a folder in {mount}."
+    )
 
 
 def explain_leftovers(mount: Path) -> str:
@@ -121,7 +114,9 @@ def is_mounted(mount: Path) -> bool:
 
 
 def _guess_mount(place: Path) -> Path | None:
-    """Return where Drive must be mounted for a path, by the names in it; None for other paths."""
+    """Return where Colab's Drive must be mounted for a path, by the names in it; None elsewhere."""
+    if not is_colab():
+        return None
     drive = COLAB_ROOT / "drive"
     if place.is_relative_to(drive):
         return drive
@@ -154,8 +149,7 @@ def _read_mounts() -> dict[str, str]:
         for line in _MOUNTS.read_text("utf-8", "surrogateescape").strip().split("\n"):
             _, folder, kind, *_ = line.split(" ")
             # Linux writes a space in a name as \040.
-            name = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), folder)
-            kinds[name] = kind
+            kinds[folder.replace("\\040", " ")] = kind
     return kinds
 
 
@@ -163,7 +157,8 @@ def find_mount(path: object) -> Path | None:
     """Return the folder in which the Google Drive of a path is mounted; None for other paths.
 
     A URL is never on Drive. In the system's table of mounts, Drive has the type ``fuse.drive``.
-    Colab looks for the same type, in ``flush_and_unmount`` of google/colab/drive.py.
+    Colab looks for the same type, in ``flush_and_unmount`` of google/colab/drive.py. On Colab, a
+    path that is named like one on Drive counts as on Drive, also while it is not mounted.
 
     Example:
         >>> find_mount("/tmp") is None
@@ -172,11 +167,9 @@ def find_mount(path: object) -> Path | None:
     if not isinstance(path, str | os.PathLike):
         return None
     for place, folder, kind in find_mounts(path):
-        drive = COLAB_ROOT / "drive"
-        if kind == _DRIVE_KIND:
-            return folder
-        if is_colab() and place.is_relative_to(drive):
-            return drive
+        mount = folder if kind == _DRIVE_KIND else _guess_mount(place)
+        if mount is not None:
+            return mount
     return None
 
 
@@ -260,15 +253,14 @@ class Retries:
         self.is_patient = is_patient
         self.count = 0
         self._place = ""
-        # Until this time no other warning is given.
-        self._announce_s = 0.0
+        self._is_announced = False
         self.on_failure: Callable[[], object] | None = None
         self.stop = stop or threading.Event()
         self.trusts_absence = False
 
     def run(self, call: Callable[[], _Result]) -> _Result:
         """Return the result of ``call``, which is repeated while it raises a `DriveLostError` that
-        may pass. Before the long waits, a warning says how long it is tried.
+        may pass. Before the first long wait, a warning says so.
 
         Raises:
             DriveLostError: Every attempt failed. Other errors are raised at once.
@@ -287,22 +279,16 @@ class Retries:
                     raise
                 self.count += 1
                 self._place = error.place
-                if wait_s >= _LONG_WAIT_S:
-                    self._announce()
+                if wait_s >= _LONG_WAIT_S and not self._is_announced:
+                    self._is_announced = True
+                    warnings.warn(
+                        f"{self._place} fails, and is tried again for more than a minute",
+                        ColabUtilsWarning,
+                        stacklevel=3,
+                    )
                 if self.on_failure is not None:
                     self.on_failure()
                 self.stop.wait(wait_s)
-
-    def _announce(self) -> None:
-        """Warn of the long waits. Threads that wait together give one warning."""
-        if monotonic() >= self._announce_s:
-            seconds = sum(wait_s for wait_s in RETRY_WAITS_S if wait_s >= _LONG_WAIT_S)
-            self._announce_s = monotonic() + seconds
-            warnings.warn(
-                f"{self._place} fails, and is tried again for {seconds:.0f} seconds",
-                ColabUtilsWarning,
-                stacklevel=4,
-            )
 
     def run_listed(self, path: Any, call: Callable[[], _Result]) -> _Result:
         """Return the result of ``call``, which reads a file that should be there.

@@ -12,7 +12,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, BinaryIO, NamedTuple, TypeVar
@@ -22,7 +22,7 @@ import xxhash
 from colab_utils.drive import DriveLostError, Retries, guard_drive, try_again
 from colab_utils.errors import ColabUtilsError
 from colab_utils.machine import find_host, require_linux, require_space
-from colab_utils.places import Place, PlaceLike, UrlPath, open_place
+from colab_utils.places import Place, PlaceLike, find_server, open_place
 from colab_utils.slow_drive import find_profile, wait_as_drive
 from colab_utils.units import format_bytes
 
@@ -32,8 +32,8 @@ MOST_BYTES = 4e8
 """Bytes of the largest file that is read as a whole, by default: no photo is larger."""
 # Bytes that are read at once from a file that is hashed.
 _PIECE_BYTES = 1 << 20
-# Bytes of one request when a file at a URL is hashed. A request is large, because each costs time.
-_BLOCK_BYTES = 8 << 20
+# Times that a file is read which cannot be parsed.
+_MOST_READS = 10
 
 
 def open_file(path: str | Path, *, most_bytes: float = MOST_BYTES) -> BinaryIO:
@@ -103,48 +103,33 @@ def read_whole(path: str | Path, *, most_bytes: float = MOST_BYTES) -> bytes:
     return content
 
 
-def parse_file(
-    path: str | Place,
-    read: Callable[[], bytes],
-    parse: Callable[[bytes], _Result],
-) -> _Result:
+def parse_file(read: Callable[[], bytes], parse: Callable[[bytes], _Result]) -> _Result:
     """Return ``parse(read())``. If ``parse`` raises an error, the file is read and parsed again.
 
     Drive gives wrong bytes at times. So an error of ``parse`` is raised only when two reads in a
-    row gave the same bytes. It is read for 81 seconds at most, with growing waits.
-
-    Args:
-        path: the file that the error message names.
-        read: returns the content of the file.
-        parse: takes the content, and returns the result.
+    row gave the same bytes.
 
     Raises:
-        DriveLostError: ``parse`` failed each time, and each read gave different bytes.
-        Exception: the error of ``parse``.
+        DriveLostError: 10 reads gave different bytes.
 
     Example:
         >>> contents = iter([b"", b"5"])
-        >>> parse_file("a.txt", lambda: next(contents), int)
+        >>> parse_file(lambda: next(contents), int)
         5
     """
-    refused = ""
-
-    def attempt() -> _Result:
-        nonlocal refused
-        content = read()
+    content = read()
+    for _ in range(_MOST_READS):
         try:
             return parse(content)
-        except Exception as error:
-            checksum = xxhash.xxh3_128_hexdigest(content)
-            if checksum == refused:
+        except Exception:
+            again = read()
+            if again == content:
                 raise
-            refused = checksum
-            raise DriveLostError(
-                f"Each time that {path} was read, different bytes came: Drive fails. "
-                "Run the same again later: what is done is safe."
-            ) from error
-
-    return Retries().run(attempt)
+            content = again
+    raise DriveLostError(
+        f"A file was read {_MOST_READS} times, and each time different bytes came: Drive fails. "
+        "Run the same again later: what is done is safe."
+    )
 
 
 class PieceFile(io.IOBase):
@@ -236,41 +221,6 @@ class PieceFile(io.IOBase):
             raise
 
 
-class UrlFile(PieceFile):
-    """A file at a URL that is read in pieces. Its server must send parts of files.
-
-    Args:
-        path: the file.
-        store: makes the requests.
-        block_bytes: the smallest request, in bytes. If you read less, the rest is kept for the next
-            read.
-    """
-
-    def __init__(self, path: Place, store: Any, block_bytes: int) -> None:
-        super().__init__(path, store)
-        self._block_bytes = block_bytes
-        # Start and content of the last request. One tuple holds both, so that another thread never
-        # sees the start of one request with the content of another.
-        self._block = (0, b"")
-        self._size: int = store.find_size(path)
-
-    def find_size(self) -> int:
-        """Return the size of the file when it was opened."""
-        return self._size
-
-    def _read_some(self, view: memoryview, offset: int) -> int:
-        start, block = self._block
-        if not start <= offset < start + len(block):
-            start = offset
-            # Some servers refuse a request that goes beyond the end of the file.
-            wanted = min(max(len(view), self._block_bytes), self._size - start)
-            block = self._store.read_range(self.path, start, wanted) if wanted > 0 else b""
-            self._block = (start, block)
-        piece = memoryview(block)[offset - start :][: len(view)]
-        view[: len(piece)] = piece
-        return len(piece)
-
-
 def name_temporary(path: Path) -> Path:
     """Return the name under which this thread writes a file until the file is complete.
 
@@ -351,18 +301,20 @@ def hash_bytes(*parts: Any) -> str:
 
 
 class FileStamp(NamedTuple):
-    """Size and time of a file."""
+    """What lies under a name."""
 
-    bytes: int
+    kind: str = ""
+    """Either "file" or "folder"; "" if there is neither."""
+    bytes: int = -1
     """The size of the file; -1 if there is no file."""
-    modified_s: float
+    modified_s: float = 0.0
     """When the file was last written to, in seconds since 1970; 0 if there is no file."""
 
 
 def drop_cached(path: Path) -> None:
-    """Make Linux drop its copy of a written file from memory. On other systems, do nothing."""
+    """Make Linux drop its copy of a written file from memory."""
     # If the file cannot be opened, the read that follows says why.
-    with suppress(OSError, AttributeError), path.open("rb") as file:
+    with suppress(OSError), path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
@@ -431,23 +383,17 @@ class Store:
         """Read a file that should be there: if Drive does not show it, it is looked for again."""
         return self.retries.run_listed(self.locate(name), partial(self.read, name))
 
-    def open(self, name: str | Place, *, block_bytes: int = 0) -> PieceFile:
-        """Open a file to read it in pieces.
-
-        ``block_bytes`` is the size of the smallest request to a server.
-        """
-        path = self.locate(name)
-        if isinstance(path, UrlPath):
-            return UrlFile(path, self, block_bytes)
+    def open(self, name: str | Place) -> PieceFile:
+        """Open a file to read it in pieces."""
         require_linux("read files in pieces")
-        return PieceFile(path, self)
+        return PieceFile(self.locate(name), self)
 
     def hash(self, name: str | Place) -> tuple[int, str]:
         """Return the size of a file in bytes, and its XXH3-64 checksum in hexadecimal."""
         state = xxhash.xxh3_64()
         size = 0
         piece = memoryview(bytearray(_PIECE_BYTES))
-        with self.open(name, block_bytes=_BLOCK_BYTES) as file:
+        with self.open(name) as file:
             while True:
                 count = file.readinto(piece, size)
                 if not count:
@@ -455,31 +401,28 @@ class Store:
                 state.update(piece[:count])
                 size += count
 
-    def stamp(self, name: str | Place) -> FileStamp:
-        """Return the stamp of a file; its size is -1 if it is not there."""
+    def stamp(self, name: str | Place = "") -> FileStamp:
+        """Return what lies under a name. Without a name, look at this folder."""
         with suppress(FileNotFoundError, NotADirectoryError):
-            return FileStamp(*self._find_status(name))
-        return FileStamp(-1, 0.0)
+            return self._look(name)
+        return FileStamp()
 
     @try_again
-    def _find_status(self, name: Any) -> tuple[int, float]:
-        """Return the bytes of a file, and when it was written to, in seconds since 1970."""
+    def _look(self, name: Any) -> FileStamp:
         status = name.stat()
-        return status.st_size, status.st_mtime
+        kind = "folder" if stat.S_ISDIR(status.st_mode) else "file"
+        return FileStamp(kind, status.st_size, status.st_mtime)
 
-    def has_files(self, files: Iterable[tuple[str, int, str]]) -> bool:
-        """Return whether all these files are there: name, bytes and checksum of each."""
-        return all(self.stamp(name).bytes == size for name, size, _ in files)
-
-    @try_again
-    def find_kind(self, name: Any = "") -> str:
+    def find_kind(self, name: str | Place = "") -> str:
         """Return "file" or "folder"; "" if there is neither. Without a name, look at this folder.
 
         A web server lists no folder. It is trusted.
         """
-        if name.is_dir():
-            return "folder"
-        return "file" if name.exists() else ""
+        return self.stamp(name).kind
+
+    def has_files(self, files: Iterable[tuple[str, int, str]]) -> bool:
+        """Return whether all these files are there: name, bytes and checksum of each."""
+        return all(self.stamp(name).bytes == size for name, size, _ in files)
 
     def list_names(self, pattern: str = "*") -> list[str]:
         """Return the sorted names in the folder that match a pattern; none if there is no folder.
@@ -536,18 +479,12 @@ class Store:
 
     @try_again
     def make(self, name: Any = "") -> None:
-        """Make the folder. A bucket is never made.
-
-        Raises:
-            PermissionError: Nothing can be written there.
-        """
+        """Make the folder. A bucket is never made."""
         name.mkdir(parents=True, exist_ok=True)
-        if not os.access(name, os.W_OK, effective_ids=True):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     def drop(self) -> None:
         """Remove the folder if it is empty. A bucket has no empty folders."""
-        with suppress(OSError):
+        with suppress(OSError, AttributeError):
             self.place.rmdir()
 
     def find_again(self, names: Iterable[str | Place]) -> bool:
@@ -562,7 +499,8 @@ class Store:
 
         The room of a server is not known. ``cure`` says what the user can do instead.
         """
-        require_space(self.place, needed, cure)
+        if not find_server(self.place):
+            require_space(self.place, needed, cure)
 
 
 def open_store(place: PlaceLike, stop: Any = None, is_patient: bool = True) -> Store:
@@ -573,13 +511,9 @@ def open_store(place: PlaceLike, stop: Any = None, is_patient: bool = True) -> S
         []
     """
     opened = open_place(place) if isinstance(place, str) else place
-    kind = _find_url_store() if isinstance(opened, UrlPath) else Store
-    return kind(opened, stop, is_patient)
+    if not find_server(opened):
+        return Store(opened, stop, is_patient)
+    # This module loads fsspec, which most people do not use.
+    from colab_utils.urls import UrlStore
 
-
-@lru_cache
-def _find_url_store() -> type[Store]:
-    """Return the class of stores at URLs. Its module loads fsspec, which most people do not use."""
-    from colab_utils.urls import UrlMethods
-
-    return type("UrlStore", (UrlMethods, Store), {})
+    return UrlStore(opened, stop, is_patient)

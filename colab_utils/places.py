@@ -5,7 +5,7 @@ A place is an address. `colab_utils.files.open_store` opens it.
 
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import quote, unquote
@@ -14,10 +14,8 @@ from colab_utils.drive import require_mounted
 from colab_utils.errors import ColabUtilsError, hide_login
 
 # A scheme has at least two letters, because "C:/" is a drive of Windows.
-_URL = re.compile(r"([a-z][a-z0-9+.-]+):(/+)(.*)", re.IGNORECASE | re.DOTALL)
+_URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.IGNORECASE | re.DOTALL)
 _LOCAL = ("file", "local")
-# A text that begins with one of these and a colon is a mistyped URL.
-_SCHEME = re.compile(r"(s3a?|gs|gcs|az|abfss?|adl|hf|https?|sftp|ssh|smb|webdav):", re.IGNORECASE)
 _WEB = ("http", "https")
 
 
@@ -28,9 +26,7 @@ class UrlPath:
     A `UrlPath` is not an ``os.PathLike``, so that no function takes it for a path on this machine.
 
     Args:
-        url: the URL, without a query. It may hold a password, which is never printed.
-        query: the part of a web address from "?" on, such as a signature. It is sent with every
-            request, and never printed.
+        url: the URL. It may hold a password, which is never printed.
 
     Example:
         >>> folder = UrlPath("s3://bucket/shards")
@@ -41,7 +37,6 @@ class UrlPath:
     """
 
     url: str
-    query: str = ""
 
     def __str__(self) -> str:
         return hide_login(self.url)
@@ -50,7 +45,7 @@ class UrlPath:
         text = PurePosixPath(name).as_posix()
         if self.is_web:
             text = quote(text)
-        return replace(self, url=f"{self.url.rstrip('/')}/{text}")
+        return UrlPath(f"{self.url.rstrip('/')}/{text}")
 
     @property
     def protocol(self) -> str:
@@ -69,13 +64,13 @@ class UrlPath:
     @property
     def name(self) -> str:
         """Return the last part of the path: the name of the file or folder."""
-        name = self.url.rstrip("/").rpartition("/")[2]
+        name = self.url.rpartition("/")[2]
         return unquote(name) if self.is_web else name
 
     @property
     def parent(self) -> "UrlPath":
         """Return the folder that holds this file or folder."""
-        return replace(self, url=self.url.rstrip("/").rpartition("/")[0])
+        return UrlPath(self.url.rpartition("/")[0])
 
     def with_suffix(self, suffix: str) -> "UrlPath":
         """Return the path with another suffix, such as ".json"."""
@@ -100,8 +95,7 @@ class UrlPath:
     @property
     def key(self) -> str:
         """Return the path of the file or folder in fsspec's file system."""
-        key: str = self.system._strip_protocol(self.url)
-        return key + self.query
+        return str(self.system._strip_protocol(self.url))
 
 
 Place = Path | UrlPath
@@ -113,8 +107,8 @@ def open_place(path: "str | os.PathLike[str] | UrlPath") -> Place:
     """Return a path on this machine as a `Path`, and a URL as a `UrlPath`.
 
     Raises:
-        ColabUtilsError: fsspec does not know the protocol, a package for it is missing, this is
-            neither a path nor a single URL, or it is a path on Google Drive, which is not mounted.
+        ColabUtilsError: fsspec cannot open a URL of this protocol here, this is neither a path nor
+            a single URL, or it is a path on Google Drive, which is not mounted.
 
     Example:
         >>> open_place("data/shards"), open_place("file:///data/shards")
@@ -132,36 +126,18 @@ def open_place(path: "str | os.PathLike[str] | UrlPath") -> Place:
     # A space around a URL comes with copying and pasting.
     match = _URL.fullmatch(text.strip())
     if match is None:
-        return _open_local(text)
+        if "://" in text:
+            raise ColabUtilsError(f"{text!r} is not a URL. Write it as s3://bucket/folder.")
+        return _take_path(text)
     protocol = match[1].lower()
-    rest = match[3].rstrip("/")
+    rest = match[2]
     if protocol in _LOCAL:
-        if match[2] == "//":
-            raise ColabUtilsError(
-                f"{text} begins with the name of a machine. Write the path alone, or {protocol}:"
-                "///folder."
-            )
         return _take_path("/" + rest)
-    query = ""
-    if protocol in _WEB and "?" in rest:
-        # An address with a query is that of one file, and each of its slashes counts.
-        rest, _, query = match[3].partition("?")
-        query = "?" + query
+    place = UrlPath(f"{protocol}://{rest.rstrip('/')}")
     from colab_utils.urls import require_protocol
 
-    require_protocol(f"{protocol}://{rest}", protocol)
-    return UrlPath(f"{protocol}://{rest}", query)
-
-
-def _open_local(text: str) -> Path:
-    if "://" in text or _SCHEME.match(text):
-        raise ColabUtilsError(
-            f"{text!r} is neither a URL nor a path. Write one URL as s3://bucket/folder, or put ./ "
-            "before the name of a folder."
-        )
-    path = _take_path(text)
-    # Without its "./", the path of a folder named "s3:" looks like a URL.
-    return path.absolute() if _URL.fullmatch(str(path)) else path
+    require_protocol(place)
+    return place
 
 
 def require_local_path(path: str | os.PathLike[str]) -> Path:
@@ -217,7 +193,7 @@ def identify_place(place: PlaceLike) -> str:
         True
     """
     if isinstance(place, UrlPath):
-        return place.url + place.query
+        return place.url
     return os.path.realpath(place)
 
 

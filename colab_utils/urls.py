@@ -8,8 +8,8 @@ is complete. This module is imported where a place is a URL.
 import errno
 import io
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from functools import lru_cache
 from pathlib import PurePosixPath
@@ -22,6 +22,8 @@ from fsspec.core import url_to_fs
 
 from colab_utils.drive import RefusedError, ServerLostError, try_again
 from colab_utils.errors import ColabUtilsError, UnavailableError, escape
+from colab_utils.files import FileStamp, PieceFile, Store
+from colab_utils.places import Place
 
 # Protocols of object stores. In such a store, a file appears only when it is complete.
 _STORES = (
@@ -45,6 +47,7 @@ _MISSING_STATUS = (404, 410)
 # named, because none of their packages may be there.
 _REFUSALS = (
     "PermissionError",
+    "IsADirectoryError",
     "NotImplementedError",
     "ImportError",
     "TypeError",
@@ -66,7 +69,6 @@ def guard_server(path: Any) -> Iterator[None]:
 
     Raises:
         FileNotFoundError: there is no such file, folder or bucket.
-        IsADirectoryError: it is a folder.
         ServerLostError: the server did not answer, or failed. The same request may succeed later.
         RefusedError: the server refused, and would refuse the same request again.
     """
@@ -76,20 +78,44 @@ def guard_server(path: Any) -> Iterator[None]:
         raise
     except Exception as error:
         # The library's own error is not shown: its text may hold the address with a signature.
-        raise _explain_failure(path, _find_cause(error)) from None
+        raise _explain_failure(path, error) from None
 
 
-class UrlMethods:
-    """What a `Store` does with files at URLs in its own way."""
+class UrlFile(PieceFile):
+    """A file at a URL that is read in pieces. Its server must send parts of files."""
+
+    def __init__(self, path: Place, store: "UrlStore") -> None:
+        super().__init__(path, store)
+        size = store.find_info(path).get("size")
+        if size is None:
+            raise _refuse_parts(path)
+        self._size = int(size)
+
+    def find_size(self) -> int:
+        """Return the size of the file when it was opened."""
+        return self._size
+
+    def _read_some(self, view: memoryview, offset: int) -> int:
+        # Some servers refuse a request that goes beyond the end of the file.
+        count = min(len(view), self._size - offset)
+        content = self._store.read_range(self.path, offset, count) if count > 0 else b""
+        view[: len(content)] = content
+        return len(content)
+
+
+class UrlStore(Store):
+    """The files of a folder at a URL."""
 
     guard = staticmethod(guard_server)
-    place: Any
-    locate: Any
 
     @try_again
     def read(self, name: Any, *, most_bytes: float = 0, at_full_speed: bool = True) -> bytes:
         """Read a whole file of any size, at full speed."""
         return bytes(name.system.cat_file(name.key))
+
+    def open(self, name: str | Place) -> PieceFile:
+        """Open a file to read it in pieces."""
+        return UrlFile(self.locate(name), self)
 
     @try_again
     def read_range(self, name: Any, start: int, count: int) -> bytes:
@@ -99,79 +125,49 @@ class UrlMethods:
             raise _refuse_parts(name)
         return content
 
-    def find_size(self, name: Any) -> int:
-        """Return the size in bytes of a file of which parts are to be read."""
-        size = self._find_info(name).get("size")
-        if size is None:
-            raise _refuse_parts(name)
-        return int(size)
-
-    def _find_status(self, name: Any) -> tuple[int, float]:
-        info = self._find_info(name)
+    def _look(self, name: Any) -> FileStamp:
+        path = self.locate(name)
+        if path == self.place and path.is_web:
+            return FileStamp("folder")
+        info = self.find_info(path)
         changed_s = time()
         for key in ("created", "modified", "mtime", "LastModified"):
             if isinstance(info.get(key), datetime):
                 changed_s = info[key].timestamp()
-        return info.get("size") or 0, changed_s
-
-    def has_files(self, files: Iterable[tuple[str, int, str]]) -> bool:
-        """List the folder once; return whether all these files are there."""
-        sizes: dict[str, int] = {}
-        with suppress(FileNotFoundError):
-            sizes = self._list("")
-        return all(sizes.get(name) == size for name, size, _ in files)
+        kind = "file" if info["type"] == "file" else "folder"
+        return FileStamp(kind, info.get("size") or 0, changed_s)
 
     @try_again
-    def _list(self, name: Any) -> dict[str, int]:
-        """Return the size in bytes of each file in the folder, by its name."""
-        name.system.invalidate_cache()
-        return {
-            PurePosixPath(info["name"]).name: info.get("size") or 0
-            for info in name.system.ls(name.key, detail=True)
-            if info["type"] == "file"
-        }
-
-    @try_again
-    def list_tree(self, name: Any = "") -> list[str]:
-        """Return the path in the folder of each file below it."""
-        paths: list[str] = []
-        system = name.system
-        key = name.key
-        # The list grows while the loop goes over it. fsspec's own walk leaves out what fails.
-        folders = [key]
-        for folder in folders:
-            for info in system.ls(folder, detail=True):
-                path = info["name"].rstrip("/")
-                if info["type"] != "directory":
-                    paths.append(path.removeprefix(key).strip("/"))
-                # Some servers list a folder in itself.
-                elif path != folder.rstrip("/"):
-                    folders.append(path)
-        return paths
-
-    def find_kind(self, name: Any = "") -> str:
-        """Return "file" or "folder"; "" if there is neither."""
-        path = self.locate(name)
-        if path == self.place and path.is_web:
-            return "folder"
-        with suppress(FileNotFoundError, NotADirectoryError):
-            return "file" if self._find_info(path)["type"] == "file" else "folder"
-        return ""
-
-    @try_again
-    def _find_info(self, name: Any) -> dict[str, Any]:
+    def find_info(self, name: Any) -> dict[str, Any]:
         """Return fsspec's information on a file or folder."""
         name.system.invalidate_cache()
         return dict(name.system.info(name.key))
 
     @try_again
+    def _list(self, name: Any) -> list[str]:
+        name.system.invalidate_cache()
+        listed = name.system.ls(name.key, detail=True)
+        return [PurePosixPath(info["name"]).name for info in listed if info["type"] == "file"]
+
+    @try_again
+    def list_tree(self, name: Any = "") -> list[str]:
+        """Return the path in the folder of each file below it."""
+        paths: list[str] = []
+        # The list grows while the loop goes over it. fsspec's own walk leaves out what fails.
+        folders = [name.key]
+        for folder in folders:
+            for info in name.system.ls(folder, detail=True):
+                path = info["name"].rstrip("/")
+                if info["type"] != "directory":
+                    paths.append(path.removeprefix(name.key).strip("/"))
+                # Some servers list a folder in itself.
+                elif path != folder.rstrip("/"):
+                    folders.append(path)
+        return paths
+
+    @try_again
     def write(self, name: Any, *parts: bytes | memoryview) -> None:
         """Write a file, and read it back."""
-        if name.is_web:
-            raise ColabUtilsError(
-                f"{name} lies on a web server, which can only be read. Name a folder or a bucket "
-                "to write to."
-            )
         content = b"".join(parts)
         try:
             with guard_server(name):
@@ -194,7 +190,7 @@ class UrlMethods:
     @try_again
     def _remove(self, name: Any, is_large: bool) -> None:
         # Some servers raise no error for a missing file, so look for the file first.
-        self._find_info(name)
+        self.find_info(name)
         name.system.rm_file(name.key)
 
     @try_again
@@ -209,14 +205,8 @@ class UrlMethods:
     @try_again
     def make(self, name: Any = "") -> None:
         """Make the folder, if the server has folders."""
-        if name.protocol not in _STORES and not name.is_web:
+        if name.protocol not in _STORES:
             name.system.makedirs(name.key, exist_ok=True)
-
-    def drop(self) -> None:
-        """Do nothing: a bucket has no empty folders."""
-
-    def require_room(self, needed: float, cure: str) -> None:
-        """Do nothing: the room of a server is not known."""
 
 
 def _refuse_parts(path: Any) -> RefusedError:
@@ -243,8 +233,7 @@ def open_system(server: str, process: int) -> Any:
     system that its parent opened.
     """
     options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
-    protocol = server.partition(":")[0]
-    if protocol in ("http", "https"):
+    if server.startswith("http"):
         from aiohttp import ClientTimeout
 
         # A large file may take long, so the total time has no limit. Only the time without any data
@@ -256,62 +245,31 @@ def open_system(server: str, process: int) -> Any:
     return url_to_fs(server, **options)[0]
 
 
-def require_protocol(url: str, protocol: str) -> None:
-    """Refuse a URL if fsspec does not know its protocol, or lacks the package for it.
-
-    Forget the servers that were opened: your credentials may be new.
-    """
-    open_system.cache_clear()
-    try:
-        get_filesystem_class(protocol)
-    except ImportError as error:
-        # fsspec names the package.
-        raise ColabUtilsError(f"{url} needs a package that is not installed. {error}.") from None
-    except ValueError:
-        raise ColabUtilsError(
-            f"{url} has a protocol that fsspec does not know. Look at its name, or copy the data "
-            "to a folder."
-        ) from None
+def require_protocol(path: Any) -> None:
+    """Refuse a URL if fsspec does not know its protocol, or lacks the package for it."""
+    # fsspec names the package.
+    with guard_server(path):
+        get_filesystem_class(path.protocol)
 
 
-def _explain_failure(path: Any, cause: Exception) -> Exception:
+def _explain_failure(path: Any, error: Exception) -> Exception:
     """Return the error of this package, or of Python, that stands for an error of a server."""
-    status = _find_status(cause)
-    number = 0
+    status = _find_status(error)
     missing = (FileNotFoundError, NotADirectoryError)
-    if status in _MISSING_STATUS or (not status and isinstance(cause, missing)):
-        number = errno.ENOENT
-    elif not status and isinstance(cause, IsADirectoryError):
-        number = errno.EISDIR
-    if number:
-        # Python makes the error of this number.
-        return OSError(number, os.strerror(number), str(path))
-    reason = _describe_cause(cause, status)
-    failure: UnavailableError = ServerLostError(
-        f"{path} cannot be reached: the server failed ({reason}). Run the same again later: what "
-        "is done is safe."
-    )
-    if _is_refusal(cause, status):
+    if status in _MISSING_STATUS or (not status and isinstance(error, missing)):
+        return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    cause = (status and error.__cause__) or error
+    reason = escape(" ".join(f"{type(cause).__name__}: {cause}".split()))[:200]
+    kind: type[UnavailableError] = ServerLostError
+    if _is_refusal(error, status):
+        kind = RefusedError
         open_system.cache_clear()
-        failure = RefusedError(
-            f"{path} cannot be reached: the server refused ({reason}). Look at the address, and at "
-            "your credentials and rights there; they may have expired. Then run the same again: "
-            "what is done is safe."
-        )
+    failure = kind(
+        f"{path} cannot be reached ({reason}). Look at the address, and at your credentials and "
+        "rights there, which may have expired. Run the same again later: what is done is safe."
+    )
     failure.reason = reason
     return failure
-
-
-def _find_cause(error: Exception) -> Exception:
-    """Return the error that a package raised an error of Python from: that one has the status.
-
-    fsspec says of every failure of a web server that the file is not there.
-    """
-    cause = error.__cause__
-    is_of_python = type(error).__module__ == "builtins"
-    if is_of_python and isinstance(cause, Exception) and not isinstance(cause, LookupError):
-        return cause
-    return error
 
 
 def _is_refusal(error: Exception, status: int) -> bool:
@@ -324,21 +282,16 @@ def _is_refusal(error: Exception, status: int) -> bool:
     return any(kind.__name__ in _REFUSALS for kind in type(error).__mro__)
 
 
-def _describe_cause(error: Exception, status: int) -> str:
-    """Return an error in one line, without its address where a server answered."""
-    text = f"{type(error).__name__}: {error}"
-    if status:
-        text = f"{status} {getattr(error, 'message', error)}"
-    return escape(" ".join(text.split()))[:200]
-
-
 def _find_status(error: Any) -> int:
-    """Return the HTTP status of an error; 0 if it has none."""
-    response = getattr(error, "response", None)
-    if isinstance(response, dict):
-        # So botocore tells of an answer of S3.
-        return int(response["ResponseMetadata"]["HTTPStatusCode"])
-    for holder in (error, response):
+    """Return the HTTP status of an error, or of the error that it comes from; 0 without one.
+
+    fsspec says of every failure of a web server that the file is not there, and keeps the cause.
+    """
+    for holder in (error.__cause__, error):
+        response = getattr(holder, "response", None)
+        if isinstance(response, dict):
+            # So botocore tells of an answer of S3.
+            return int(response["ResponseMetadata"]["HTTPStatusCode"])
         for name in ("status", "code", "status_code"):
             value = getattr(holder, name, None)
             if isinstance(value, int):

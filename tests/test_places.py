@@ -27,7 +27,6 @@ class AnswerError(Exception):
     def __init__(self, status):
         super().__init__(f"{status} at https://host/file?signature=secret")
         self.status = status
-        self.message = "said the server"
 
 
 class NoCredentialsError(Exception):
@@ -73,8 +72,7 @@ def file():
         (Path("memory://bucket/shards"), UrlPath("memory://bucket/shards")),
         ("MEMORY://bucket/Shards", UrlPath("memory://bucket/Shards")),
         ("https://host/photos/", UrlPath("https://host/photos")),
-        # With a query, each slash counts.
-        ("HTTPS://host/photos/?key=a/b?c/", UrlPath("https://host/photos/", "?key=a/b?c/")),
+        ("HTTPS://host/a.json?key=a/b?c", UrlPath("https://host/a.json?key=a/b?c")),
         ("C:/data", Path("C:/data")),
         ("FILE:/data/", Path("/data")),
         # A space comes with copying and pasting.
@@ -92,13 +90,6 @@ def test_a_password_is_sent_and_not_shown():
     assert place.server == "ftp://me:S3CRET@host"
 
 
-def test_a_folder_may_have_a_name_like_a_protocol(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    place = open_place("./s3:/shards")
-    assert place == tmp_path / "s3:/shards"
-    assert open_place(place) == place
-
-
 @pytest.mark.parametrize("path", [None, b"data", " "], ids=repr)
 def test_what_is_no_path_is_told(path):
     with pytest.raises(ColabUtilsError, match="is not the path of a folder or file"):
@@ -109,16 +100,13 @@ def test_what_is_no_path_is_told(path):
     ("url", "cure"),
     [
         ("s3://bucket/x", "Install s3fs"),
-        ("nonsense://bucket/x", "has a protocol that fsspec does not know"),
-        ("simplecache::s3://bucket/x", "neither a URL nor a path. Write one URL"),
-        # These would be folders on this machine, with names that nobody wants.
-        ("s3:bucket/x", "neither a URL nor a path. Write one URL as s3://"),
-        ("file://data/x", "begins with the name of a machine. Write the path alone"),
+        ("nonsense://bucket/x", "Protocol not known"),
+        ("simplecache::s3://bucket/x", "is not a URL. Write it as s3://"),
     ],
 )
 def test_a_url_that_cannot_be_read_here_is_refused_at_once(url, cure):
     with pytest.raises(ColabUtilsError, match=cure):
-        open_place(url)
+        open_store(url).find_kind()
 
 
 def test_names_are_put_together_and_taken_apart():
@@ -128,15 +116,13 @@ def test_names_are_put_together_and_taken_apart():
     assert pickle.loads(pickle.dumps(path)) == path
 
 
-def test_names_at_a_web_server_are_quoted_and_a_signature_is_kept_and_not_shown():
-    folder = UrlPath("https://host/photos", "?signature=secret")
-    path = folder / "my photos/a#1.jpg"
+def test_names_at_a_web_server_are_quoted():
+    path = UrlPath("https://host/photos") / "my photos/a#1.jpg"
     assert str(path) == "https://host/photos/my%20photos/a%231.jpg"
-    assert path.query == "?signature=secret"
 
 
 def test_two_places_are_compared():
-    places = [UrlPath("memory://a"), UrlPath("memory://b"), UrlPath("http://a", "?b"), Path("a")]
+    places = [UrlPath("memory://a"), UrlPath("memory://b"), UrlPath("http://a?b"), Path("a")]
     assert len({identify_place(place) for place in places}) == 4
     assert identify_place(UrlPath("memory://a")) == identify_place(places[0])
 
@@ -266,7 +252,7 @@ def test_a_store_gives_every_piece_of_a_file(kind):
     assert store.hash(path) == (len(CONTENT), hash_bytes(CONTENT))
     content = bytearray(len(CONTENT))
     view = memoryview(content)
-    with store.open("shard-1.tar", block_bytes=1000) as file:
+    with store.open("shard-1.tar") as file:
         assert file.find_size() == len(CONTENT)
         for start in range(0, len(content), 7):
             assert file.readinto(view[start : start + 7], start) == len(view[start : start + 7])
@@ -338,13 +324,13 @@ def test_a_write_that_fails_leaves_the_old_file_alone(kind):
         ("info", lambda store: store.find_kind("b.bin")),
         ("info", lambda store: store.stamp("b.bin")),
         ("ls", lambda store: store.list_names()),
-        ("ls", lambda store: store.has_files([("b.bin", 1, "")])),
+        ("info", lambda store: store.has_files([("b.bin", 1, "")])),
         ("read", lambda store: store.read("b.bin")),
     ],
 )
 def test_a_server_that_fails_is_never_taken_for_an_empty_one(file, request_name, ask):
     FaultyFileSystem.fault = fail_from(0, TimeoutError("silence"), call=request_name)
-    with pytest.raises(ServerLostError, match=r"the server failed .TimeoutError: silence"):
+    with pytest.raises(ServerLostError, match=r"cannot be reached .TimeoutError: silence"):
         ask(open_store(file.parent))
 
 
@@ -372,12 +358,12 @@ def test_what_may_pass_is_tried_again(file, error):
     [
         (PermissionError("The provided token has expired."), "token has expired"),
         (NoCredentialsError("Unable to locate credentials"), "Unable to locate credentials"),
-        (AnswerError(403), "403 said the server"),
+        (AnswerError(403), "403 at https://host/file[^?]"),
         # So gcsfs tells of Google's 403.
         (OSError("Forbidden: b/bucket/o\nno access to the object"), "no access to the object"),
         # s3fs does not know these codes.
-        (make_s3_error(400, "ExpiredTokenException"), r"400 .*\(ExpiredTokenException\)"),
-        (make_s3_error(301, "PermanentRedirect"), r"301 .*\(PermanentRedirect\)"),
+        (make_s3_error(400, "ExpiredTokenException"), r"\(ExpiredTokenException\)"),
+        (make_s3_error(301, "PermanentRedirect"), r"\(PermanentRedirect\)"),
     ],
     ids=repr,
 )
@@ -392,17 +378,14 @@ def test_what_the_server_refuses_is_told_at_once(file, error, reason):
     assert store.retries.count == 0
 
 
-def test_a_refused_server_is_opened_anew_and_so_is_one_that_is_named_anew(file):
+def test_a_refused_server_is_opened_anew(file):
     """New credentials are found only so."""
     before = file.system
     assert file.system is before
     FaultyFileSystem.fault = fail_from(0, PermissionError("expired"), call="info")
     with pytest.raises(RefusedError):
         open_store(file).stamp(file)
-    after = file.system
-    assert after is not before
-    # The parent of a process that was refused does not see its error.
-    assert open_place("faulty://bucket/a/b.bin").system is not after
+    assert file.system is not before
 
 
 def test_a_web_server_that_fails_is_not_a_missing_file():
@@ -413,21 +396,12 @@ def test_a_web_server_that_fails_is_not_a_missing_file():
         raise FileNotFoundError("a") from AnswerError(404)
 
 
-def test_a_request_for_a_piece_has_the_size_of_a_block(file):
-    with open_store(file).open(file, block_bytes=1000) as pieces:
-        assert b"".join(pieces.pread(7, start) for start in range(0, 7000, 7)) == CONTENT[:7000]
-    assert FaultyFileSystem.calls["read"] == 7
-
-
-def test_the_end_of_a_file_that_ends_with_a_block_is_found(file):
-    def refuse(call, path):
-        # S3 refuses a part that begins after the end like this.
-        if call == "read" and FaultyFileSystem.calls["read"] == 3:
-            raise OSError(errno.EINVAL, "The requested range is not satisfiable")
-
-    FaultyFileSystem.fault = refuse
-    with open_store(file).open(file, block_bytes=len(CONTENT) // 2) as pieces:
+def test_a_server_is_not_asked_for_bytes_after_the_end_of_a_file(file):
+    """S3 refuses such a request."""
+    with open_store(file).open("") as pieces:
         assert pieces.pread(len(CONTENT) + 1, 0) == CONTENT
+        assert pieces.pread(1, len(CONTENT)) == b""
+    assert FaultyFileSystem.calls["read"] == 1
 
 
 def test_a_server_that_is_no_store_gets_a_file_under_a_name_of_its_own_first(file):

@@ -14,7 +14,6 @@ from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
-from colab_utils.shards import copy as copying
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.index import read_index
 from colab_utils.shards.verify import verify_shards
@@ -49,8 +48,7 @@ def write(photos, url, **options):
     return write_shards(photos.images, photos.annotations, shards=url, **settings)
 
 
-def test_shards_are_written_verified_and_copied(store, url, photos, local, tmp_path, monkeypatch):
-    monkeypatch.setattr(copying, "_BLOCK_BYTES", 10_000)
+def test_shards_are_written_verified_and_copied(store, url, photos, local, tmp_path):
     report = write(photos, url, workers=2)
     assert report.images == 30
     again = write(photos, url, workers=2)
@@ -130,7 +128,7 @@ def test_credentials_that_are_missing_are_told(store, url, local):
 
 def expect_expiry(store, skip, call):
     store.expire(skip=skip)
-    with pytest.raises(RefusedError, match=r"400.*credentials.*expired"):
+    with pytest.raises(RefusedError, match=r"credentials.*expired"):
         call()
     store.renew()
 
