@@ -221,6 +221,25 @@ class PieceFile(io.IOBase):
             raise
 
 
+class UrlFile(PieceFile):
+    """A file at a URL that is read in pieces. Its server must send parts of files."""
+
+    def __init__(self, path: Place, store: Any) -> None:
+        super().__init__(path, store)
+        self._size: int = store.find_size(path)
+
+    def find_size(self) -> int:
+        """Return the size of the file when it was opened."""
+        return self._size
+
+    def _read_some(self, view: memoryview, offset: int) -> int:
+        # Some servers refuse a request that goes beyond the end of the file.
+        count = min(len(view), self._size - offset)
+        content = self._store.read_range(self.path, offset, count) if count > 0 else b""
+        view[: len(content)] = content
+        return len(content)
+
+
 def name_temporary(path: Path) -> Path:
     """Return the name under which this thread writes a file until the file is complete.
 
@@ -386,7 +405,8 @@ class Store:
     def open(self, name: str | Place) -> PieceFile:
         """Open a file to read it in pieces."""
         require_linux("read files in pieces")
-        return PieceFile(self.locate(name), self)
+        kind = UrlFile if find_server(self.place) else PieceFile
+        return kind(self.locate(name), self)
 
     def hash(self, name: str | Place) -> tuple[int, str]:
         """Return the size of a file in bytes, and its XXH3-64 checksum in hexadecimal."""
@@ -404,14 +424,14 @@ class Store:
     def stamp(self, name: str | Place = "") -> FileStamp:
         """Return what lies under a name. Without a name, look at this folder."""
         with suppress(FileNotFoundError, NotADirectoryError):
-            return self._look(name)
+            return FileStamp(*self._look(name))
         return FileStamp()
 
     @try_again
-    def _look(self, name: Any) -> FileStamp:
+    def _look(self, name: Any) -> tuple[str, int, float]:
         status = name.stat()
         kind = "folder" if stat.S_ISDIR(status.st_mode) else "file"
-        return FileStamp(kind, status.st_size, status.st_mtime)
+        return kind, status.st_size, status.st_mtime
 
     def find_kind(self, name: str | Place = "") -> str:
         """Return "file" or "folder"; "" if there is neither. Without a name, look at this folder.
@@ -514,6 +534,9 @@ def open_store(place: PlaceLike, stop: Any = None, is_patient: bool = True) -> S
     if not find_server(opened):
         return Store(opened, stop, is_patient)
     # This module loads fsspec, which most people do not use.
-    from colab_utils.urls import UrlStore
+    from colab_utils.urls import UrlMethods
+
+    class UrlStore(UrlMethods, Store):
+        """The files of a folder at a URL."""
 
     return UrlStore(opened, stop, is_patient)

@@ -22,8 +22,6 @@ from fsspec.core import url_to_fs
 
 from colab_utils.drive import RefusedError, ServerLostError, try_again
 from colab_utils.errors import ColabUtilsError, UnavailableError, escape
-from colab_utils.files import FileStamp, PieceFile, Store
-from colab_utils.places import Place
 
 # Protocols of object stores. In such a store, a file appears only when it is complete.
 _STORES = (
@@ -81,41 +79,17 @@ def guard_server(path: Any) -> Iterator[None]:
         raise _explain_failure(path, error) from None
 
 
-class UrlFile(PieceFile):
-    """A file at a URL that is read in pieces. Its server must send parts of files."""
-
-    def __init__(self, path: Place, store: "UrlStore") -> None:
-        super().__init__(path, store)
-        size = store.find_info(path).get("size")
-        if size is None:
-            raise _refuse_parts(path)
-        self._size = int(size)
-
-    def find_size(self) -> int:
-        """Return the size of the file when it was opened."""
-        return self._size
-
-    def _read_some(self, view: memoryview, offset: int) -> int:
-        # Some servers refuse a request that goes beyond the end of the file.
-        count = min(len(view), self._size - offset)
-        content = self._store.read_range(self.path, offset, count) if count > 0 else b""
-        view[: len(content)] = content
-        return len(content)
-
-
-class UrlStore(Store):
-    """The files of a folder at a URL."""
+class UrlMethods:
+    """What a `Store` does with files at URLs in its own way."""
 
     guard = staticmethod(guard_server)
+    place: Any
+    locate: Any
 
     @try_again
     def read(self, name: Any, *, most_bytes: float = 0, at_full_speed: bool = True) -> bytes:
         """Read a whole file of any size, at full speed."""
         return bytes(name.system.cat_file(name.key))
-
-    def open(self, name: str | Place) -> PieceFile:
-        """Open a file to read it in pieces."""
-        return UrlFile(self.locate(name), self)
 
     @try_again
     def read_range(self, name: Any, start: int, count: int) -> bytes:
@@ -125,20 +99,27 @@ class UrlStore(Store):
             raise _refuse_parts(name)
         return content
 
-    def _look(self, name: Any) -> FileStamp:
+    def _look(self, name: Any) -> tuple[str, int, float]:
         path = self.locate(name)
         if path == self.place and path.is_web:
-            return FileStamp("folder")
-        info = self.find_info(path)
+            return "folder", -1, 0.0
+        info = self._find_info(path)
         changed_s = time()
         for key in ("created", "modified", "mtime", "LastModified"):
             if isinstance(info.get(key), datetime):
                 changed_s = info[key].timestamp()
         kind = "file" if info["type"] == "file" else "folder"
-        return FileStamp(kind, info.get("size") or 0, changed_s)
+        return kind, info.get("size") or 0, changed_s
+
+    def find_size(self, name: Any) -> int:
+        """Return the size in bytes of a file of which parts are to be read."""
+        size = self._find_info(name).get("size")
+        if size is None:
+            raise _refuse_parts(name)
+        return int(size)
 
     @try_again
-    def find_info(self, name: Any) -> dict[str, Any]:
+    def _find_info(self, name: Any) -> dict[str, Any]:
         """Return fsspec's information on a file or folder."""
         name.system.invalidate_cache()
         return dict(name.system.info(name.key))
@@ -190,7 +171,7 @@ class UrlStore(Store):
     @try_again
     def _remove(self, name: Any, is_large: bool) -> None:
         # Some servers raise no error for a missing file, so look for the file first.
-        self.find_info(name)
+        self._find_info(name)
         name.system.rm_file(name.key)
 
     @try_again
@@ -287,7 +268,8 @@ def _find_status(error: Any) -> int:
 
     fsspec says of every failure of a web server that the file is not there, and keeps the cause.
     """
-    for holder in (error.__cause__, error):
+    is_of_python = type(error).__module__ == "builtins"
+    for holder in (error.__cause__ if is_of_python else None, error):
         response = getattr(holder, "response", None)
         if isinstance(response, dict):
             # So botocore tells of an answer of S3.
