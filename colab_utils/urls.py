@@ -149,6 +149,10 @@ class UrlMethods:
     @try_again
     def write(self, name: Any, *parts: bytes | memoryview) -> None:
         """Write a file, and read it back."""
+        if name.is_web:
+            raise ColabUtilsError(
+                f"{name} can only be read. Name a folder or a bucket to write to."
+            )
         content = b"".join(parts)
         try:
             with guard_server(name):
