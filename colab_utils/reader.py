@@ -6,7 +6,7 @@ cores.
 
 import queue
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Hashable, Iterable
 from concurrent.futures import Future, wait
 from itertools import islice
@@ -72,7 +72,7 @@ class Reading:
                 )
             return self.content.result()
         finally:
-            self._reader._release(self)
+            self._reader._drop([self])
 
 
 class Reader:
@@ -130,7 +130,8 @@ class Reader:
         store.retries.on_failure = self._refuse if self._is_auto else None
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
-        self._waiting: deque[Reading] = deque()
+        # The readings that no stream has begun yet, in order. It serves as an ordered set.
+        self._waiting: OrderedDict[Reading, None] = OrderedDict()
         self._tasks: queue.SimpleQueue[Reading | None] = queue.SimpleQueue()
         self._ahead: dict[Hashable, deque[Reading]] = {}
         self._threads = 0
@@ -157,7 +158,7 @@ class Reader:
         """
         readings = [Reading(self, name) for name in names]
         with self._lock:
-            self._waiting.extend(readings)
+            self._waiting.update(dict.fromkeys(readings))
             self._start_more()
         return readings
 
@@ -219,22 +220,16 @@ class Reader:
         """
         if not self.is_ahead(name):
             return self._read(name)
-        return self._pop_ahead(name).take()
-
-    def forget(self, names: Iterable[Hashable] | None = None) -> None:
-        """Give up these files, which `prefetch` began to read, or all. Other names are ignored."""
-        dropped = []
-        for name in list(self._ahead) if names is None else names:
-            while self.is_ahead(name):
-                dropped.append(self._pop_ahead(name))
-        self._drop(dropped)
-
-    def _pop_ahead(self, name: Hashable) -> Reading:
         readings = self._ahead[name]
         reading = readings.popleft()
         if not readings:
             del self._ahead[name]
-        return reading
+        return reading.take()
+
+    def forget(self, names: Iterable[Hashable] | None = None) -> None:
+        """Give up these files, which `prefetch` began to read, or all. Other names are ignored."""
+        given_up = list(self._ahead) if names is None else names
+        self._drop([reading for name in given_up for reading in self._ahead.pop(name, ())])
 
     def close(self) -> None:
         """Give up all files, and end the threads. A thread that is reading ends after its read."""
@@ -248,7 +243,7 @@ class Reader:
     def _start_more(self) -> None:
         """Start reads while streams and memory are free. The caller holds the lock."""
         while self._waiting and self._may_start():
-            self._start(self._waiting.popleft())
+            self._start(self._waiting.popitem(last=False)[0])
 
     def _may_start(self) -> bool:
         if len(self._active) >= self.streams:
@@ -323,15 +318,8 @@ class Reader:
         """Start a reading at once, beyond all limits, because `take` waits for it."""
         with self._lock:
             if reading in self._waiting:
-                self._waiting.remove(reading)
+                del self._waiting[reading]
                 self._start(reading)
-
-    def _release(self, reading: Reading) -> None:
-        with self._lock:
-            # A file that was given up is still being read.
-            self._active.discard(reading)
-            self._held_bytes -= self._held.pop(reading, 0)
-            self._start_more()
 
     def _drop(self, readings: Iterable[Reading]) -> None:
         """Give up readings. Those in flight go on, but no longer count towards the limits.
@@ -339,10 +327,9 @@ class Reader:
         All are given up before another read starts. If they were given up one at a time, each would
         make room for the next one to start.
         """
-        dropped = set(readings)
         with self._lock:
-            self._waiting = deque(reading for reading in self._waiting if reading not in dropped)
-            self._active -= dropped
-            for reading in dropped:
+            for reading in readings:
+                self._waiting.pop(reading, None)
+                self._active.discard(reading)
                 self._held_bytes -= self._held.pop(reading, 0)
             self._start_more()
