@@ -302,8 +302,8 @@ class Retries:
                 raise
         return call()
 
-    def find_again(self, paths: Sequence[Any]) -> set[Any]:
-        """Look again for files that seem to be missing, and return those that are there after all.
+    def find_again(self, paths: Sequence[Any]) -> bool:
+        """Look again for files that seem to be missing; return whether one is there after all.
 
         At times, Drive does not show a file for a while. So this method lists the files' folders,
         which makes Drive look again. It checks all missing files together, after the same growing
@@ -312,7 +312,7 @@ class Retries:
 
         Example:
             >>> Retries().find_again([Path("/tmp/no/such/file")])
-            set()
+            False
         """
         missing = set(paths)
         for wait_s in (0, *RETRY_WAITS_S):
@@ -331,7 +331,7 @@ class Retries:
                 with suppress(OSError):
                     os.listdir(folder)
         self.trusts_absence = bool(missing)
-        return set(paths) - missing
+        return missing != set(paths)
 
     def __str__(self) -> str:
         if not self.count:

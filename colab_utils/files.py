@@ -49,20 +49,15 @@ def open_file(path: str | Path, *, most_bytes: float = MOST_BYTES) -> BinaryIO:
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: /dev/zero is a device or a pipe, not a file. ...
     """
-    file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115
-    try:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise ColabUtilsError(f"{path} is a device or a pipe, not a file. Put a file there.")
-        if status.st_size > most_bytes:
-            raise ColabUtilsError(
-                f"The file {path} has {format_bytes(status.st_size)}, and at most "
-                f"{format_bytes(most_bytes)} can be read. Split the file, or save it smaller."
-            )
-    except BaseException:
-        file.close()
-        raise
-    return file
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+        raise ColabUtilsError(f"{path} is a device or a pipe, not a file. Put a file there.")
+    if status.st_size > most_bytes:
+        raise ColabUtilsError(
+            f"The file {path} has {format_bytes(status.st_size)}, and at most "
+            f"{format_bytes(most_bytes)} can be read. Split the file, or save it smaller."
+        )
+    return open(path, "rb", opener=_open_at_once)
 
 
 def _open_at_once(path: str, flags: int) -> int:
@@ -512,7 +507,7 @@ class Store:
 
         At times, Drive does not show a file for a while.
         """
-        return bool(self.retries.find_again([self.locate(name) for name in names]))
+        return self.retries.find_again([self.locate(name) for name in names])
 
     def require_room(self, needed: float, cure: str) -> None:
         """Raise an error if the disk has less free space than ``needed`` bytes.

@@ -8,7 +8,6 @@ from pathlib import Path
 import xxhash
 
 from colab_utils.drive import find_mount, find_mounts
-from colab_utils.errors import ColabUtilsError
 from colab_utils.places import Place, find_server, identify_place
 from colab_utils.require import require_count
 from colab_utils.slow_drive import USER, find_profile
@@ -163,12 +162,9 @@ def require_streams(streams: int | str) -> int | str:
         >>> require_streams("auto"), require_streams(32)
         ('auto', 32)
     """
-    if isinstance(streams, str) and streams == "auto":
+    if streams == "auto":
         return streams
-    try:
-        return require_count("streams", streams, maximum=MOST_STREAMS)
-    except ColabUtilsError as error:
-        raise ColabUtilsError(f'{str(error).removesuffix(".")}, or "auto".') from None
+    return require_count('streams (a number or "auto")', streams, maximum=MOST_STREAMS)
 
 
 def guess_streams(place: str | Place) -> int:

@@ -204,5 +204,5 @@ def test_what_is_given_up_starts_no_other_read(gate, open_reader, is_prefetched)
 
 @pytest.mark.parametrize("streams", [0, 10_000, 2.5, "many"])
 def test_a_number_of_streams_out_of_range_is_refused(open_reader, streams):
-    with pytest.raises(ColabUtilsError, match=r'expected streams .*number, or "auto"\.$'):
+    with pytest.raises(ColabUtilsError, match=r'expected streams .a number or "auto"'):
         open_reader(str, streams=streams)
