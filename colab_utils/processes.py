@@ -251,18 +251,13 @@ def fork_pool(
 
     with explain_shared_memory():
         pool = _ForkPool(workers, multiprocessing.get_context("fork"), begin)
-    # Workers inherit the blocked signal. If each worker blocked it itself, a Ctrl-C right after the
-    # fork could arrive before that.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        try:
+        # Workers are forked within the block and never leave it, so they go on to ignore Ctrl-C.
+        with defer_interrupt():
             pool.begin()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
     except KeyboardInterrupt:
-        # A Ctrl-C that came meanwhile is raised once the signal is no longer blocked. The caller
-        # does not have the pool yet, so it is shut down here. Python complains if the pool's thread
-        # is still ending when the process ends.
+        # The caller does not have the pool yet, so it is shut down here. Python complains if the
+        # pool's thread is still ending when the process ends.
         pool.shutdown(cancel_futures=True)
         raise
     return pool
