@@ -99,26 +99,19 @@ def count_oom_kills() -> int:
     return 0
 
 
-def _list_groups() -> list[Path]:
-    """Return the folders of the control groups (version 2) that hold this process, innermost first.
+def _read_groups(*names: str) -> list[str]:
+    """Return the joined text of these files for each control group that limits this process.
 
-    In a container, the inner folders may not be visible. The top folder of the tree is then the
-    container's own group.
+    The groups are those of version 2, from the innermost on. In a container, the inner folders may
+    not be visible. The top folder of the tree is then the container's own group.
     """
     table = _ROOT / "proc/self/cgroup"
     group = re.search("^0::/(.*)$", table.read_text() if table.is_file() else "", re.M)
-    if group is None:
-        return []
     tree = _ROOT / "sys/fs/cgroup"
-    folder = tree / group[1]
-    return [path for path in (folder, *folder.parents) if path.is_relative_to(tree)]
-
-
-def _read_groups(*names: str) -> list[str]:
-    """Return the joined text of these files for each control group that limits this process."""
+    inner = tree / group[1] if group else tree
     texts: list[str] = []
-    for folder in _list_groups():
-        paths = [folder / name for name in names]
+    for folder in (inner, *inner.parents):
+        paths = [folder / name for name in names if folder.is_relative_to(tree)]
         text = "".join(path.read_text() for path in paths if path.is_file())
         # Without a limit, the text begins with "max".
         if text[:1].isdigit():
