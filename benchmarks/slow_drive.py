@@ -270,7 +270,6 @@ def measure_width(is_fixed: bool, setting: Setting) -> Figures:
         (backing / f"{number}.jpg").write_bytes(b"%d" % number)
     profile = DriveProfile("limited", OPEN_S, 1e9, "the benchmark", most_reads=2 * LIMITS[0])
     figures: Figures = {}
-    # Each file is read once: a second time its cache would answer.
     names = count()
     with mount_drive(backing, setting.ssd / "mount", profile=profile) as mount:
         reader = CountingReader(mount.folder, names, "auto")

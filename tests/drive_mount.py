@@ -84,7 +84,6 @@ def mount_drive(
     *,
     profile: str | DriveProfile = "none",
     direct: bool = False,
-    total_bytes_per_s: float = 0.0,
 ) -> Iterator[DriveMount]:
     """Mount ``backing`` on ``folder``, in a process of its own, for as long as the block lasts; its
     type is Drive's.
@@ -106,7 +105,6 @@ def mount_drive(
         "faults": str(faults),
         "profile": speed and asdict(speed),
         "direct": direct,
-        "total_bytes_per_s": total_bytes_per_s,
     }
     process = subprocess.Popen(
         [sys.executable, SERVER, json.dumps(options)],

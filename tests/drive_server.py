@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -23,33 +22,6 @@ from colab_utils.slow_drive import DriveProfile
 
 # More reads at once than any reader begins: the profile decides, and not the library.
 _MOST_THREADS = 400
-# A stream goes on for so long while nobody reads it, into the buffers of its connection.
-BUFFERED_S = 0.01
-
-
-class _Stream:
-    """Bytes that come at a rate, however many ask for them."""
-
-    def __init__(self, bytes_per_s: float) -> None:
-        self.bytes_per_s = bytes_per_s
-        self._last_s = time.perf_counter()
-
-    def plan(self, count: int) -> float:
-        """When so many more bytes are there, by `time.perf_counter`."""
-        self._last_s = (
-            max(self._last_s, time.perf_counter() - BUFFERED_S) + count / self.bytes_per_s
-        )
-        return self._last_s
-
-
-@dataclass
-class _Open:
-    """A file that is open, and the stream that it is read from."""
-
-    stream: _Stream | None = None
-    read_bytes: int = 0
-    written: bool = False
-    is_cut: bool = False
 
 
 def checked(kind: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -70,25 +42,18 @@ def checked(kind: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]
 class Drive:
     """The calls of the file system; times and faults come first, then the folder behind it."""
 
-    def __init__(
-        self,
-        backing: Path,
-        profile: DriveProfile | None,
-        faults_file: Path,
-        total_bytes_per_s: float,
-    ) -> None:
+    def __init__(self, backing: Path, profile: DriveProfile | None, faults_file: Path) -> None:
         self.backing = backing
         self.profile = profile
         self.faults_file = faults_file
         self._faults: dict[str, Any] = {}
         self._changed = 0
-        self._files: dict[int, _Open] = {}
-        self._cached: set[str] = set()
+        # The files that are open and end in their middle.
+        self._cut: set[int] = set()
         self._lock = threading.Lock()
         self._line = threading.Condition(self._lock)
         self._in_line = 0
         self._served = 0
-        self._pipe = _Stream(total_bytes_per_s) if total_bytes_per_s else None
 
     def check(self, kind: str) -> None:
         """Raise what is to go wrong now with a call of this kind."""
@@ -142,7 +107,7 @@ class Drive:
     # The calls from here on read.
 
     def wait_in_line(self, profile: DriveProfile) -> None:
-        """Wait until a cold file is served, or refuse it, as Drive with so many streams does."""
+        """Wait until a file is served, or refuse it, as Drive with so many streams does."""
         with self._line:
             most_reads = profile.most_reads
             if self._faults["served"]:
@@ -161,45 +126,33 @@ class Drive:
 
     @checked()
     def open(self, path: str, flags: int) -> int:
-        written = bool(flags & (os.O_WRONLY | os.O_RDWR))
         descriptor = os.open(path, flags & ~os.O_APPEND & ~os.O_EXCL)
-        file = _Open(written=written)
-        if self.profile and path not in self._cached:
-            file.stream = _Stream(self.profile.bytes_per_s)
-            if not written:
-                self.wait_in_line(self.profile)
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            return descriptor
+        if self.profile:
+            self.wait_in_line(self.profile)
         with self._lock:
-            if self._faults["cut_opens"] > 0 and self._faults["cut_name"] in path and not written:
+            if self._faults["cut_opens"] > 0 and self._faults["cut_name"] in path:
                 self._faults["cut_opens"] -= 1
-                file.is_cut = True
-        self._files[descriptor] = file
+                self._cut.add(descriptor)
         return descriptor
 
     @checked("errors")
     def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
-        file = self._files[fh]
         if self._faults["short_read"]:
             size = min(size, self._faults["short_read"])
-        if file.is_cut:
+        if fh in self._cut:
             size = max(0, min(size, os.fstat(fh).st_size // 2 - offset))
         data = os.pread(fh, size, offset)
-        if file.stream:
-            # So many bytes take their time in this stream, and in the pipe that all streams share.
-            with self._lock:
-                ready_s = max(
-                    stream.plan(len(data)) for stream in (file.stream, self._pipe) if stream
-                )
-                file.read_bytes += len(data)
-            time.sleep(max(0.0, ready_s - time.perf_counter()))
+        if self.profile:
+            time.sleep(len(data) / self.profile.bytes_per_s)
         return data
 
     # The calls from here on write.
 
     @checked("write")
     def create(self, path: str, mode: int, fi: Any = None) -> int:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, mode)
-        self._files[descriptor] = _Open(written=True)
-        return descriptor
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, mode)
 
     @checked("write")
     def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
@@ -212,9 +165,7 @@ class Drive:
         return 0
 
     def release(self, path: str, fh: int) -> int:
-        file = self._files.pop(fh)
-        if file.read_bytes >= os.fstat(fh).st_size > 0 or file.written:
-            self._cached.add(self.find(path))
+        self._cut.discard(fh)
         os.close(fh)
         return 0
 
@@ -225,15 +176,11 @@ class Drive:
     @checked()
     def unlink(self, path: str) -> int:
         os.unlink(path)
-        self._cached.discard(path)
         return 0
 
     @checked("write")
     def rename(self, path: str, new: str) -> int:
         os.rename(path, self.find(new))
-        if path in self._cached:
-            self._cached.remove(path)
-            self._cached.add(self.find(new))
         return 0
 
     @checked("write")
@@ -265,7 +212,6 @@ def main() -> None:
         Path(options["backing"]),
         options["profile"] and DriveProfile(**options["profile"]),
         Path(options["faults"]),
-        options["total_bytes_per_s"],
     )
     mfusepy.FUSE(
         drive,

@@ -264,9 +264,7 @@ def test_workers_of_a_stock_dataloader_wait_for_shards(drive, ssd, close_gate):
 @pytest.fixture
 def mount(drive, tmp_path):
     profile = DriveProfile("mount", open_s=0.1, bytes_per_s=1e6, source="made up for the test")
-    with mount_or_skip(
-        drive, tmp_path / "mount", profile=profile, total_bytes_per_s=2e6
-    ) as mounted:
+    with mount_or_skip(drive, tmp_path / "mount", profile=profile) as mounted:
         yield mounted
 
 

@@ -22,6 +22,7 @@ from colab_utils.shards.write import finish_shards, write_shards
 from tests.faulty_server import FaultyFileSystem, fail_from, fail_times
 from tests.file_server import FileServer
 from tests.snapshots import snapshot
+from tests.stores import forget_servers
 
 URL = "faulty://bucket/shards"
 SETTINGS = {"shard_mb": 0.05, "storage": "keep"}
@@ -188,6 +189,8 @@ def test_shards_images_and_annotations_come_from_a_web_server(photos, local, tmp
         assert snapshot(tmp_path / "shards") == snapshot(local)
         with pytest.raises(ColabUtilsError, match="can only be read"):
             copy_shards(local, f"{url}/new")
+    # A connection that is open would still be served.
+    forget_servers()
     with pytest.raises(DriveLostError, match="cannot be reached"):
         copy_shards(f"{url}/shards", tmp_path / "other")
 

@@ -6,16 +6,10 @@ from __future__ import annotations
 
 import pytest
 
-from colab_utils.data.checks import check_dataset
-from colab_utils.drive import DriveLostError, RefusedError
+from colab_utils.drive import RefusedError
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import open_store
-from colab_utils.loading.arriving import ArrivingShards
-from colab_utils.loading.coco_folder import CocoFolder
-from colab_utils.loading.dataset import ShardDataset
-from colab_utils.loading.loader import make_loader
 from colab_utils.shards.copy import copy_shards
-from colab_utils.shards.index import read_index
 from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import write_shards
 from colab_utils.training.checkpoint import CheckpointFolder
@@ -61,15 +55,6 @@ def test_shards_are_written_verified_and_copied(store, url, photos, local, tmp_p
     assert copy_shards(local, f"{store.url}/sent").bytes == 0
 
 
-def test_shards_arrive(url, local, tmp_path):
-    copy_shards(local, url)
-    dataset = ArrivingShards(url, tmp_path / "ssd")
-    dataset.wait()
-    assert snapshot(tmp_path / "ssd") == snapshot(local)
-    batches = make_loader(ShardDataset(url), batch_size=4, device="cpu", workers=2)
-    assert sum(len(targets) for _, targets in batches) == 30
-
-
 def test_checkpoints_lie_in_a_bucket(store):
     run = f"{store.url}/run"
     folder = CheckpointFolder(run)
@@ -80,20 +65,6 @@ def test_checkpoints_lie_in_a_bucket(store):
     CheckpointFolder(run).prepare(anew=True)
     assert CheckpointFolder(run).read() is None
     assert len(open_store(f"{run}/previous-1").list_names()) == 2
-
-
-@pytest.mark.parametrize("name", ["nothing/shards", "bucket/nothing"])
-def test_a_place_that_is_not_there_is_told(store, photos, tmp_path, name):
-    url = store.url.replace("bucket", name)
-    for call in (
-        lambda: read_index(url),
-        lambda: ArrivingShards(url, tmp_path / "ssd"),
-        lambda: CocoFolder(url, photos.annotations),
-        lambda: check_dataset(photos.images, f"{url}/a.json"),
-    ):
-        with pytest.raises(ColabUtilsError, match=url) as caught:
-            call()
-        assert not isinstance(caught.value, DriveLostError)
 
 
 def test_a_bucket_is_never_made(store, photos, local):
