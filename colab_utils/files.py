@@ -418,7 +418,8 @@ class Store:
 
     def stamp(self, name: str | Place = "") -> FileStamp:
         """Return what lies under a name. Without a name, look at this folder."""
-        with suppress(FileNotFoundError, NotADirectoryError):
+        # A name with a null character raises a ValueError.
+        with suppress(FileNotFoundError, NotADirectoryError, ValueError):
             return FileStamp(*self._look(name))
         return FileStamp()
 
