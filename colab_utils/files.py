@@ -98,7 +98,9 @@ def read_whole(path: str | Path, *, most_bytes: float = MOST_BYTES) -> bytes:
     return content
 
 
-def parse_file(read: Callable[[], bytes], parse: Callable[[bytes], _Result]) -> _Result:
+def parse_file(
+    path: str | Place, read: Callable[[], bytes], parse: Callable[[bytes], _Result]
+) -> _Result:
     """Return ``parse(read())``. If ``parse`` raises an error, the file is read and parsed again.
 
     Drive gives wrong bytes at times. So an error of ``parse`` is raised only when two reads in a
@@ -109,7 +111,7 @@ def parse_file(read: Callable[[], bytes], parse: Callable[[bytes], _Result]) -> 
 
     Example:
         >>> contents = iter([b"", b"5"])
-        >>> parse_file(lambda: next(contents), int)
+        >>> parse_file("a.txt", lambda: next(contents), int)
         5
     """
     content = read()
@@ -122,7 +124,7 @@ def parse_file(read: Callable[[], bytes], parse: Callable[[bytes], _Result]) -> 
                 raise
             content = again
     raise DriveLostError(
-        f"A file was read {_MOST_READS} times, and each time different bytes came: Drive fails. "
+        f"{path} was read {_MOST_READS} times, and each time different bytes came: Drive fails. "
         "Run the same again later: what is done is safe."
     )
 
@@ -397,8 +399,10 @@ class Store:
         """Read a file that should be there: if Drive does not show it, it is looked for again."""
         return self.retries.run_listed(self.locate(name), partial(self.read, name))
 
-    def open(self, name: str | Place) -> PieceFile:
-        """Open a file to read it in pieces."""
+    def open(self, name: str | Place, *, block_bytes: int = 0) -> PieceFile:
+        """Open a file to read it in pieces. A request to a server has the size of the buffer, so
+        ``block_bytes`` has no effect.
+        """
         require_linux("read files in pieces")
         kind = UrlFile if find_server(self.place) else PieceFile
         return kind(self.locate(name), self)

@@ -81,10 +81,10 @@ def test_what_is_refused_is_read_again_until_the_same_bytes_came_twice():
         return contents.pop(0)
 
     with pytest.raises(ValueError, match="'b'"):
-        parse_file(read, int)
+        parse_file("a.txt", read, int)
     assert contents == [b"5"]
     contents[:] = [b"a", b"b", b"c", b"5"]
-    assert parse_file(read, int) == 5
+    assert parse_file("a.txt", read, int) == 5
 
 
 def test_threads_share_an_open_file(tmp_path, monkeypatch):

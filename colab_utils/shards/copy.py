@@ -37,6 +37,8 @@ COPY_STREAMS = 4
 
 # Size of the buffer of each stream. After each buffer, the stream checks whether to stop.
 _PIECE_BYTES = AHEAD_BYTES // MOST_STREAMS
+# Bytes of one request to a server.
+_BLOCK_BYTES = 2_000_000
 # Bytes of all files that are under way, except that `COPY_STREAMS` files may always be. Drive's
 # cache keeps a second copy of them.
 _UNDER_WAY_BYTES = 2_000_000_000
@@ -223,7 +225,7 @@ class Copying:
         piece = memoryview(bytearray(_PIECE_BYTES))
         offset = 0
         try:
-            with self.source.open(name) as file:
+            with self.source.open(name, block_bytes=_BLOCK_BYTES) as file:
                 while offset <= size:
                     if self.stop.is_set():
                         raise CancelledError

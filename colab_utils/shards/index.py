@@ -138,7 +138,7 @@ def find_index(folder: Place) -> ShardIndex | None:
     read = partial(open_store(folder).read, INDEX_NAME)
     try:
         with explain_read(path):
-            return parse_file(read, lambda content: _parse_index(json.loads(content), folder))
+            return parse_file(path, read, lambda content: _parse_index(json.loads(content), folder))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except DAMAGE as error:

@@ -372,7 +372,7 @@ def _read_sealed(path: Place) -> bytes:
 
     read = partial(open_store(path).read, path, most_bytes=_MOST_BYTES, at_full_speed=True)
     with _explain_read(path):
-        return parse_file(read, check_seal)
+        return parse_file(path, read, check_seal)
 
 
 @contextmanager
