@@ -21,7 +21,7 @@ from colab_utils.comparison.prepared import PreparedData, PreparedFiles
 from colab_utils.comparison.strategies import Strategy, choose_strategies
 from colab_utils.data.masks import nearest_indices
 from colab_utils.diagnosis.diagnose import put_back
-from colab_utils.diagnosis.timing import LEAST_NOISE, BatchTimes, measure_spread, time_batches
+from colab_utils.diagnosis.timing import BatchTimes, measure_spread, time_batches
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.files import drop_cached
 from colab_utils.loading.coco_folder import CocoFolder
@@ -64,7 +64,7 @@ class StrategyTiming:
     images_per_second: float | None = None
     """Images trained in a second of a warm run."""
     batch_ms_median: float | None = None
-    """Wait and step of a batch together, in milliseconds: the median."""
+    """Wait and step of a batch together, in milliseconds: the median of all repeats."""
     batch_ms_p95: float | None = None
     """Wait and step of a batch together, in milliseconds: the 95th percentile."""
     step_ms_median: float | None = None
@@ -105,8 +105,6 @@ class StrategyTiming:
             f"{self.title}: {self.images_per_second:.1f} images/s ({min(repeats):.1f} to "
             f"{max(repeats):.1f}), waiting {self.wait_share:.0%}"
         )
-        if self.spread > LEAST_NOISE:
-            text += f"; its repeats differ by {self.spread:.0%}"
         return text if self.comparable else f"{text}; NOT COMPARABLE: {self.difference}"
 
 
@@ -358,8 +356,8 @@ class _Row:
         cold = self.cold
         if cold is None or not self.times:
             return timing
-        batch_ms = [np.percentile(1000 * run.batch_s, (50, 95)) for run in self.times]
-        median_ms, p95_ms = np.median(batch_ms, axis=0).tolist()
+        batch_s = np.concatenate([run.batch_s for run in self.times])
+        median_ms, p95_ms = (1000 * np.percentile(batch_s, (50, 95))).tolist()
         # The first batch of each worker holds the start of the worker, which takes no longer for a
         # larger dataset.
         later_s = cold.batch_s[max(1, workers) :]
@@ -422,41 +420,30 @@ def describe_difference(sample: tuple[Any, Any], reference: tuple[Any, Any]) -> 
     wanted_image, wanted = reference
     size = tuple(image.shape[-2:])
     full = tuple(wanted_image.shape[-2:])
-    each = 1
-    if size == full:
-        each += math.isqrt(math.prod(size) // _ALL_PIXELS)
-    difference = _compare_pixels(image[:, ::each, ::each], wanted_image[:, ::each, ::each])
+    each = 1 + math.isqrt(math.prod(size) // _ALL_PIXELS)
+    difference = _compare_pixels(_to_levels(image), _to_levels(wanted_image), each)
     if difference:
         return difference
     if target["labels"].tolist() != wanted["labels"].tolist():
         return f"labels are {target['labels'].tolist()}, not {wanted['labels'].tolist()}"
     scale = torch.tensor([size[1] / full[1], size[0] / full[0]] * 2)
-    boxes = (target["boxes"].cpu() - wanted["boxes"] * scale).abs()
-    if boxes.numel() and float(boxes.max()) > 1:
-        return f"a box differs by {float(boxes.max()):.1f} pixels"
+    shift = (target["boxes"].cpu() - wanted["boxes"] * scale).abs()
+    if (shift > 1).any():
+        return f"a box differs by {float(shift.max()):.1f} pixels"
     # torchvision's transform shrinks masks in the same way.
     rows, columns = map(nearest_indices, full, size)
     wanted_masks = wanted["masks"][:, rows[::each]][..., columns[::each]]
     return _compare_masks(target["masks"][:, ::each, ::each].cpu() > 0, wanted_masks > 0)
 
 
-def _compare_masks(masks: Tensor, wanted_masks: Tensor) -> str:
-    union = (masks | wanted_masks).count_nonzero((1, 2))
-    ious = ((masks & wanted_masks).count_nonzero((1, 2)) / union)[union > 0].tolist()
-    if min(ious, default=1) < 0.99:
-        return f"a mask overlaps the reference by an IoU of {min(ious):.2f}"
-    return ""
-
-
-def _compare_pixels(image: Tensor, wanted_image: Tensor) -> str:
-    pixels = _to_levels(image)
-    wanted = _to_levels(wanted_image)
+def _compare_pixels(levels: Tensor, expected: Tensor, each: int) -> str:
     mean, peak = _KEPT_LEVELS
-    if pixels.shape != wanted.shape:
+    if levels.shape != expected.shape:
         mean, peak = _SHRUNK_LEVELS
-        size = pixels.shape[1:]
-        wanted = functional.interpolate(wanted[None], size=size, mode="bilinear", antialias=True)[0]
-    difference = (pixels - wanted).abs().numpy()
+        size = levels.shape[1:]
+        batch = expected[None]
+        expected = functional.interpolate(batch, size=size, mode="bilinear", antialias=True)[0]
+    difference = (levels - expected)[:, ::each, ::each].abs().numpy()
     if difference.mean() <= mean and np.percentile(difference, 99.9) <= peak:
         return ""
     return (
@@ -468,6 +455,14 @@ def _compare_pixels(image: Tensor, wanted_image: Tensor) -> str:
 def _to_levels(image: Tensor) -> Tensor:
     levels = image.cpu().float()
     return levels * 255 if image.is_floating_point() else levels
+
+
+def _compare_masks(masks: Tensor, wanted_masks: Tensor) -> str:
+    union = (masks | wanted_masks).count_nonzero((1, 2))
+    ious = ((masks & wanted_masks).count_nonzero((1, 2)) / union)[union > 0].tolist()
+    if min(ious, default=1) < 0.99:
+        return f"a mask overlaps the reference by an IoU of {min(ious):.2f}"
+    return ""
 
 
 def _find_difference(batches: Iterable[Any], reference: CocoFolder) -> str:

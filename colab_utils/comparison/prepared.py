@@ -17,7 +17,6 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.image_copy import copy_images
-from colab_utils.machine import require_space
 from colab_utils.places import require_local_path
 from colab_utils.processes import ThreadPool
 from colab_utils.progress import show_progress
@@ -25,8 +24,6 @@ from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import DriveProfile, read_at_full_speed, slow_down
 
-# What to do if the disk is full.
-_CURE = "or compare fewer images"
 # Number of files that are read at the same time. `copy_images` reads at least the second number of
 # files at the same time.
 _STREAMS = 4
@@ -169,10 +166,7 @@ class PreparedData:
             shard_mb = max(0.01, min(4.0, source.bytes / 8e6))
             write_shards(source.folder, self.annotations, shards=target, shard_mb=shard_mb)
         else:
-            dataset = ShardDataset(source.folder)
-            image, objects = dataset[0]
-            require_space(target, len(dataset) * (image.nbytes + objects["masks"].nbytes), _CURE)
-            _write_tensors(dataset, target)
+            _write_tensors(ShardDataset(source.folder), target)
         once_s = source.once_s + source.session_s + perf_counter() - began_s
         files = tuple(sorted(path for path in target.iterdir() if path.is_file()))
         return PreparedFiles(target, files, once_s)

@@ -3,8 +3,7 @@ run.
 """
 
 import math
-from collections.abc import Sequence
-from statistics import fmean
+from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
 
@@ -24,6 +23,14 @@ _POINTS = 240
 # These colours are visible on white and on Colab's dark grey.
 _GREEN = PALETTE[2]
 _RED = PALETTE[3]
+# The curves of a run: each has a name, a field of a log line, the format of its latest value, a
+# colour, and its upper edge. 0 is the highest value.
+_CURVES: tuple[tuple[str, str, Callable[[Any], str], str, float], ...] = (
+    ("loss", "loss", "{:.3f}".format, _GREEN, 0),
+    ("images/s", "images_per_second", "{:.1f}".format, _GREEN, 0),
+    ("waits for data", "wait_share", "{:.0%}".format, _RED, 1),
+    ("GPU memory", "gpu_bytes", format_bytes, _GREEN, 0),
+)
 # More steps or boxes would be too small to see, and would make the page slow.
 _MAX_STEPS = 1500
 _MAX_BOXES = 16
@@ -147,23 +154,15 @@ def draw_run(lines: Sequence[Any], *, plan: str = "") -> str:
         True
     """
     curves = list[tuple[str, str, str, str]]()
-    if lines:
-        last = lines[-1]
-        loss = fmean(line.loss for line in lines[-3:])
-        rates = [line.images_per_second for line in lines]
-        waits = [line.wait_share for line in lines]
-        curves += [
-            ("loss", f"{loss:.3f}", _GREEN, _draw_curve([line.loss for line in lines])),
-            ("images/s", f"{last.images_per_second:.1f}", _GREEN, _draw_curve(rates)),
-            ("waits for data", f"{last.wait_share:.0%}", _RED, _draw_curve(waits, top=1.0)),
-        ]
-        if last.gpu_bytes:
-            held = _draw_curve([line.gpu_bytes or 0 for line in lines])
-            curves.append(("GPU memory", format_bytes(last.gpu_bytes), _GREEN, held))
+    for name, field, write, colour, top in _CURVES:
+        values = [getattr(line, field) for line in lines]
+        if values and values[-1] is not None:
+            points = _draw_curve([value or 0 for value in values], top)
+            curves.append((name, write(values[-1]), colour, points))
     return render("run", plan=plan, lines=lines, curves=curves)
 
 
-def _draw_curve(values: Sequence[float], *, top: float = 0.0) -> str:
+def _draw_curve(values: Sequence[float], top: float) -> str:
     """Return the points of a curve in a square of 1 x 1.
 
     The upper edge of the square is ``top``, or the highest value if ``top`` is 0. Of many values,

@@ -215,8 +215,8 @@ class EnsuredDataset:
     """A dataset that exists, and the folders for its shards."""
 
     name: str
-    """Name of the folders for its shards. For your own dataset, it consists of the names of the
-    image folder (or zip) and the JSON, and a hash of their paths.
+    """Name of the folders for its shards. For your own dataset, it is the name of the image folder
+    (or zip), and a hash of the paths.
     """
     images: Path
     annotations: Path
@@ -370,9 +370,7 @@ def _name_dataset(paths: list[str], part: str) -> str:
     """Return the name of the dataset's shard folders."""
     if not paths:
         return BUILT_IN if part == "train" else f"{BUILT_IN}-{part}"
-    stem = Path(paths[0]).name
-    if is_archive(paths[0]):
-        stem = Path(re.split("[?#]", paths[0])[0]).stem
-    name = re.sub(r"[^\w.-]+", "_", f"{stem}-{Path(paths[1]).stem}").strip("-")
-    # Many exports have the same file names, so a hash of the whole paths or URL is added.
+    stem = Path(re.split("[?#]", paths[0])[0]).stem
+    name = re.sub(r"[^\w.-]+", "_", stem).strip("-")
+    # Many exports have the same names, so a hash of the whole paths or URL is added.
     return f"{name}-{hash_bytes(*map(os.fsencode, paths))[:8]}"

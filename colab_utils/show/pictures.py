@@ -21,9 +21,9 @@ from pycocotools import mask as coco_mask
 
 from colab_utils.data.coco import CocoDataset
 from colab_utils.data.decoding import to_rgb
-from colab_utils.data.masks import encode_segmentation
+from colab_utils.data.masks import crop_pixels, encode_segmentation
 from colab_utils.data.orientation import open_upright
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.files import read_file
 from colab_utils.places import Place, PlaceLike, open_place
 from colab_utils.units import format_count
@@ -127,7 +127,8 @@ def draw_predictions(
 
 def draw_annotations(
     images: PlaceLike,
-    panels: Sequence[tuple[str, CocoDataset, int, str]],
+    dataset: CocoDataset,
+    panels: Sequence[tuple[str, int, str]],
     *,
     title: str,
     columns: int = 3,
@@ -136,24 +137,20 @@ def draw_annotations(
 
     Args:
         images: Image folder.
-        panels: For each image: a heading, a dataset, the index in the dataset, and "turn" or "keep"
-            (see `open_upright`). A file that is not an image is drawn as a grey area, without
+        dataset: The annotations.
+        panels: For each image: a remark, the index in the dataset, and "turn" or "keep" (see
+            `open_upright`). A file that is not an image is drawn as a grey area, without
             annotations.
         title: Title, which states the finding.
         columns: Images in a row. Default: 3.
     """
     drawn: list[_Panel] = []
-    names: dict[int, str] = {}
-    for heading, dataset, i, exif in panels:
+    for remark, i, exif in panels:
+        name = textwrap.shorten(escape(dataset.file_name(i)), 40)
+        heading = f"{name}\n{textwrap.shorten(remark, 40)}"
         drawn.append((heading, *_read_annotated(open_place(images), dataset, i, exif)))
-        names.update((category["id"], category["name"]) for category in dataset.categories)
-    return _draw_grid(
-        title,
-        drawn,
-        names,
-        columns=min(columns, len(panels)),
-        inches=4.4,
-    )
+    names = {category["id"]: category["name"] for category in dataset.categories}
+    return _draw_grid(title, drawn, names, columns=min(columns, len(panels)), inches=4.4)
 
 
 def _read_annotated(images: Place, dataset: CocoDataset, i: int, exif: str) -> tuple[Any, _Objects]:
@@ -299,10 +296,12 @@ def _draw_mask(
 ) -> None:
     """Tint the pixels of a mask, and draw its outline in the same colour, with a white edge."""
     canvas[inside] = 0.6 * canvas[inside] + 0.4 * np.array(colors.to_rgb(colour), np.float32)
-    height, width = inside.shape
-    # A border of zeros closes the outline of a mask at the edge of the image.
-    extent = (-1, width, -1, height)
-    lines = axis.contour(np.pad(inside, 1), [0.5], extent=extent, colors=[colour])
+    # The figure keeps what it draws, so this is not the whole mask.
+    left, top, crop = crop_pixels(inside)
+    height, width = crop.shape
+    # A border of zeros closes the outline of a mask at the edge of its crop.
+    extent = (left - 1, left + width, top - 1, top + height)
+    lines = axis.contour(np.pad(crop, 1), [0.5], extent=extent, colors=[colour])
     halo = withStroke(linewidth=thick + 1.5, foreground="white")
     lines.set(linewidth=thick, path_effects=[halo])
 

@@ -1,7 +1,6 @@
 """Pages that need no network: the receipt of a comparison, and the check of a dataset."""
 
 import json
-import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +11,6 @@ from markupsafe import Markup
 from colab_utils.data.checks import DatasetReport
 from colab_utils.data.coco import CocoDataset, read_coco
 from colab_utils.drive import explain_write
-from colab_utils.errors import escape
 from colab_utils.files import require_new, write_file
 from colab_utils.machine import Machine
 from colab_utils.places import PlaceLike, require_local_path
@@ -29,12 +27,11 @@ from colab_utils.units import format_count
 if TYPE_CHECKING:
     from colab_utils.comparison.compare import Comparison
 
-# What `draw_annotations` draws: a heading, a dataset, the index of an image, and "turn" or "keep".
-_Panel = tuple[str, CocoDataset, int, str]
 _TITLES = {
     "receipt": "Receipt: ways of loading, side by side",
     "check": "Check: what is in a dataset, and what is wrong with it",
 }
+_WORST = "The images to look at first"
 _WAYS = "EXIF unclear: on which side do the outlines lie on their objects?"
 
 
@@ -102,13 +99,22 @@ def write_check(
     """
     page = require_local_path(path)
     dataset = read_coco(annotations)
+    places = {number: i for i, number in enumerate(dataset.image_ids.tolist())}
+    turns = [
+        (f"--exif {exif}", places[number], exif)
+        for number in report.unclear
+        for exif in ("keep", "turn")
+    ]
+    worst = [
+        (", ".join(kinds), places[number], report.exif)
+        for number, kinds in report.worst.items()
+        if number in places
+    ]
     figures = []
-    for title, panels, columns in (
-        (_WAYS, _list_turns(report, dataset), 2),
-        ("The images to look at first", _list_worst(report, dataset), 3),
-    ):
-        if panels:
-            figures.append(draw_annotations(images, panels, title=title, columns=columns))
+    if turns:
+        figures.append(draw_annotations(images, dataset, turns, title=_WAYS, columns=2))
+    if worst:
+        figures.append(draw_annotations(images, dataset, worst, title=_WORST))
     serious = [problem for problem in report.problems if not problem.effect.startswith("note")]
     serious.sort(key=lambda problem: -problem.count)
     faults = ", ".join(f"{problem.count:,} x {problem.kind}" for problem in serious)
@@ -116,32 +122,6 @@ def write_check(
     annotations = format_count(report.annotations, "annotation")
     finding = f"{images}, {annotations}: {faults or 'every image can be used'}"
     return _write_page(page, "check", report=report, finding=finding, charts=figures)
-
-
-def _index_ids(dataset: CocoDataset) -> dict[int, int]:
-    return {number: i for i, number in enumerate(dataset.image_ids.tolist())}
-
-
-def _list_worst(report: DatasetReport, dataset: CocoDataset) -> list[_Panel]:
-    """Return a report's worst images, if the dataset has them. Headings name their faults."""
-    places = _index_ids(dataset)
-    panels = []
-    for number, kinds in report.worst.items():
-        i = places.get(number)
-        if i is not None:
-            name = textwrap.shorten(escape(dataset.file_name(i)), 40)
-            faults = textwrap.shorten(", ".join(kinds), 40)
-            panels.append((f"{name}\n{faults}", dataset, i, report.exif))
-    return panels
-
-
-def _list_turns(report: DatasetReport, dataset: CocoDataset) -> list[_Panel]:
-    """Return photos that may be meant as stored or as EXIF turns them, each both ways."""
-    panels = []
-    for i in map(_index_ids(dataset).__getitem__, report.unclear):
-        name = textwrap.shorten(escape(dataset.file_name(i)), 30)
-        panels += [(f"--exif {exif}: {name}", dataset, i, exif) for exif in ("keep", "turn")]
-    return panels
 
 
 def check_receipt_folder(folder: str | Path) -> None:

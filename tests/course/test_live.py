@@ -146,7 +146,7 @@ def test_every_figure_is_shown():
         "a model &lt;b&gt;",
         "step 39 of 1,000",
         "loss",
-        "0.105",
+        "0.103",
         "images/s",
         "5.0",
         "waits for data",
