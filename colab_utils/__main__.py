@@ -74,7 +74,7 @@ def _run_command(arguments: Sequence[str] | None) -> int | Callable[[], int]:
     options = vars(_make_parser().parse_args(arguments))
     command = options.pop("command")
     call = options.pop("run_command")
-    target = options.pop("json")
+    target = options.pop("json", None)
     _check_json(target)
     # Only the result belongs on standard output, and torch prints its downloads there.
     with redirect_stdout(sys.stderr), explain_limits():
@@ -143,7 +143,7 @@ def _check_json(target: Path | None) -> None:
         pass
 
 
-def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+def _show_warning(message: Any, category: Any, *_: Any, **__: Any) -> None:
     if issubclass(category, ColabUtilsWarning):
         print(f"note: {message}", file=sys.stderr)
 
@@ -170,7 +170,9 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "I/N": _read_part,
     "TIME": str,
     "NAME": str,
+    "NAMES": partial(str.split, sep=","),
 }
+_JSON_OPTION = "json FILE: write the result as JSON (-: standard output)"
 # The options of each command: a name, the word for its value, and its meaning. A star marks those
 # that are required. An option that is left out takes the default of the command's function, or of
 # the function that the command calls.
@@ -248,13 +250,14 @@ images DIR: image folder
 annotations FILE: COCO instance JSON
 batch_size N: images in a batch (4)
 step_ms X: milliseconds of your training step for a batch; the step is emulated (100)
-strategies NAME: names, separated by commas; without it, all
+strategies NAMES: names, separated by commas; without it, all
 drive_profile NAME: how slow Drive is made; without it, it stays as it is where --images lie on
   Drive or in a slowed folder, and is typical elsewhere
 repeats N: how often each strategy is timed (3)
 seconds X: how long each strategy runs cold, in seconds (30)
 against FILE: draw these receipts of many machines, time nothing
 """,
+    "run": "",
 }
 
 
@@ -350,7 +353,6 @@ def compare(
     images: Any = None,
     annotations: Any = None,
     step_ms: float = 100,
-    strategies: str = "",
     drive_profile: str = "",
     seconds: float = 30,
     against: Sequence[Path] = (),
@@ -371,8 +373,7 @@ def compare(
     comparison = colab_utils.compare(
         images,
         annotations,
-        folder=Path(report, "work"),
-        strategies=strategies.split(",") if strategies else None,
+        folder=report / "work",
         drive_profile=drive_profile or find_profile(images) or default,
         step=EmulatedStep(step_ms),
         timeline_s=seconds,
@@ -397,19 +398,12 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=colab_utils.__version__)
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
     for function in (check, diagnose, preprocess, verify, copy, train, compare, run):
-        meaning = (function.__doc__ or "").partition("\n")[0]
+        meaning = function.__doc__
         command = commands.add_parser(
             function.__name__, help=meaning, description=meaning, argument_default=argparse.SUPPRESS
         )
         command.set_defaults(run_command=function)
-        command.add_argument(
-            "--json",
-            metavar="FILE",
-            type=require_local_path,
-            help="write the result as JSON (-: standard output)",
-            default=None,
-        )
-        for row in _OPTION.findall(_OPTIONS.get(function.__name__, "")):
+        for row in _OPTION.findall(_JSON_OPTION + _OPTIONS[function.__name__]):
             _add_option(command, *row)
         if function is run:
             command.add_argument("script", metavar="SCRIPT", help="a Python script")

@@ -41,8 +41,6 @@ class OpenData:
             "num_classes": dataset.num_classes,
             "images": len(self.rows),
             "skipped_images": len(dataset) - len(self.rows),
-            "objects": dataset.objects,
-            "skipped_objects": dataset.left_out,
             "most_objects": int(dataset.counts.max()),
         }
 
@@ -135,16 +133,11 @@ def find_images(
     validation = None
     if val_shards:
         validation = ShardDataset(val_shards, contiguous_labels=True)
-        labels = {name: label for label, name in dataset.class_names.items()}
-        # A name that only one of them has does not count: the other may spell it differently.
-        is_moved = any(
-            labels.get(name, label) != label for label, name in validation.class_names.items()
-        )
-        if validation.category_ids != dataset.category_ids or is_moved:
+        ours = (dataset.category_ids, dataset.class_names)
+        if (validation.category_ids, validation.class_names) != ours:
             raise ColabUtilsError(
-                f"{val_shards} has other category ids than {place}, or other ids for the same "
-                f"names ({len(validation.category_ids)} and {len(dataset.category_ids)} "
-                "categories). Make both from annotations with the same categories."
+                f"{val_shards} has other category ids or names than {place}. Make both from "
+                "annotations with the same categories."
             )
     rows = np.flatnonzero(dataset.has_objects)
     if not len(rows):

@@ -5,8 +5,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,11 +21,13 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.devices import send
 from colab_utils.processes import ThreadPool, map_ahead
 from colab_utils.progress import show_progress
-from colab_utils.training.layers import choose_precision, compute_features, keep_boxes_exact
+from colab_utils.training.layers import choose_precision, keep_boxes_exact
 from colab_utils.training.model import allow_detections
 
 # Images that threads read and decode while the model finds objects.
 _AHEAD = 4
+# COCOeval does not look at objects of this category.
+_UNKNOWN = -1
 
 
 @dataclass(frozen=True)
@@ -118,10 +119,14 @@ def evaluate(
 
 @contextmanager
 def _set_up(model: nn.Module) -> Iterator[None]:
-    """Set a model to evaluation mode with exact boxes. Afterwards, restore every module's mode."""
+    """Set a model to evaluation mode with exact boxes and masks that stay in their boxes.
+    Afterwards, restore every module's mode.
+    """
     modes = [(module, module.training) for module in model.modules()]
     hooks = keep_boxes_exact(model)
     model.eval()
+    if isinstance(model, MaskRCNN):
+        model.transform.postprocess = _resize_boxes
     try:
         yield
     finally:
@@ -129,6 +134,8 @@ def _set_up(model: nn.Module) -> Iterator[None]:
             hook.remove()
         for module, mode in modes:
             module.training = mode
+        if isinstance(model, MaskRCNN):
+            del model.transform.postprocess
 
 
 def _score(truth: Any, results: list[dict[str, Any]], detections: int) -> AveragePrecision:
@@ -176,31 +183,27 @@ def detect(
     CPU. The pixels are exactly those of torchvision.
 
     Args:
-        model: A model in evaluation mode, on the device.
+        model: A model on the device, in the block of `_set_up`.
         image: uint8 [3, H, W].
         image_id: COCO id of the image.
-        category_ids: COCO category id of each label. Objects with other labels are left out.
+        category_ids: COCO category id of each label. Other labels get an id that no category has.
         device: Where the model runs.
     """
     from pycocotools import mask as coco_mask
 
     precision = choose_precision(device)
-    is_mask_rcnn = isinstance(model, MaskRCNN)
-    find_objects = partial(_find_objects, model) if is_mask_rcnn else model
     with torch.autocast(torch.device(device).type, precision, enabled=precision != torch.float32):
-        [output] = find_objects([send(image, device).float().div_(255)])
+        [output] = model([send(image, device).float().div_(255)])
     columns = [output[name].cpu() for name in ("boxes", "labels", "scores", "masks")]
     results = []
     for box, label, score, mask in zip(*columns, strict=True):
-        if int(label) not in category_ids:
-            continue
-        if is_mask_rcnn:
+        if isinstance(model, MaskRCNN):
             (mask,) = paste_masks_in_image(mask[None].float(), box[None], tuple(image.shape[1:]))
         x0, y0, x1, y1 = box.tolist()
         results.append(
             {
                 "image_id": image_id,
-                "category_id": category_ids[int(label)],
+                "category_id": category_ids.get(int(label), _UNKNOWN),
                 "score": float(score),
                 "bbox": [x0, y0, x1 - x0, y1 - y0],
                 "segmentation": coco_mask.encode(np.asfortranarray(mask[0] > 0.5, np.uint8)),
@@ -209,15 +212,11 @@ def detect(
     return results
 
 
-def _find_objects(model: MaskRCNN, images: list[Tensor]) -> list[dict[str, Tensor]]:
-    """Find the objects in images, as the model does, and leave the masks in their boxes.
+def _resize_boxes(results: Any, resized: Any, sizes: Any) -> Any:
+    """Give boxes the sizes of their images, and leave masks as they are.
 
-    Source: ``GeneralizedRCNN.forward`` in torchvision's ``models/detection``.
+    It takes the place of ``postprocess`` in torchvision's ``models/detection/transform.py``.
     """
-    resized, _ = model.transform(images)
-    features = compute_features(model, resized)
-    proposals, _ = model.rpn(resized, features)
-    results, _ = model.roi_heads(features, proposals, resized.image_sizes)
-    for result, size, image in zip(results, resized.image_sizes, images, strict=True):
-        result["boxes"] = resize_boxes(result["boxes"], size, image.shape[1:])
-    return cast(list[dict[str, Tensor]], results)
+    for result, from_size, to_size in zip(results, resized, sizes, strict=True):
+        result["boxes"] = resize_boxes(result["boxes"], from_size, to_size)
+    return results

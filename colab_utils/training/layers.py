@@ -20,7 +20,6 @@ from torchvision.models.detection import FasterRCNN, MaskRCNN
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.backbone_utils import BackboneWithFPN
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
-from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
 from torchvision.ops import Conv2dNormActivation, FrozenBatchNorm2d
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
@@ -114,12 +113,6 @@ def choose_precision(device: str | torch.device) -> torch.dtype:
     if torch.device(device).type != "cuda":
         return torch.float32
     return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
-
-
-def compute_features(model: FasterRCNN, images: ImageList) -> dict[str, Tensor]:
-    """Return the features of a model's backbone by their level, as torchvision's models do."""
-    features = model.backbone(images.tensors)
-    return {"0": features} if isinstance(features, Tensor) else features
 
 
 def keep_boxes_exact(model: nn.Module) -> list[RemovableHandle]:

@@ -12,7 +12,6 @@ from functools import partial
 from types import FunctionType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -23,10 +22,9 @@ from torchvision.ops import box_iou
 from colab_utils.data.sizes import Size
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import PackedBatch
-from colab_utils.loading.devices import send
 from colab_utils.loading.masks import CHUNK_BYTES, MaskBits, expand_masks
 from colab_utils.loading.transforms import check_objects
-from colab_utils.training.layers import compute_features, use_cpu
+from colab_utils.training.layers import use_cpu
 
 _COMPARED_OBJECTS = 16
 
@@ -103,7 +101,9 @@ def compute_losses(
         batch.image_ids.repeat_interleave(batch.counts),
         classes=_count_classes(model.roi_heads),
     )
-    features = compute_features(model, images)
+    features = model.backbone(images.tensors)
+    if isinstance(features, Tensor):
+        features = {"0": features}
     model.rpn.box_similarity = _compare_boxes
     proposals, proposal_losses = model.rpn(images, features, targets)
     for place, target in enumerate(targets):
@@ -120,18 +120,13 @@ def compute_losses(
 
 def _check_input(model: Any, batch: Any) -> None:
     """Refuse a model that is no Mask R-CNN in training mode, and a batch that is not packed."""
-    if not isinstance(model, MaskRCNN):
+    if not (isinstance(model, MaskRCNN) and model.training and isinstance(batch, PackedBatch)):
         raise ColabUtilsError(
-            f"{type(model).__name__} is no Mask R-CNN of torchvision. Make the loader with "
-            "deliver='dense', and call model(images, targets). For several GPUs, wrap a module "
-            "whose forward calls compute_losses in DistributedDataParallel."
-        )
-    if not model.training:
-        raise ColabUtilsError("The model is in evaluation mode. Call model.train() first.")
-    if not isinstance(batch, PackedBatch):
-        raise ColabUtilsError(
-            f"A batch of type {type(batch).__name__} is not packed. Make the loader with "
-            "deliver='packed'."
+            "compute_losses takes a Mask R-CNN of torchvision after model.train(), and a batch of "
+            f"a loader with deliver='packed'. These are a {type(model).__name__} and a "
+            f"{type(batch).__name__}. Otherwise, call model(images, targets) with deliver='dense'. "
+            "For several GPUs, wrap a module whose forward calls compute_losses in "
+            "DistributedDataParallel."
         )
 
 
@@ -152,12 +147,11 @@ def _make_input(batch: PackedBatch, flips: Sequence[bool]) -> tuple[list[Tensor]
 
 
 def _count_classes(heads: RoIHeads) -> float:
-    """Return the number of classes of the predictors, the background included. It is infinity for
-    predictors of an unknown kind.
+    """Return the number of classes of the box predictor, the background included. It is infinity
+    for a predictor of an unknown kind.
     """
     scores = getattr(heads.box_predictor, "cls_score", None)
-    masks = getattr(heads.mask_predictor, "mask_fcn_logits", None)
-    return min(getattr(scores, "out_features", math.inf), getattr(masks, "out_channels", math.inf))
+    return getattr(scores, "out_features", math.inf)
 
 
 def _compare_boxes(objects: Tensor, boxes: Tensor) -> Tensor:
@@ -216,17 +210,17 @@ def sample_masks(
     """
     device = masks.bits.device
     targets = torch.empty(len(objects), size, size, device=device)
-    owners, places = np.unique(objects.cpu().numpy(), return_inverse=True)
+    owners, places = torch.unique(objects, return_inverse=True)
     # A pixel of a resized mask takes one byte, and four as float32.
     count = max(1, CHUNK_BYTES[device.type] // (math.prod(stored_size) + 5 * math.prod(to_size)))
     for first in range(0, len(owners), count):
-        few = owners[first : first + count]
+        few = owners[first : first + count].cpu()
         part = MaskBits(masks.bits, masks.crops[few], masks.offsets[few])
         [dense] = expand_masks(part, [stored_size], [len(few)])
         if is_flipped:
             dense = dense.flip(2)
         resized = functional.interpolate(dense[:, None], to_size)[:, 0]
-        rows = np.flatnonzero(places // count == first // count)
-        row, place = send(np.stack([rows, places[rows] - first]), device)
-        targets[row] = project_masks_on_boxes(resized, boxes[row], place, size).float()
+        rows = (places // count == first // count).nonzero()[:, 0]
+        place = places[rows] - first
+        targets[rows] = project_masks_on_boxes(resized, boxes[rows], place, size).float()
     return targets

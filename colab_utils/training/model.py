@@ -36,11 +36,6 @@ LIGHT_MODEL = "maskrcnn_mobilenet_v3_large_fpn"
 
 TINY_MODEL = "maskrcnn_tiny_fpn"
 
-LARGEST_SIDE = 10_000
-"""The longest side that a model may resize images to, in pixels. An image of 10,000 x 10,000 pixels
-takes 1.2 GB.
-"""
-
 _WEIGHTS = {
     GPU_MODEL: get_weight("MaskRCNN_ResNet50_FPN_V2_Weights.COCO_V1"),
     "maskrcnn_resnet50_fpn": get_weight("MaskRCNN_ResNet50_FPN_Weights.COCO_V1"),

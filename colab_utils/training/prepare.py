@@ -3,7 +3,6 @@
 `plan_memory` trains the heaviest batch of a run once, to see that it fits into the GPU's memory.
 """
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,9 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from colab_utils.data.defects import describe_full_images
 from colab_utils.data.sizes import fit_size
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import PackedBatch, collate_packed, open_batch, write_batch
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
@@ -31,7 +29,6 @@ from colab_utils.training.model import (
 )
 from colab_utils.training.settings import (
     OWN_TRANSFORMS,
-    MemoryPlan,
     TrainSettings,
     choose_rate,
     make_optimizer,
@@ -86,11 +83,7 @@ def prepare_step(
                 max_size=settings.max_size,
             )
     network = ranks.send(network)
-    counts = data.dataset.counts
-    full = describe_full_images(counts)
-    if full and ranks.is_first:
-        warnings.warn(full, ColabUtilsWarning, stacklevel=3)
-    allow_detections(network, int(counts.max()))
+    allow_detections(network, int(data.dataset.counts.max()))
     fold_norms(network)
     network.to(memory_format=torch.channels_last)
     step = TrainingStep(network, device, ranks=ranks)
@@ -98,40 +91,24 @@ def prepare_step(
     step.optimizer = make_optimizer(network, name=settings.model, learning_rate=0.0)
     if state:
         step.load_state(state)
-    batch_size, memory = _fit_memory(settings, data, step)
-    return step, replace(
-        settings,
-        batch_size=batch_size,
-        learning_rate=settings.learning_rate or choose_rate(settings.model, batch_size),
-        memory=memory,
-    )
-
-
-def _fit_memory(
-    settings: TrainSettings, data: OpenData, step: TrainingStep
-) -> tuple[int, MemoryPlan | None]:
-    """Return the batch size, and how batches fit into the GPU's memory.
-
-    None is measured on a CPU, or with transforms of the user: the size of the images that these
-    return is not known. Then a batch has two images for each process, unless you chose its size.
-    """
-    count = step.ranks.count
-    if step.device.type != "cuda" or settings.augment == OWN_TRANSFORMS:
-        return settings.batch_size or 2 * count, None
-    own_share = -(-settings.batch_size // count) or None
-    with share_errors(step.ranks):
-        memory = plan_memory(step, data.dataset, data.rows, batch_size=own_share)
-    # The largest batch must fit in every process.
-    return settings.batch_size or min(step.ranks.gather(memory.batch_size)) * count, memory
+    if device.type == "cuda" and settings.augment != OWN_TRANSFORMS:
+        # The batch and the number of parts must fit in every process.
+        with share_errors(ranks):
+            settings = plan_memory(step, data.dataset, data.rows, settings)
+        smallest = min(ranks.gather(settings.batch_size))
+        settings = replace(settings, batch_size=smallest)
+    # With transforms of the user, the size of the images that these return is not known.
+    batch_size = settings.batch_size or 2 * ranks.count
+    rate = settings.learning_rate or choose_rate(settings.model, batch_size)
+    return step, replace(settings, batch_size=batch_size, learning_rate=rate)
 
 
 def plan_memory(
     step: TrainingStep,
     dataset: ShardDataset | CocoFolder,
     rows: NDArray[np.int64],
-    *,
-    batch_size: int | None,
-) -> MemoryPlan:
+    settings: TrainSettings,
+) -> TrainSettings:
     """Find a batch size and a number of parts with which every batch of a dataset fits.
 
     Forward and backward pass run once on the heaviest batch. The weights do not change, and the
@@ -144,8 +121,11 @@ def plan_memory(
         step: The training step, with its model on a GPU.
         dataset: The images, with the labels of the model.
         rows: Indices of the images that are trained on.
-        batch_size: Images of this process in each batch; None chooses the largest of 16, 8, 4, 2
-            and 1 that fits.
+        settings: Without a batch size, the largest of 16, 8, 4, 2 and 1 images a process is chosen
+            that fits.
+
+    Returns:
+        The settings, with a batch size and how the heaviest batch fits.
 
     Raises:
         ColabUtilsError: The heaviest batch does not fit. The message says what would free memory.
@@ -158,10 +138,11 @@ def plan_memory(
         for size in dataset.sizes[rows].tolist()
     ]
     heaviest = _find_heaviest(np.array(sizes), counts)
-    if batch_size is None:
-        tries = [(size, 1) for size in _BATCH_SIZES if size <= len(heaviest)]
-    else:
-        tries = [(batch_size, parts) for parts in (1, 2, 4, MOST_PARTS) if parts <= batch_size]
+    # The images of this process in a batch, and the parts.
+    tries = [(size, 1) for size in _BATCH_SIZES if size <= len(heaviest)]
+    if settings.batch_size:
+        own = -(-settings.batch_size // step.ranks.count)
+        tries = [(own, parts) for parts in (1, 2, 4, MOST_PARTS) if parts <= own]
     limit = _find_limit(step)
     buffers = [buffer.clone() for buffer in model.buffers()]
     try:
@@ -173,7 +154,13 @@ def plan_memory(
             peak = torch.cuda.max_memory_allocated(step.device)
             step.free_memory()
             if fits and peak < _MARGIN * limit:
-                return MemoryPlan(images, step.parts, peak, limit)
+                return replace(
+                    settings,
+                    batch_size=settings.batch_size or images * step.ranks.count,
+                    parts=step.parts,
+                    peak_bytes=peak,
+                    limit_bytes=limit,
+                )
     finally:
         # Restore the statistics of the normalisation layers, which the tries have changed.
         torch._foreach_copy_([*model.buffers()], buffers)
@@ -215,13 +202,12 @@ def _make_batch(dataset: ShardDataset | CocoFolder, indices: Sequence[int]) -> P
 def _find_limit(step: TrainingStep) -> int:
     """Return the bytes of the GPU's memory that a batch may take.
 
-    The optimiser's first step makes averages of the gradients, which stay in memory. Their bytes
-    are subtracted.
+    The optimiser's first step makes one or two averages of each gradient, which stay in memory. The
+    bytes of two are subtracted.
     """
     free, _ = torch.cuda.mem_get_info(step.device)
-    averages = 1 if isinstance(step.optimizer, torch.optim.SGD) else 2
-    trained = [p.nbytes for p in step.model.parameters() if p.requires_grad]
-    return free + torch.cuda.memory_reserved(step.device) - averages * sum(trained)
+    trained = sum(p.nbytes for p in step.model.parameters() if p.requires_grad)
+    return free + torch.cuda.memory_reserved(step.device) - 2 * trained
 
 
 def _find_heaviest(sizes: NDArray[np.integer], counts: NDArray[np.integer]) -> NDArray[np.int64]:

@@ -33,10 +33,6 @@ class TrainingPlan(TrainSettings):
     """Images with objects. These are trained on."""
     skipped_images: int
     """Images without objects, which are left out."""
-    objects: int
-    """Objects that are trained on."""
-    skipped_objects: int
-    """Crowds, and boxes without area, which are left out."""
     first_step: int = 0
     """Steps that earlier sessions did."""
     ranks: int = 1
@@ -49,14 +45,14 @@ class TrainingPlan(TrainSettings):
         skipped = ""
         if self.skipped_images:
             skipped = f", {self.skipped_images} more left out (no objects)"
-        if self.skipped_objects:
-            skipped += (
-                f", {self.skipped_objects:,} of {self.objects + self.skipped_objects:,} objects "
-                "left out (crowds, or boxes without area)"
-            )
         classes = format_count(self.num_classes - 1, "class", "classes")
         resumed = f", resumed after step {self.first_step}" if self.first_step else " of a new run"
-        memory = f"\nmemory: {self.memory}" if self.memory else ""
+        memory = ""
+        if self.peak_bytes:
+            memory = (
+                f"\nmemory: the heaviest batch takes {format_bytes(self.peak_bytes)} of "
+                f"{format_bytes(self.limit_bytes)}, in parts: {self.parts}"
+            )
         return (
             f"{self.model} from {self.starts_from} weights on {self.device} "
             f"in {self.precision}{together}: {classes}, "

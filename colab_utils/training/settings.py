@@ -13,38 +13,16 @@ import torch
 from torch import nn
 
 from colab_utils.require import require_choice, require_count, require_number
-from colab_utils.training.model import BUILDERS, GPU_MODEL, LARGEST_SIDE, LIGHT_MODEL, TINY_MODEL
-from colab_utils.units import format_bytes
+from colab_utils.training.model import BUILDERS, GPU_MODEL, LIGHT_MODEL, TINY_MODEL
 
 Augment = Literal["none", "flip"]
 """Augmentation by name: nothing, or random flips left to right."""
 OWN_TRANSFORMS = "own transforms"
 """The name of the augmentation if the user passes transforms."""
 _LARGEST_SEED = (1 << 64) - 1
-_require_count = partial(require_count, maximum=(1 << 31) - 1)
-_require_size = partial(require_count, maximum=LARGEST_SIDE)
 _WARMUP_STEPS = 500
 KEPT = ("model", "min_size", "max_size", "augment", "batch_size", "learning_rate")
 """A resumed run keeps these settings, unless you name others."""
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """How the batches of a run fit into a GPU's memory."""
-
-    batch_size: int
-    """Images of this process in a batch."""
-    parts: int
-    """Parts that each batch is cut into."""
-    peak_bytes: int
-    """Bytes that the heaviest batch took."""
-    limit_bytes: int
-    """Bytes that a batch of this process may take."""
-
-    def __str__(self) -> str:
-        parts = f", trained in {self.parts} parts" if self.parts > 1 else ""
-        taken = f"takes {format_bytes(self.peak_bytes)} of {format_bytes(self.limit_bytes)}"
-        return f"the heaviest batch ({self.batch_size} images{parts}) {taken}"
 
 
 @dataclass(frozen=True)
@@ -71,24 +49,27 @@ class TrainSettings:
     """Passes over the dataset, in place of ``steps``."""
     checkpoint_steps: int = 0
     """Steps between checkpoints."""
-    memory: MemoryPlan | None = None
-    """How the heaviest batch fits into the GPU's memory; None on a CPU, or with transforms of the
-    user.
+    parts: int = 1
+    """Parts that each batch is cut into, so that it fits into the GPU's memory."""
+    peak_bytes: int = 0
+    """Bytes that the heaviest batch of a process took; 0 on a CPU, or with transforms of the user.
     """
+    limit_bytes: int = 0
+    """Bytes that a batch of a process may take."""
 
 
 # Each function is called with the name and the value of a setting, and refuses bad values.
 _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "model": partial(require_choice, choices=BUILDERS),
-    "min_size": _require_size,
-    "max_size": _require_size,
+    "min_size": require_count,
+    "max_size": require_count,
     "augment": partial(require_choice, choices=(*get_args(Augment), OWN_TRANSFORMS)),
-    "batch_size": _require_count,
+    "batch_size": require_count,
     "learning_rate": partial(require_number, above=0, below=math.inf),
     "seed": partial(require_count, minimum=0, maximum=_LARGEST_SEED),
-    "steps": _require_count,
-    "epochs": _require_count,
-    "checkpoint_steps": _require_count,
+    "steps": require_count,
+    "epochs": require_count,
+    "checkpoint_steps": require_count,
 }
 
 
@@ -112,40 +93,37 @@ def read_settings(values: Mapping[str, Any]) -> TrainSettings:
     return TrainSettings(**chosen)
 
 
-def choose_settings(asked: TrainSettings, stored: TrainSettings, *, on_gpu: bool) -> TrainSettings:
+def choose_settings(
+    asked: TrainSettings, plan: Mapping[str, Any], *, on_gpu: bool
+) -> TrainSettings:
     """Take each setting from the user, else from the run's checkpoint, else from the defaults.
 
     The batch size and the learning rate may stay open: they depend on the GPU's memory.
 
     Args:
         asked: The settings that the caller of ``train`` named.
-        stored: The settings in the run's checkpoint. None is chosen for a new run.
+        plan: The settings in the run's checkpoint. It is empty for a new run.
         on_gpu: Whether the model is trained on a GPU.
 
     Example:
-        >>> settings = choose_settings(
-        ...     TrainSettings(batch_size=4), TrainSettings(), on_gpu=False
-        ... )
+        >>> settings = choose_settings(TrainSettings(batch_size=4), {}, on_gpu=False)
         >>> settings.min_size, settings.max_size, settings.batch_size
         (192, 320, 4)
     """
-    kept = {name: getattr(asked, name) or getattr(stored, name) for name in KEPT}
-    settings = replace(asked, **kept)
-    model = settings.model or (GPU_MODEL if on_gpu else LIGHT_MODEL)
-    usual_sizes = {TINY_MODEL: 128, LIGHT_MODEL: 800 if on_gpu else 192}
-    min_size = settings.min_size or usual_sizes.get(model, 800)
-    learning_rate = settings.learning_rate
+    kept = {name: getattr(asked, name) or plan.get(name, 0) for name in KEPT}
     # A stored rate belongs to the stored batch size. For another one, choose a new rate.
-    if settings.batch_size != stored.batch_size:
-        learning_rate = asked.learning_rate
-    return replace(
-        settings,
-        model=model,
-        min_size=min_size,
-        max_size=settings.max_size or min(round(min_size * 5 / 3), LARGEST_SIDE),
-        augment=settings.augment or "flip",
-        learning_rate=learning_rate,
-    )
+    if kept["batch_size"] != plan.get("batch_size"):
+        kept["learning_rate"] = asked.learning_rate
+    model = kept["model"] or (GPU_MODEL if on_gpu else LIGHT_MODEL)
+    usual_sizes = {TINY_MODEL: 128, LIGHT_MODEL: 800 if on_gpu else 192}
+    min_size = kept["min_size"] or usual_sizes.get(model, 800)
+    defaults = {
+        "model": model,
+        "min_size": min_size,
+        "max_size": round(min_size * 5 / 3),
+        "augment": "flip",
+    }
+    return replace(asked, **kept | {name: kept[name] or defaults[name] for name in defaults})
 
 
 def make_optimizer(
@@ -160,13 +138,9 @@ def make_optimizer(
         0.9
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # A fused optimiser updates all weights with a few GPU kernels.
-    fused = bool(trainable) and trainable[0].is_cuda
     if name in (LIGHT_MODEL, TINY_MODEL):
-        return torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=0.01, fused=fused)
-    return torch.optim.SGD(
-        trainable, lr=learning_rate, momentum=0.9, weight_decay=1e-4, fused=fused
-    )
+        return torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=0.01)
+    return torch.optim.SGD(trainable, lr=learning_rate, momentum=0.9, weight_decay=1e-4)
 
 
 def choose_rate(name: str, batch_size: int) -> float:

@@ -28,7 +28,6 @@ from colab_utils.training.layers import use_cpu
 from colab_utils.training.prepare import prepare_step
 from colab_utils.training.report import Log, TrainReport, make_plan
 from colab_utils.training.settings import (
-    KEPT,
     OWN_TRANSFORMS,
     Augment,
     TrainSettings,
@@ -116,10 +115,9 @@ def train(
         resume: ``"auto"`` continues from the newest complete checkpoint. ``"never"`` starts anew,
             and moves older checkpoints to ``run/previous-1``, ``run/previous-2`` and so on.
         seed: Decides the order of the images, the flips and the random weights.
-        checkpoint_steps: Steps between checkpoints. Default: one checkpoint a minute, and one at
-            the end of an epoch if ten seconds have passed since the last. A checkpoint is also
-            written after the last step, on Ctrl-C, on SIGTERM and on errors. Checkpoints are
-            written in a thread while training goes on.
+        checkpoint_steps: Steps between checkpoints. Default: one checkpoint a minute. A checkpoint
+            is also written after the last step, on Ctrl-C, on SIGTERM and on errors. Checkpoints
+            are written in a thread while training goes on.
         budget: Time that this call may take, such as ``"2h"``, ``"90m"``, ``"1h30m"``, or a number
             of seconds. Training stops so early that its last checkpoint is written by then, as
             measured by its steps and checkpoints, but not before its first step (its tenth, with
@@ -135,7 +133,7 @@ def train(
             your own ``torchvision.transforms.v2`` of (image, target), which run on the device.
         workers: Loading workers, see ``make_loader``. On a CPU ``"auto"`` is one worker, because
             the step needs the cores. An image that takes longer than a minute is tried once
-            more by a new process, and a warning names it.
+            more by a new process.
         log: Called with the plan, then with a line every ten steps. Default: a progress bar is
             shown instead.
 
@@ -158,17 +156,10 @@ def train(
     ends_s = perf_counter() + (inf if budget is None else require_seconds("budget", budget))
     transforms = augment if callable(augment) else None
     asked = read_settings(
-        {
-            "model": model,
-            "min_size": min_size,
-            "max_size": max_size,
+        locals()
+        | {
             "augment": OWN_TRANSFORMS if transforms else augment,
             "batch_size": None if batch_size == "auto" else batch_size,
-            "learning_rate": learning_rate,
-            "seed": seed,
-            "steps": steps,
-            "epochs": epochs,
-            "checkpoint_steps": checkpoint_steps,
         }
     )
     require_choice("resume", resume, ("auto", "never"))
@@ -195,7 +186,7 @@ def train(
             if ranks.is_first:
                 _warn_of_faults(data)
                 stack.enter_context(hold_folder(folder.run))
-                state = folder.read_to_resume() if resume == "auto" else None
+                state = folder.read() if resume == "auto" else None
         require_same(
             ranks, {"version of colab_utils": __version__, **data.describe(), **asdict(asked)}
         )
@@ -286,9 +277,13 @@ def _choose_settings(
     device: torch.device,
 ) -> TrainSettings:
     """Return the settings of the run, and refuse a checkpoint that does not fit them."""
-    stored = TrainSettings(**{name: state["plan"][name] for name in KEPT} if state else {})
-    settings = choose_settings(asked, stored, on_gpu=device.type == "cuda")
+    settings = choose_settings(asked, state["plan"] if state else {}, on_gpu=device.type == "cuda")
     if state:
+        if "optimizer" not in state:
+            raise ColabUtilsError(
+                f"{state['path']} holds a model alone, as best-*.pt does, so no run can go on from "
+                "it. Move this file away: the previous checkpoint is loaded then."
+            )
         if settings.augment == OWN_TRANSFORMS and transforms is None:
             raise ColabUtilsError(
                 f"The run of {state['path']} was begun with transforms, and this call has none. "

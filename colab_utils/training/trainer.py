@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from colab_utils.drive import DriveLostError
@@ -73,7 +72,7 @@ class Trainer:
         self.folder = folder
         self.validation = data.validation
         self.ranks = step.ranks
-        self.writer = CheckpointWriter(folder, plan.checkpoint_steps or None)
+        self.writer = CheckpointWriter(folder, plan.checkpoint_steps)
         # Each checkpoint holds these facts about the run.
         self._facts = {
             "plan": asdict(plan),
@@ -83,31 +82,28 @@ class Trainer:
         self.clock = LoopClock()
         # Images, seconds of waiting and seconds of the wall clock, up to the last line of the log.
         self._measured = (0, 0.0, 0.0)
-        self.done = 0
         self._saved_step = 0
         self._logged_step = 0
+        # The loss of each step. That of a skipped step may be no finite number.
         self.losses: list[float] = []
         self.ap: AveragePrecision | None = None
         self.best: AveragePrecision | None = None
         self.skipped = 0
         self._skipped_in_a_row = 0
-        # The losses of the latest steps stay on the device, because reading each one would stall
-        # it. Each tensor holds the loss, and 1 if the step was skipped. Each list holds the ids of
-        # the step's images.
-        self._pending: list[tuple[Tensor, list[int]]] = []
         self._position = loader.state_dict()
-        self._image_ids = data.dataset.image_ids[data.rows]
         self._order = data.order
-        # The number of late images that warnings have named.
-        self._late = 0
         # The number of the signal that asked this run to stop; 0 without one.
         self._signal = 0
         self._is_evaluating = False
         self._ends_s = ends_s
-        # When the last batch was requested, and the seconds of the latest steps, waits included.
-        self._asked_s = 0.0
+        # The seconds of the latest steps, waits included.
         self._steps_s = deque[float](maxlen=_AGREE_STEPS)
         self._evaluation_s = 0.0
+
+    @property
+    def done(self) -> int:
+        """Return the number of steps that are done."""
+        return len(self.losses)
 
     def run(self, log: Log | None) -> TrainReport:
         """Train until the plan's last step or the end of the budget, evaluate, and return a report.
@@ -126,21 +122,23 @@ class Trainer:
         steps = show("training", total=self.plan.steps - self.done)
         with closing(self.writer), self._save_what_was_done(), steps as bar:
             self.clock = LoopClock()
-            for batch in self._load_batches():
-                self._warn_of_late()
+            batches = chain.from_iterable(repeat(self.loader))
+            while self.done < self.plan.steps:
+                self._seed()
+                asked_s = self.clock.ask()
+                batch = next(batches)
+                self.clock.receive(self.loader.total)
                 self._train(batch)
                 bar.update()
                 epoch_ended = self.loader.left == len(self.loader)
                 is_first = self.done == self.plan.first_step + 1
                 if is_first or self.done == self.plan.steps or self.done % _LOG_STEPS == 0:
                     self._log(log)
-                is_due = self.writer.is_due(self.done, epoch_ended=epoch_ended)
-                # The first checkpoint shows how long one takes.
-                is_due |= is_first and self._ends_s < math.inf
-                # The checkpoint of the last step is written after the loop.
-                if is_due and self.done < self.plan.steps:
+                # With a budget, a first checkpoint shows how long one takes.
+                is_due = self.writer.is_due(self.done) or (is_first and self._ends_s < math.inf)
+                if is_due:
                     self.save()
-                self._steps_s.append(perf_counter() - self._asked_s)
+                self._steps_s.append(perf_counter() - asked_s)
                 if self._stop_if_asked():
                     break
                 if epoch_ended and self.done < self.plan.steps:
@@ -159,34 +157,12 @@ class Trainer:
             losses=tuple(LossPoint(number, loss) for number, loss in enumerate(self.losses, 1)),
             images_per_second=self.clock.images / self.clock.seconds,
             wait_share=self.clock.read() / self.clock.seconds,
-            checkpoint=str(self.folder.newest),
+            checkpoint=str(self.folder.paths.get("newest")),
             ap=self.ap,
             plan=self.plan,
             best=self.best,
             skipped_steps=self.skipped,
         )
-
-    def _load_batches(self) -> Iterator[Any]:
-        """Yield the batches of one epoch after the other, until the plan's last step."""
-        batches = chain.from_iterable(repeat(self.loader))
-        while self.done < self.plan.steps:
-            # Transforms that run on the device draw random numbers inside next().
-            self._seed(1)
-            self._asked_s = self.clock.ask()
-            batch = next(batches)
-            self.clock.receive(self.loader.total)
-            yield batch
-
-    def _warn_of_late(self) -> None:
-        """Warn of each image that did not come in time."""
-        for image, waited_s in self.loader.late[self._late :]:
-            warnings.warn(
-                f"Image {self._image_ids[image]} did not come within {waited_s:.0f} seconds. "
-                "See whether its file can be read.",
-                ColabUtilsWarning,
-                stacklevel=2,
-            )
-        self._late = len(self.loader.late)
 
     def _train(self, batch: Any) -> None:
         """Train one step.
@@ -198,27 +174,19 @@ class Trainer:
         rate = compute_rate(self.done, steps=self.plan.steps, highest=self.plan.learning_rate)
         for group in self.step.optimizer.param_groups:
             group["lr"] = rate
-        self._seed(2)
         images, targets = batch if isinstance(batch, tuple) else (batch, None)
-        if targets is not None:
-            ids = [int(target["image_id"]) for target in targets]
-        else:
-            ids = [] if batch is None else batch.image_ids.tolist()
         total = self.loader.total
         flips = self._choose_flips(total)
-        try:
-            loss = self.step(images, targets=targets, flips=flips, total=total)
-        except AssertionError as error:
-            # torchvision asserts that every box has an area.
-            raise ColabUtilsError(
-                f"The boxes that came from your transforms cannot be trained on: {error} End your "
-                "transforms with v2.SanitizeBoundingBoxes()."
-            ) from error
+        loss = float(self.step(images, targets=targets, flips=flips, total=total))
         self.clock.end_step()
-        is_skipped = self.step.is_skipped.to(loss.dtype)
-        self._pending.append((torch.stack([loss, is_skipped]), ids))
-        self.done += 1
+        self.losses.append(loss)
         self._position = self.loader.state_dict()
+        if not self.step.is_skipped:
+            self._skipped_in_a_row = 0
+        elif targets is not None:
+            self._note_skipped(loss, [int(target["image_id"]) for target in targets])
+        else:
+            self._note_skipped(loss, [] if batch is None else batch.image_ids.tolist())
 
     def _choose_flips(self, total: int) -> list[bool] | None:
         """Choose which images of a batch are mirrored, and return the choice for this process.
@@ -230,17 +198,16 @@ class Trainer:
         draws = np.random.default_rng([self.plan.seed, self.done]).random(total)
         return [draw < 0.5 for draw in draws.tolist()[self.ranks.rank :: self.ranks.count]]
 
-    def _seed(self, use: int) -> None:
-        """Seed torch's random numbers from the seed, the step, the process and the ``use``.
+    def _seed(self) -> None:
+        """Seed torch's random numbers from the seed, the step and the process.
 
-        So a checkpoint needs no random state. ``use`` is 1 before a batch is loaded, and 2 before
-        the step, so that the two draw different numbers.
+        So a checkpoint needs no random state. Transforms that run on the device draw some of them
+        while a batch is loaded, and the step draws the others.
         """
-        entropy = [self.plan.seed, self.done, self.ranks.rank, use]
+        entropy = [self.plan.seed, self.done, self.ranks.rank]
         torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]))
 
     def _log(self, log: Log | None) -> None:
-        self._fetch_losses()
         gpu_bytes = None
         if self.step.device.type == "cuda":
             gpu_bytes = torch.cuda.max_memory_allocated(self.step.device)
@@ -266,28 +233,29 @@ class Trainer:
 
         Until an evaluation was measured, an image is expected to take as long as in training.
         """
+        self.ap = None
         if self.validation and self.ranks.is_first:
-            self.ap = None
             image_s = self.ranks.count * self.clock.seconds / max(1, self.clock.images)
             if self._has_time(self._evaluation_s or image_s * len(self.validation)):
                 began_s = perf_counter()
+                self._is_evaluating = True
                 self._measure_precision(self.validation)
+                self._is_evaluating = False
                 self._evaluation_s = perf_counter() - began_s
         self.ap, self.best = self.ranks.send((self.ap, self.best))
 
     def _measure_precision(self, validation: ShardDataset) -> None:
         """Evaluate, and save the weights if they are the best so far."""
         model = self.step.model
-        self._is_evaluating = True
         try:
             measured = evaluate(model, validation, device=self.step.device)
-            self.ap = replace(measured, step=self.done)
         except (ColabUtilsError, OSError, MemoryError, torch.OutOfMemoryError) as error:
             # Training goes on without this result, and the next evaluation tries again.
             text = f"this evaluation is skipped: {describe_error(error)}"
             warnings.warn(text, ColabUtilsWarning, stacklevel=2)
-        self._is_evaluating = False
-        if self.ap and (self.best is None or self.ap.segm > self.best.segm):
+            return
+        self.ap = replace(measured, step=self.done)
+        if self.best is None or self.ap.segm > self.best.segm:
             state = {
                 **self._facts,
                 "model": model.state_dict(),
@@ -301,8 +269,6 @@ class Trainer:
         """Write a checkpoint in a thread, if a step was done since the last checkpoint."""
         if self.done == self._saved_step:
             return
-        # If too many steps were skipped, this raises an error, so that they are not saved.
-        self._fetch_losses()
         # If the last step was skipped, the weights may give no finite loss any more. They must not
         # replace those of the last checkpoint.
         if self._skipped_in_a_row and not is_last:
@@ -343,7 +309,7 @@ class Trainer:
 
         The step and the loader have loaded their own parts of the checkpoint before.
         """
-        self.done = state["step"]
+        self.losses = state["losses"].tolist()
         if self.done >= self.plan.steps:
             text = (
                 f"the run of {state['path']} is finished: all of its {self.plan.steps} steps are "
@@ -351,7 +317,6 @@ class Trainer:
                 "folder (RUN_NAME), or resume='never' to start anew."
             )
             warnings.warn(text, ColabUtilsWarning, stacklevel=3)
-        self.losses = state["losses"].tolist()
         self._saved_step = self.done
         self._logged_step = self.done
         self._position = self.loader.state_dict()
@@ -361,31 +326,12 @@ class Trainer:
         if best and best["validation"] == self.validation.fingerprint:
             self.best = AveragePrecision(**best["ap"])
 
-    def _fetch_losses(self) -> None:
-        """Read the losses of the latest steps from the device. A loss that is not finite is that of
-        a skipped step.
-
-        Raises:
-            ColabUtilsError: Too many steps in a row were skipped.
-        """
-        pending = self._pending
-        self._pending = []
-        if not pending:
-            return
-        rows = torch.stack([row for row, _ in pending]).tolist()
-        for (loss, is_skipped), (_, ids) in zip(rows, pending, strict=True):
-            self.losses.append(loss)
-            if is_skipped:
-                self._note_skipped(loss, ids)
-            else:
-                self._skipped_in_a_row = 0
-
     def _note_skipped(self, loss: float, ids: list[int]) -> None:
         """Count a skipped step, warn of the first one, and stop training after too many in a row.
 
         All processes have skipped the same steps, so all of them stop.
         """
-        text = f"step {len(self.losses)}, of the images with the ids {', '.join(map(str, ids))}"
+        text = f"step {self.done}, of the images with the ids {', '.join(map(str, ids))}"
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row >= _MOST_SKIPPED:
             # This keeps weights from being saved that are of no use any more.
@@ -394,8 +340,8 @@ class Trainer:
             raise ColabUtilsError(
                 "A step needs a finite loss and finite gradients, and there were none in the last "
                 f"{_MOST_SKIPPED} steps. The last of these was {text}. Look at these images, and "
-                f"go on from {self.folder.newest or 'the start'} with a learning_rate below "
-                f"{self.plan.learning_rate:g}."
+                f"go on from {self.folder.paths.get('newest', 'the start')} with a learning_rate "
+                f"below {self.plan.learning_rate:g}."
             )
         # With float16, a gradient may overflow while the loss is finite. The scaler then tries a
         # smaller scale, which is usual.
@@ -425,13 +371,15 @@ class Trainer:
                 _interrupt(number)
             self._signal = number
 
-        previous = {}
+        handlers = {}
         # Only the main thread can set handlers of signals.
         if threading.current_thread() is threading.main_thread():
-            previous = {number: signal.getsignal(number) for number in _SIGNALS}
-        for number, handler in previous.items():
+            handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+        for number, handler in [*handlers.items()]:
             # A background job of a shell ignores Ctrl-C, and nohup ignores SIGHUP. That stays so.
-            if handler not in (signal.SIG_IGN, None):
+            if handler in (signal.SIG_IGN, None):
+                del handlers[number]
+            else:
                 signal.signal(number, note)
         try:
             yield
@@ -443,9 +391,8 @@ class Trainer:
                 _interrupt(self._signal)
             raise
         finally:
-            for number, handler in previous.items():
-                if signal.getsignal(number) is note:
-                    signal.signal(number, handler)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
     def _stop_if_asked(self) -> bool:
         """Stop if a signal reached this process or another one, and return whether the budget is

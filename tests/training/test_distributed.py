@@ -37,7 +37,7 @@ from colab_utils.training.checkpoint import CheckpointFolder
 from colab_utils.training.step import TrainingStep, join_ranks
 from colab_utils.training.train import train
 from tests.tiny_model import TINY_MODEL
-from tests.training.small_shards import TINY, make_shards
+from tests.training.small_shards import TINY, list_names, make_shards
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parents[2]
@@ -158,7 +158,7 @@ def test_all_ranks_stop_for_the_budget_after_the_same_step(run_ranks, shards, tm
     options = {"steps": 30, "batch_size": 4, "budget": 0.1}
     reports = run_ranks(2, train_and_look, shards, tmp_path / "run", options)
     assert [len(report["losses"]) for report in reports] == [10, 10]
-    assert CheckpointFolder(tmp_path / "run").newest.name == "checkpoint-00000010.pt"
+    assert list_names(tmp_path / "run")[-1] == "checkpoint-00000010.pt"
 
 
 def test_another_number_of_ranks_goes_on_where_it_was(run_ranks, shards, tmp_path):
@@ -371,8 +371,8 @@ def test_ranks_with_other_settings_are_refused_in_all_of_them(run_ranks, shards,
     own = [{"steps": 1}, {"steps": 1, "augment": "none"}]
     messages = run_ranks(2, refuse_to_train, [shards, shards], tmp_path / "run", own)
     assert messages[0] == messages[1]
-    difference = "differ in augment (default, none). "
-    assert messages[0].startswith(f"The processes that train together {difference}")
+    assert "other data or settings" in messages[0]
+    assert "'augment': 'none'" in messages[0]
     assert not (tmp_path / "run").exists()
 
 
@@ -383,7 +383,7 @@ def test_ranks_with_other_images_of_the_same_number_are_refused(run_ranks, shard
     write_index(folders[1], dataclasses.replace(index, shards=index.shards[::-1]))
     messages = run_ranks(2, refuse_to_train, folders, tmp_path / "run", [{"steps": 1}] * 2)
     assert messages[0] == messages[1]
-    assert "order of the images (" in messages[0]
+    assert "order of the images" in messages[0]
 
 
 @pytest.mark.parametrize(("rank", "shards_of_1"), [(1, "none"), (0, "shards")])

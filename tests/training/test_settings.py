@@ -11,16 +11,16 @@ from colab_utils.training.settings import TrainSettings, choose_settings, read_s
 
 
 def test_a_setting_that_is_not_named_stays_as_it_was():
-    stored = TrainSettings(
-        model="maskrcnn_resnet50_fpn",
-        min_size=480,
-        max_size=640,
-        augment="none",
-        batch_size=6,
-        learning_rate=0.3,
-    )
+    stored = {
+        "model": "maskrcnn_resnet50_fpn",
+        "min_size": 480,
+        "max_size": 640,
+        "augment": "none",
+        "batch_size": 6,
+        "learning_rate": 0.3,
+    }
     unchanged = choose_settings(TrainSettings(), stored, on_gpu=False)
-    assert dataclasses.asdict(unchanged) == dataclasses.asdict(stored)
+    assert dataclasses.asdict(unchanged).items() >= stored.items()
     # The rate follows the batch.
     assert choose_settings(TrainSettings(batch_size=8), stored, on_gpu=False).learning_rate == 0
     asked = TrainSettings(batch_size=8, learning_rate=0.1, min_size=300)
@@ -37,16 +37,16 @@ def test_a_setting_that_is_not_named_stays_as_it_was():
     ],
 )
 def test_the_size_of_the_images_follows_the_model(model, on_gpu, size):
-    settings = choose_settings(TrainSettings(model=model), TrainSettings(), on_gpu=on_gpu)
+    settings = choose_settings(TrainSettings(model=model), {}, on_gpu=on_gpu)
     assert (settings.min_size, settings.max_size) == (size, round(size * 5 / 3))
 
 
 BAD_VALUES = [
     ("model", "yolo", "model must be one of maskrcnn_resnet50_fpn_v2, "),
-    ("max_size", 10_001, "expected max_size of .* and of 10,000 or less, found 10001"),
+    ("max_size", 0, "expected max_size of 1 or more, found 0"),
     ("augment", "mosaic", "augment must be one of none, flip, own transforms; it is 'mosaic'"),
     ("seed", -1, "expected seed of 0 or more .*found -1"),
-    ("steps", 0, "expected steps of 1 or more .*2,147,483,647 or less, found 0"),
+    ("steps", 0, "expected steps of 1 or more, found 0"),
     ("batch_size", 2.5, "expected batch_size as a whole number, found 2.5"),
     ("learning_rate", float("inf"), "expected learning_rate over 0 and finite, found inf"),
 ]

@@ -164,9 +164,6 @@ def test_the_report_holds_every_step(undisturbed, tiny_shards):
     plan = undisturbed.plan
     assert [point.step for point in undisturbed.losses] == [1, 2, 3, 4, 5]
     assert plan.images == dataset.has_objects.sum() == len(dataset) - plan.skipped_images
-    assert plan.objects == dataset.objects > 0
-    some = dataclasses.replace(plan, objects=10, skipped_objects=2)
-    assert "2 of 12 objects left out" in str(some)
     assert str(undisturbed).startswith("5 steps, loss ")
     # A skipped step hides no loss.
     losses = tuple(LossPoint(0, loss) for loss in (math.inf, 3.0, 2.0, math.nan))
@@ -176,7 +173,6 @@ def test_the_report_holds_every_step(undisturbed, tiny_shards):
     content = torch.load(undisturbed.checkpoint, weights_only=True)
     assert content["class_names"] == dataset.class_names
     assert content["category_ids"] == dataset.category_ids
-    assert all(tensor.is_contiguous() for tensor in content["model"].values())
 
 
 @pytest.mark.usefixtures("every_step")
@@ -281,7 +277,7 @@ NEWEST = "checkpoint-00000003.pt"
 BEST = "best-00000003.pt"
 
 
-@pytest.mark.filterwarnings("ignore:Drive does not answer", "ignore:.* waits in ")
+@pytest.mark.filterwarnings("ignore:.* waits in ")
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -309,15 +305,6 @@ def test_a_run_whose_last_file_lies_here_alone_is_no_success(
     assert list_names(folder.waiting) == []
 
 
-def test_a_run_whose_checkpoints_do_not_show_says_so(train_here, monkeypatch):
-    """The list that Drive gives of a folder may be out of date."""
-    train_here(steps=1)
-    monkeypatch.setattr(checkpoint, "_list_files", lambda folder, which: [])
-    with pytest.warns(ColabUtilsWarning, match=r"begun before, and no checkpoint shows: .*stop it"):
-        report = train_here(steps=1)
-    assert report.plan.first_step == 0
-
-
 @pytest.mark.usefixtures("every_step")
 @pytest.mark.parametrize(("error", "times"), [(KeyboardInterrupt, 3), (DriveLostError, ALWAYS)])
 def test_what_ends_a_run_is_raised_and_what_waits_is_sent(
@@ -330,7 +317,7 @@ def test_what_ends_a_run_is_raised_and_what_waits_is_sent(
         raise error("the reason")
 
     with (
-        pytest.warns(ColabUtilsWarning, match="Drive does not answer") as caught,
+        pytest.warns(ColabUtilsWarning, match="Drive got disconnected") as caught,
         pytest.raises(error, match="the reason"),
     ):
         train_here(steps=3, log=act_at(2, stop))
@@ -626,7 +613,7 @@ def test_validation_with_other_categories_is_refused_before_training(
     swapped = [{**old, "name": name} for old, name in zip(categories, reversed(names), strict=True)]
     for name, other in (("more", [*categories, MORE]), ("swapped", swapped)):
         shards = write_variant(name, categories=other)
-        with pytest.raises(ColabUtilsError, match=r"other ids for the same names"):
+        with pytest.raises(ColabUtilsError, match=r"other category ids or names"):
             train_here(run=tmp_path / "run", val_shards=shards)
     assert not (tmp_path / "run").exists()
 
@@ -642,7 +629,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(train_here, undisturbed,
 
     act_before_saving(monkeypatch, save_slowly)
     interrupt_call(monkeypatch, TrainingStep, "__call__", 4, later_steps.set)
-    monkeypatch.setattr(checkpoint, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(checkpoint, "_PAUSE_S", 0.0)
     report = train_here(steps=5)
     assert report.losses == undisturbed.losses
     # The state is saved as it was when it was asked for.
@@ -653,16 +640,13 @@ def test_training_goes_on_while_a_checkpoint_is_written(train_here, undisturbed,
 
 
 def test_checkpoints_are_a_minute_apart(tmp_path, monkeypatch):
-    """At the end of an epoch ten seconds are enough."""
     now_s = [1000.0]
     monkeypatch.setattr(checkpoint, "perf_counter", lambda: now_s[0])
     writer = CheckpointWriter(CheckpointFolder(tmp_path))
-    due_s = {False: 60, True: 10}
-    for ended, pause_s in due_s.items():
-        now_s[0] = 999.0 + pause_s
-        assert not writer.is_due(1, epoch_ended=ended)
-        now_s[0] = 1000.0 + pause_s
-        assert writer.is_due(1, epoch_ended=ended)
+    now_s[0] = 1059.0
+    assert not writer.is_due(1)
+    now_s[0] = 1060.0
+    assert writer.is_due(1)
     writer.close()
 
 
@@ -670,7 +654,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(train_here, mo
     act_before_saving(monkeypatch, lambda state, step: fail_inside())
     # A run that did not end at once would come to this step.
     interrupt_call(monkeypatch, TrainingStep, "__call__", 100, pytest.fail)
-    monkeypatch.setattr(checkpoint, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(checkpoint, "_PAUSE_S", 0.0)
     with pytest.raises(ColabUtilsError, match="does not fit"):
         train_here(steps=10_000)
 
@@ -733,30 +717,6 @@ def test_bad_objects_of_the_shards_are_said(train_here, dataset, write_variant, 
     text = r"shards has bad objects: 1 x mask and box disagree: object is trained"
     with pytest.warns(ColabUtilsWarning, match=text):
         train_here(run=tmp_path / "other", val_shards=shards, steps=1)
-
-
-def test_a_sample_that_is_late_is_named_and_trained_on(
-    train_here, tiny_shards, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(loop, "_MAX_WAIT_S", 1)
-    dataset = ShardDataset(tiny_shards)
-    read = ShardDataset.read_into
-    hung = tmp_path / "hung"
-    pipe = tmp_path / "nobody-writes"
-    os.mkfifo(pipe)
-
-    def read_or_hang(self, index, *memory):
-        if index == 2 and not hung.exists():
-            hung.touch()
-            os.open(pipe, os.O_RDONLY)
-        read(self, index, *memory)
-
-    monkeypatch.setattr(ShardDataset, "read_into", read_or_hang)
-    name = dataset.image_ids[2]
-    with pytest.warns(ColabUtilsWarning, match=rf"Image {name} did not come within") as caught:
-        report = train_here(run=tmp_path / "run", epochs=2, workers=1)
-    assert report.steps == 6
-    assert [str(warning.message).count("did not come") for warning in caught] == [1]
 
 
 # These tests look at the best weights, at the end of a run, and at augmentation.
