@@ -105,13 +105,7 @@ def _finish(report: Any, command: str, target: Path | None) -> int:
     # The command itself may have written another file under this name: --repair or --report.
     _check_json(target)
     shown = text if target == _PRINTED else "\n".join(map(escape, str(report).split("\n")))
-    try:
-        print(shown, flush=True)
-    except OSError:
-        # The disk is full, or the reader has closed the pipe. At its exit Python would write again,
-        # and print a second error.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise
+    print(shown, flush=True)
     if target not in (None, _PRINTED):
         write_file(target, text.encode())
     if missing:
@@ -202,7 +196,8 @@ annotations* FILE|URL: COCO instance JSON
 shards* DIR|URL: folder of shards
 part I/N: write only part I of N; machines write the parts in any order, and may repeat them; then
   run it with --finish
-finish: write the index if all parts are written; otherwise name the missing ones
+finish: write the index if all parts are written, otherwise name the missing ones; --part has no
+  effect then
 workers N|auto: worker processes (auto)
 streams N|auto: files that each process reads at once (auto)
 min_size N: shorter side in training, px (800)
@@ -317,8 +312,6 @@ def preprocess(
     **settings: Any,
 ) -> Any:
     """Write a COCO dataset as shards."""
-    if finish and part:
-        raise ColabUtilsError("Pass one of --part and --finish, and leave out the other.")
     if finish:
         return colab_utils.finish_shards(images, annotations, shards=shards, max_bad=max_bad)
     return colab_utils.write_shards(

@@ -113,14 +113,8 @@ class CheckpointFolder:
             # Training goes on, so nothing is waited for.
             self._write(self.run / name, which, *content, is_patient=False)
         except (OSError, UnavailableError) as error:
-            try:
+            with explain_write(self.waiting):
                 self._write(self.waiting / name, which, *content)
-            except OSError as full:
-                raise ColabUtilsError(
-                    f"The checkpoint {self.run / name} cannot be written: {full.strerror or full}. "
-                    f"The newest complete one is {self.paths.get('newest')}. Free disk space or "
-                    "choose another run folder, then start again: training resumes."
-                ) from error
             text = (
                 f"{describe_error(error)} So checkpoint {name} waits in {self.waiting}. Another "
                 "try is made later, and at the end of the run"

@@ -28,11 +28,6 @@ class OpenData:
     validation: ShardDataset | None
     """The images that the average precision is measured on; None without ``val_shards``."""
 
-    @property
-    def order(self) -> str:
-        """Return a checksum of the ids of the training images, in their order."""
-        return hash_bytes(self.dataset.image_ids[self.rows].tobytes())
-
     def count(self) -> dict[str, Any]:
         """Return what the plan of a run says of its images, see `TrainingPlan`."""
         dataset = self.dataset
@@ -42,6 +37,7 @@ class OpenData:
             "images": len(self.rows),
             "skipped_images": len(dataset) - len(self.rows),
             "most_objects": int(dataset.counts.max()),
+            "order": hash_bytes(dataset.image_ids[self.rows].tobytes()),
         }
 
     def match_state(self, state: dict[str, Any], order: str) -> dict[str, Any]:
@@ -53,10 +49,10 @@ class OpenData:
 
         Args:
             state: The state of the loader.
-            order: The ``order`` that the checkpoint holds.
+            order: The ``order`` of the plan in the checkpoint.
         """
         are_shards_gone = state["joined"] and self.dataset.shard_of is None
-        if order == self.order and not are_shards_gone:
+        if order == self.count()["order"] and not are_shards_gone:
             return state
         warnings.warn(
             "the images are others than when the run was begun, or lie in another order: the epoch "
@@ -68,12 +64,10 @@ class OpenData:
 
     def describe(self) -> dict[str, Any]:
         """Return facts that all processes must agree on, because they share the batches."""
-        order = hash_bytes(self.dataset.image_ids.tobytes(), self.dataset.sizes.tobytes())
         return {
             **self.count(),
-            # Two copies of a dataset may have the same number of images, but not the same images.
-            # The sizes are in the checksum, because they decide which images share a batch.
-            "order of the images": order,
+            # The sizes decide which images share a batch.
+            "sizes": hash_bytes(self.dataset.sizes.tobytes()),
             "validation dataset": getattr(self.validation, "fingerprint", None),
         }
 
@@ -100,12 +94,11 @@ def open_images(
     Raises:
         ColabUtilsError: No data is named, or both shards and loose files.
     """
-    others = (images, annotations, drive)
-    if images is not None and annotations is not None and ssd is not None and shards is None:
+    if shards is None and images is not None and annotations is not None and ssd is not None:
         return open_dataset(
             images, annotations, drive=drive, ssd=ssd, seed=seed, contiguous_labels=True
         )
-    if shards is None or others != (None, None, None):
+    if shards is None or (images or annotations or drive):
         raise ColabUtilsError(
             "A run needs either shards, or images with annotations and ssd: pass one of the two. "
             "Optional: ssd for shards, drive for images."

@@ -56,12 +56,9 @@ class AveragePrecision:
 
     def __str__(self) -> str:
         boxes = f"boxes {self.bbox:.3f} ({self.bbox_50:.3f} at IoU 0.5)"
-        full = ""
-        if self.detections > USUAL_DETECTIONS:
-            full = f", up to {self.detections} detections in each"
         return (
             f"AP of {boxes}, of masks {self.segm:.3f} ({self.segm_50:.3f} at IoU 0.5), "
-            f"{self.images} images{full}"
+            f"{self.images} images"
         )
 
 

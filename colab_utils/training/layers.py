@@ -57,16 +57,12 @@ def fold_norms(model: nn.Module) -> None:
         >>> list(block.state_dict())
         ['0.weight', '1.weight', '1.bias', '1.running_mean', '1.running_var']
     """
-    pairs = [*_find_pairs(model, nn.Conv2d)]
-    for conv, norm in pairs:
+    for conv, norm in [*_find_pairs(model, nn.Conv2d)]:
         conv.__class__ = _FoldedConv2d
         norm.__class__ = _FoldedNorm
-        for name in ("scale", "shift"):
-            conv.register_buffer(name, None, persistent=False)
-    if pairs:
-        _compute_factors(model)
-        # Weights that are loaded later need new factors.
-        model.register_load_state_dict_post_hook(_compute_factors)
+    _compute_factors(model)
+    # Weights that are loaded later need new factors.
+    model.register_load_state_dict_post_hook(_compute_factors)
 
 
 def _find_pairs(model: nn.Module, kind: type[nn.Conv2d]) -> Iterator[tuple[Any, Any]]:
@@ -84,8 +80,9 @@ def _find_pairs(model: nn.Module, kind: type[nn.Conv2d]) -> Iterator[tuple[Any, 
 def _compute_factors(model: nn.Module, _: Any = None) -> None:
     for conv, norm in _find_pairs(model, _FoldedConv2d):
         scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
-        conv.scale = scale[:, None, None, None]
-        conv.shift = norm.bias - norm.running_mean * scale
+        shift = norm.bias - norm.running_mean * scale
+        conv.register_buffer("scale", scale[:, None, None, None], persistent=False)
+        conv.register_buffer("shift", shift, persistent=False)
 
 
 class _FoldedConv2d(nn.Conv2d):

@@ -162,12 +162,13 @@ def load_trained_model(run: PlaceLike, *, which: Literal["best", "newest"] = "ne
     Example:
         >>> load_trained_model("no/such/run")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: There is no checkpoint in no/such/run. Train first.
+        colab_utils.errors.ColabUtilsError: There is no newest checkpoint in no/such/run. ...
     """
     state = CheckpointFolder(run).read(which)
     if state is None:
-        cure = "Train with validation shards first" if which == "best" else "Train first"
-        raise ColabUtilsError(f"There is no checkpoint in {run}. {cure}.")
+        raise ColabUtilsError(
+            f"There is no {which} checkpoint in {run}. Train first, for the best with val_shards."
+        )
     return read_model(state).eval()
 
 

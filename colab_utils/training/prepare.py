@@ -5,6 +5,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -86,9 +87,9 @@ def prepare_step(
     allow_detections(network, int(data.dataset.counts.max()))
     fold_norms(network)
     network.to(memory_format=torch.channels_last)
-    step = TrainingStep(network, device, ranks=ranks)
     # The schedule sets the rate before each step.
-    step.optimizer = make_optimizer(network, name=settings.model, learning_rate=0.0)
+    optimizer = make_optimizer(network, name=settings.model, learning_rate=0.0)
+    step = TrainingStep(network, device, optimizer=optimizer, ranks=ranks)
     if state:
         step.load_state(state)
     if device.type == "cuda" and settings.augment != OWN_TRANSFORMS:
@@ -173,16 +174,10 @@ def plan_memory(
     )
 
 
-class _BlankImages:
-    """The images of a dataset in black, with masks that fill their boxes."""
-
-    def __init__(self, dataset: ShardDataset) -> None:
-        self.describe = dataset.describe
-
-    def read_into(self, index: int, pixels: NDArray[np.uint8], bits: NDArray[np.uint8]) -> None:
-        """Write the pixels and the mask bits of an image."""
-        pixels[:] = 0
-        bits[:] = 0xFF
+def _draw_black(index: int, pixels: NDArray[np.uint8], bits: NDArray[np.uint8]) -> None:
+    """Write a black image, with masks that fill their boxes."""
+    pixels[:] = 0
+    bits[:] = 0xFF
 
 
 def _make_batch(dataset: ShardDataset | CocoFolder, indices: Sequence[int]) -> PackedBatch:
@@ -193,9 +188,8 @@ def _make_batch(dataset: ShardDataset | CocoFolder, indices: Sequence[int]) -> P
     if isinstance(dataset, CocoFolder):
         dataset.read_ahead(indices)
         return collate_packed([dataset.read_packed(index) for index in indices])
-    shape, memory = write_batch(
-        _BlankImages(dataset), indices, lambda size: np.empty(size, np.uint8)
-    )
+    blank = SimpleNamespace(describe=dataset.describe, read_into=_draw_black)
+    shape, memory = write_batch(blank, indices, lambda size: np.empty(size, np.uint8))
     return open_batch(torch.from_numpy(memory), shape)
 
 

@@ -39,14 +39,10 @@ class TrainingPlan(TrainSettings):
     """Processes that train together."""
     most_objects: int = 0
     """Objects of the image that has the most."""
+    order: str = ""
+    """Checksum of the ids of the training images, in their order."""
 
     def __str__(self) -> str:
-        together = f" by {self.ranks} processes" if self.ranks > 1 else ""
-        skipped = ""
-        if self.skipped_images:
-            skipped = f", {self.skipped_images} more left out (no objects)"
-        classes = format_count(self.num_classes - 1, "class", "classes")
-        resumed = f", resumed after step {self.first_step}" if self.first_step else " of a new run"
         memory = ""
         if self.peak_bytes:
             memory = (
@@ -54,11 +50,13 @@ class TrainingPlan(TrainSettings):
                 f"{format_bytes(self.limit_bytes)}, in parts: {self.parts}"
             )
         return (
-            f"{self.model} from {self.starts_from} weights on {self.device} "
-            f"in {self.precision}{together}: {classes}, "
-            f"{format_count(self.images, 'image')}{skipped}, batches of {self.batch_size}, "
-            f"shorter side {self.min_size} px, augmentation {self.augment}, "
-            f"learning rate {self.learning_rate:g}, {self.steps} steps{resumed}{memory}"
+            f"{self.model} from {self.starts_from} weights on {self.device} in {self.precision} by "
+            f"{format_count(self.ranks, 'process', 'processes')}: "
+            f"{format_count(self.num_classes - 1, 'class', 'classes')}, "
+            f"{format_count(self.images, 'image')} ({self.skipped_images:,} more have no objects), "
+            f"batches of {self.batch_size}, shorter side {self.min_size} px, augmentation "
+            f"{self.augment}, learning rate {self.learning_rate:g}, steps {self.first_step + 1} to "
+            f"{self.steps}{memory}"
         )
 
 
@@ -79,12 +77,9 @@ def make_plan(
         loader: It stands at the place in the epoch where the run continues.
         first_step: Steps that earlier sessions did.
     """
-    steps = settings.steps
     later_epochs = (settings.epochs or 1) - loader.epoch - 1
-    if not steps:
-        steps = first_step
-        if later_epochs >= 0:
-            steps += loader.left + later_epochs * -(-len(data.rows) // loader.batch_size)
+    left = loader.left + later_epochs * -(-len(data.rows) // loader.batch_size)
+    steps = settings.steps or first_step + max(0, left)
     return TrainingPlan(
         **vars(replace(settings, steps=steps)),
         **data.count(),
@@ -195,7 +190,7 @@ class TrainReport:
             text += f"; {self.skipped_steps} steps skipped"
         if self.ap:
             text += f"; {self.ap}"
-        if self.best and self.best.step != self.steps:
+        if self.best:
             text += f"; best after step {self.best.step}: {self.best}"
         if self.steps < self.plan.steps:
             text += (

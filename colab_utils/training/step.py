@@ -289,17 +289,11 @@ def join_ranks(device: torch.device) -> Iterator[Ranks]:
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         yield Ranks()
         return
-    # If the user has made a process group, it is used, and not destroyed afterwards.
-    joins = not distributed.is_initialized()
-    if joins:
-        distributed.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo", timeout=_PATIENCE
-        )
+    distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_PATIENCE)
     try:
         yield find_ranks()
     finally:
-        if joins:
-            distributed.destroy_process_group()
+        distributed.destroy_process_group()
 
 
 @contextmanager

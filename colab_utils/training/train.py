@@ -216,7 +216,7 @@ def train(
         stack.enter_context(closing(loader))
         with share_errors(ranks):
             if state:
-                loader.load_state_dict(data.match_state(state["loader"], state["order"]))
+                loader.load_state_dict(data.match_state(state["loader"], state["plan"]["order"]))
             plan = make_plan(step, settings, data, loader, first_step=state["step"] if state else 0)
             trainer = Trainer(plan, step, loader, folder, data, ends_s=ends_s)
             if state:

@@ -5,7 +5,7 @@ import signal
 import threading
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -91,7 +91,6 @@ class Trainer:
         self.skipped = 0
         self._skipped_in_a_row = 0
         self._position = loader.state_dict()
-        self._order = data.order
         # The number of the signal that asked this run to stop; 0 without one.
         self._signal = 0
         self._is_evaluating = False
@@ -181,12 +180,11 @@ class Trainer:
         self.clock.end_step()
         self.losses.append(loss)
         self._position = self.loader.state_dict()
-        if not self.step.is_skipped:
-            self._skipped_in_a_row = 0
-        elif targets is not None:
-            self._note_skipped(loss, [int(target["image_id"]) for target in targets])
+        if self.step.is_skipped:
+            ids = getattr(images, "image_ids", [])
+            self._note_skipped(loss, [target["image_id"] for target in targets or ()] or ids)
         else:
-            self._note_skipped(loss, [] if batch is None else batch.image_ids.tolist())
+            self._skipped_in_a_row = 0
 
     def _choose_flips(self, total: int) -> list[bool] | None:
         """Choose which images of a batch are mirrored, and return the choice for this process.
@@ -195,8 +193,9 @@ class Trainer:
         """
         if self.plan.augment != "flip":
             return None
-        draws = np.random.default_rng([self.plan.seed, self.done]).random(total)
-        return [draw < 0.5 for draw in draws.tolist()[self.ranks.rank :: self.ranks.count]]
+        draws = np.random.default_rng([self.plan.seed, self.done]).random(total) < 0.5
+        flips: list[bool] = draws[self.ranks.rank :: self.ranks.count].tolist()
+        return flips
 
     def _seed(self) -> None:
         """Seed torch's random numbers from the seed, the step and the process.
@@ -267,11 +266,10 @@ class Trainer:
 
     def save(self, *, is_last: bool = False) -> None:
         """Write a checkpoint in a thread, if a step was done since the last checkpoint."""
-        if self.done == self._saved_step:
-            return
         # If the last step was skipped, the weights may give no finite loss any more. They must not
         # replace those of the last checkpoint.
-        if self._skipped_in_a_row and not is_last:
+        limit = _MOST_SKIPPED if is_last else 1
+        if self.done == self._saved_step or self._skipped_in_a_row >= limit:
             return
         if self.ranks.is_first:
             state = {
@@ -280,7 +278,6 @@ class Trainer:
                 "optimizer": self.step.optimizer.state_dict(),
                 "scaler": self.step.scaler.state_dict(),
                 "loader": self._position,
-                "order": self._order,
                 "losses": torch.tensor(self.losses, dtype=torch.float64),
             }
             self.writer.submit(state, step=self.done)
@@ -326,17 +323,15 @@ class Trainer:
         if best and best["validation"] == self.validation.fingerprint:
             self.best = AveragePrecision(**best["ap"])
 
-    def _note_skipped(self, loss: float, ids: list[int]) -> None:
+    def _note_skipped(self, loss: float, ids: Iterable[Any]) -> None:
         """Count a skipped step, warn of the first one, and stop training after too many in a row.
 
         All processes have skipped the same steps, so all of them stop.
         """
-        text = f"step {self.done}, of the images with the ids {', '.join(map(str, ids))}"
+        names = ", ".join(str(int(number)) for number in ids)
+        text = f"step {self.done}, of the images with the ids {names}"
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row >= _MOST_SKIPPED:
-            # This keeps weights from being saved that are of no use any more.
-            self._saved_step = self.done
-            self.writer.finish()
             raise ColabUtilsError(
                 "A step needs a finite loss and finite gradients, and there were none in the last "
                 f"{_MOST_SKIPPED} steps. The last of these was {text}. Look at these images, and "
@@ -398,9 +393,7 @@ class Trainer:
         """Stop if a signal reached this process or another one, and return whether the budget is
         used up. All processes stop after the same step.
         """
-        steps = 1
-        if self.ranks.count > 1:
-            steps = _AGREE_STEPS
+        steps = _AGREE_STEPS if self.ranks.count > 1 else 1
         # Asking the other processes takes time, so it is done every few steps.
         if self.done % steps and self.done < self.plan.steps:
             return False

@@ -169,7 +169,7 @@ def test_the_report_holds_every_step(undisturbed, tiny_shards):
     losses = tuple(LossPoint(0, loss) for loss in (math.inf, 3.0, 2.0, math.nan))
     for shown, expected in ((losses, "loss 3.00 -> 2.00, "), ((), "loss nan -> nan, ")):
         assert expected in str(dataclasses.replace(undisturbed, losses=shown))
-    assert "tiny from random weights on cpu in float32: 6 classes" in str(plan)
+    assert "tiny from random weights on cpu in float32 by 1 process: 6 classes" in str(plan)
     content = torch.load(undisturbed.checkpoint, weights_only=True)
     assert content["class_names"] == dataset.class_names
     assert content["category_ids"] == dataset.category_ids
@@ -772,7 +772,7 @@ def test_an_epoch_is_the_default_and_has_no_best_without_validation_images(train
     report = train_here(batch_size=4)
     assert report.steps == -(-report.plan.images // 4) == 2
     assert report.best is None
-    with pytest.raises(ColabUtilsError, match="Train with validation shards first"):
+    with pytest.raises(ColabUtilsError, match="for the best with val_shards"):
         load_trained_model(tmp_path, which="best")
 
 
