@@ -381,7 +381,7 @@ def test_training_goes_on_from_the_ssd_when_drive_is_lost(world, monkeypatch):
     status, shown, _ = world.run("train")
     assert status == 2, shown
     assert f"step {STEPS}/{STEPS}" in log[-1]
-    assert re.search(r"note: Drive does not answer: checkpoint checkpoint-\d+\.pt waits in", shown)
+    assert re.search(r"Drive got disconnected.* checkpoint checkpoint-\d+\.pt waits in", shown)
     errors = [line for line in shown.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, shown
     assert (

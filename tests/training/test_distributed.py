@@ -320,19 +320,14 @@ def test_one_process_of_a_host_makes_its_shards_and_all_take_the_same_batches(
     assert not (tmp_path / "run-1").exists()
 
 
-def load_epoch(made, folder, shard_mb):
-    """The images of a loop of the user's own, or its error; each rank has a disk of its own."""
+def load_epoch(made, folder):
+    """The images of a loop of the user's own; each rank has a disk of its own."""
     ssd = folder / f"ssd-{os.environ['RANK']}"
     os.environ["LOCAL_RANK"] = "0"
     with join_ranks(torch.device("cpu")):
-        dataset = open_dataset(
-            made.images, made.annotations, drive=None, ssd=ssd, shard_mb=shard_mb
-        )
+        dataset = open_dataset(made.images, made.annotations, drive=None, ssd=ssd, shard_mb=0.02)
         loader = make_loader(dataset, batch_size=4, workers=0, deliver="packed")
-        try:
-            images = [image for batch in loader for image in batch.image_ids.tolist()]
-        except ColabUtilsError as error:
-            images = str(error)
+        images = [image for batch in loader for image in batch.image_ids.tolist()]
         dataset.stop()
     return [type(dataset).__name__, images]
 
@@ -340,18 +335,9 @@ def load_epoch(made, folder, shard_mb):
 def test_a_loop_of_the_users_own_agrees_on_the_order(run_ranks, made, shards, tmp_path):
     copy_shards(shards, tmp_path / "ssd-1")
     slow_down(made.images, SLOW)
-    (kind, images), (other_kind, others) = run_ranks(2, load_epoch, made, tmp_path, 0.02)
+    (kind, images), (other_kind, others) = run_ranks(2, load_epoch, made, tmp_path)
     assert (kind, other_kind) == ("LooseFiles", "ShardDataset")
     assert sorted(images + others) == sorted(ShardDataset(shards).image_ids.tolist())
-
-
-def test_a_loop_of_the_users_own_with_other_shards_on_a_host_ends_everywhere(
-    run_ranks, made, shards, tmp_path
-):
-    copy_shards(shards, tmp_path / "ssd-0")
-    (_, error), (_, other) = run_ranks(2, load_epoch, made, tmp_path, 9)
-    assert error == other
-    assert error.startswith("The processes that train together do not load the same")
 
 
 def refuse_to_train(folders, run, options):
