@@ -113,24 +113,20 @@ BAD = [
     ("preprocess --images {}/nope --annotations {}/coco.json NEW", "There is no image folder"),
     ("verify --shards {}/nope", "nope"),
     ("copy --shards {}/nope --to {}/target", "nope"),
-    ("copy --images {}/images --annotations {}/no.json --to {}/new", "no.json"),
     ("train --shards {}/nope --run {}/run", "nope"),
     ("train SHARDS --val-shards {}/nope --run {}/run", "nope"),
     ("compare --images {}/nope --annotations {}/coco.json --report {}/report", "nope"),
     # The files hold no COCO.
     ("check --images {}/images --annotations {}/captions.json", "captions.json"),
     ("preprocess --images {}/images --annotations {}/text.json NEW", "text.json"),
-    ("compare --images {}/images --annotations {}/text.json --report {}/r", "text.json"),
     ("preprocess --images {}/images --annotations {}/empty.json NEW", "is empty. Name another"),
     # The shards are none, not whole, or of a newer version.
     ("verify --shards {}/cut", "cut short"),
     ("verify --shards {}/newer", "version"),
     ("verify --shards {}/coco.json", ""),
-    ("diagnose --shards {}/cut", ""),
     ("diagnose --shards {}/lacking", ""),
     ("copy --shards {}/cut --to {}/to", ""),
     ("train --shards {}/cut --run {}/run --steps 1", ""),
-    ("train SHARDS --val-shards {}/newer --run {}/run --steps 1", "version"),
     # Nothing has these names.
     ("train SHARDS --run {}/run --model yolo", "yolo"),
     ("compare COCO --report {}/report --strategies magic", "magic"),
@@ -143,17 +139,13 @@ BAD = [
     ("preprocess COCO NEW --storage zip", "invalid choice"),
     ("preprocess COCO NEW --max-bad 1.5", ""),
     ("preprocess COCO NEW --part 3", "Pass (i, n)"),
-    ("preprocess COCO NEW --part 3/2", "of 2 or less"),
     ("preprocess COCO NEW --part a/b", ""),
-    ("diagnose COCO --batch-size 0", ""),
     ("diagnose COCO --step-ms 0", ""),
     ("train SHARDS --run {}/run --steps 1 --epochs 1", ""),
-    ("train SHARDS --run {}/run --seed -1", ""),
     # One thing stands in place of another.
     ("diagnose SHARDS COCO", "--shards alone"),
     ("copy SHARDS --to {}/shards", "source and target at once"),
     ("copy SHARDS --to {}/coco.json", "coco.json"),
-    ("copy --images {}/images --to {}/coco.json", "coco.json"),
     ("copy --images {}/images --to {}/images/new", "lies in"),
     ("copy --images {}/images --to s3://bucket/new", "s3://bucket/new"),
     ("copy --images {}/images SHARDS --to {}/new", "See --help"),
@@ -168,7 +160,6 @@ BAD = [
     ("compare --images {}/images --report {}/report", "--annotations"),
     # The folder holds no receipt.
     ("compare --against {}/coco.json --report {}/report", "coco.json"),
-    ("compare --against {}/nope.json --report {}/report", "nope.json"),
     ("check COCO --repair {}/coco.json", "nothing of yours is overwritten"),
     # The place of the JSON is checked before the work.
     ("check COCO --json {}/nope/out.json", "nope"),
@@ -179,7 +170,6 @@ BAD = [
     # Nothing can be written into these places.
     ("preprocess COCO --shards /proc/colab_utils", "Writing into /proc"),
     ("copy SHARDS --to /proc/colab_utils", "/proc"),
-    ("train SHARDS --run /proc/colab_utils --steps 1", "/proc"),
 ]
 
 

@@ -234,7 +234,7 @@ def _fetch_pretrained(name: str) -> Mapping[str, Any] | None:
     except Exception as error:
         text = (
             f"{name} starts from random weights because its weights could not be downloaded "
-            f"({getattr(error, 'reason', error)}). It needs many more steps."
+            f"({error}). It needs many more steps."
         )
         warnings.warn(text, ColabUtilsWarning, stacklevel=3)
         return None

@@ -165,10 +165,9 @@ class TrainingStep:
         """Train batches in twice as many parts, because a batch of ``count`` images did not fit."""
         self.free_memory()
         if self.ranks.count > 1 or self.parts >= min(MOST_PARTS, count):
-            size = -(-count // self.parts)
             raise ColabUtilsError(
-                f"{size} of the {count} images of a batch do not fit into the GPU's memory. Train "
-                "smaller batches, a smaller min_size or a lighter model."
+                f"The {count} images of a batch do not fit into the GPU's memory, in {self.parts} "
+                "parts neither. Train smaller batches, a smaller min_size or a lighter model."
             )
         self.parts *= 2
         text = (

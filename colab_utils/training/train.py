@@ -1,13 +1,13 @@
 """Train a Mask R-CNN: ``train`` opens data, chooses settings, prepares a step and makes a plan."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from math import inf
 from pathlib import Path
 from time import perf_counter
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch.utils.data import Subset
@@ -203,8 +203,7 @@ def train(
         if workers == "auto" and device.type == "cpu":
             workers = 1
         loader = make_loader(
-            # An array takes a quarter of the memory of a list.
-            Subset(dataset, cast(Sequence[int], data.rows)),
+            Subset(dataset, data.rows.tolist()),
             batch_size=settings.batch_size,
             device=device,
             seed=seed,
@@ -289,7 +288,7 @@ def _choose_settings(
                 f"The run of {state['path']} was begun with transforms, and this call has none. "
                 "Pass them again as augment."
             )
-        session = asdict(settings) | data.count()
+        session = vars(settings) | data.count()
         for name in ("dataset", "model", "num_classes", "min_size", "max_size", "seed"):
             if state["plan"][name] != session[name]:
                 raise ColabUtilsError(

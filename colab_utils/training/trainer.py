@@ -6,7 +6,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain, repeat
@@ -286,8 +286,8 @@ class Trainer:
     def _save_last(self) -> None:
         """Save the last state, and send the checkpoints that wait on this machine to Drive.
 
-        If Drive does not take them, a warning says where they lie. An error instead of the warning
-        would hide the error that ended training, or prevent the last evaluation.
+        If Drive does not take them, the warning that they wait has said where they lie. An error
+        would hide the error that ended training.
         """
         try:
             # In the middle of a step some weights are new and others old: that is no state to save.
@@ -296,10 +296,8 @@ class Trainer:
         finally:
             self.writer.finish()
             if self.ranks.is_first:
-                try:
+                with suppress(DriveLostError):
                     self.folder.send_waiting()
-                except DriveLostError as error:
-                    warnings.warn(str(error), ColabUtilsWarning, stacklevel=2)
 
     def load_state(self, state: State) -> None:
         """Take the step, the losses and the best precision so far from a checkpoint.
@@ -335,8 +333,7 @@ class Trainer:
             raise ColabUtilsError(
                 "A step needs a finite loss and finite gradients, and there were none in the last "
                 f"{_MOST_SKIPPED} steps. The last of these was {text}. Look at these images, and "
-                f"go on from {self.folder.paths.get('newest', 'the start')} with a learning_rate "
-                f"below {self.plan.learning_rate:g}."
+                "go on from the last checkpoint with a lower learning_rate."
             )
         # With float16, a gradient may overflow while the loss is finite. The scaler then tries a
         # smaller scale, which is usual.

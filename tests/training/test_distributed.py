@@ -369,7 +369,7 @@ def test_ranks_with_other_images_of_the_same_number_are_refused(run_ranks, shard
     write_index(folders[1], dataclasses.replace(index, shards=index.shards[::-1]))
     messages = run_ranks(2, refuse_to_train, folders, tmp_path / "run", [{"steps": 1}] * 2)
     assert messages[0] == messages[1]
-    assert "order of the images" in messages[0]
+    assert "other data or settings" in messages[0]
 
 
 @pytest.mark.parametrize(("rank", "shards_of_1"), [(1, "none"), (0, "shards")])

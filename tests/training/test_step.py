@@ -164,6 +164,6 @@ def test_libraries_run_out_of_memory_in_words_of_their_own(text):
 
 def test_out_of_memory_is_said_in_words():
     step = TrainingStep(Greedy(0), "cpu")
-    words = r"1 of the 2 images of a batch do not fit .* a smaller min_size"
+    words = "2 images of a batch do not fit .*, in 2 parts .* a smaller min_size"
     with pytest.warns(ColabUtilsWarning), pytest.raises(ColabUtilsError, match=words):
         step(*make_images(2))

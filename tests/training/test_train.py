@@ -311,20 +311,20 @@ def test_what_ends_a_run_is_raised_and_what_waits_is_sent(
     train_here, tmp_path, refusals, error, times
 ):
     name = "checkpoint-00000002.pt"
+    waiting = CheckpointFolder(tmp_path).waiting
     refusals[name] = times
 
     def stop():
         raise error("the reason")
 
     with (
-        pytest.warns(ColabUtilsWarning, match="Drive got disconnected") as caught,
+        pytest.warns(ColabUtilsWarning, match=f"{name} waits in {waiting}"),
         pytest.raises(error, match="the reason"),
     ):
         train_here(steps=3, log=act_at(2, stop))
-    is_lost = times == ALWAYS
-    assert list_names(CheckpointFolder(tmp_path).waiting if is_lost else tmp_path) == [name]
-    is_named = [f"is not in {tmp_path}" in str(warning.message) for warning in caught]
-    assert is_named.count(True) == is_lost
+    assert list_names(waiting if times == ALWAYS else tmp_path) == [name]
+    # Another run of the tests may use the same folder.
+    shutil.rmtree(waiting, ignore_errors=True)
 
 
 def test_what_waits_is_sent_where_the_state_itself_is_not_saved(
@@ -443,7 +443,7 @@ def test_a_run_of_nothing_but_skipped_steps_ends_in_words(train_here, tmp_path, 
         return len(seen) > 4
 
     break_images(monkeypatch, is_broken)
-    text = r"^.*last 20 steps\. .* step 22, .* ids \d+, \d+\. .*00002\.pt.*learning_rate.*$"
+    text = r"^.*last 20 steps\. .* step 22, .* ids \d+, \d+\. .*learning_rate.*$"
     with pytest.raises(ColabUtilsError, match=text):
         train_here(steps=30, checkpoint_steps=1)
     assert list_names(tmp_path) == ["checkpoint-00000001.pt", "checkpoint-00000002.pt"]
