@@ -155,13 +155,14 @@ def _read_part(text: str) -> list[float | str]:
     return [*map(_read_number, text.split("/"))]
 
 
-# How the text of an option is read, by the word for its value in the help. Others are numbers.
+# How the text of an option is read, by the word for its value in the help. Others are counts.
 _READERS: dict[str, Callable[[str], Any]] = {
     "DIR": require_local_path,
     "FILE": require_local_path,
     "DIR|URL": open_place,
     "FILE|URL": open_place,
     "I/N": _read_part,
+    "X": float,
     "TIME": str,
     "NAME": str,
     "NAMES": partial(str.split, sep=","),

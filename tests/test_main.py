@@ -134,7 +134,7 @@ BAD = [
     # Numbers are out of range, or are none.
     ("preprocess COCO NEW --min-size 0", ""),
     ("preprocess COCO NEW --shard-mb nan", ""),
-    ("preprocess COCO NEW --shard-mb big", "expected shard_mb"),
+    ("preprocess COCO NEW --shard-mb big", "invalid float"),
     ("preprocess COCO NEW --workers 0", "workers of 1 or more"),
     ("preprocess COCO NEW --storage zip", "invalid choice"),
     ("preprocess COCO NEW --max-bad 1.5", ""),
