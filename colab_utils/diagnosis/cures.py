@@ -6,8 +6,7 @@ from typing import Any
 from colab_utils.diagnosis.processes import Activity
 from colab_utils.loading.workers import WorkerJob
 
-# A message names at most this many samples of a batch, and this many lines of a stack.
-_NAMED_SAMPLES = 16
+# A message names at most this many lines of a stack.
 _NAMED_LINES = 4
 
 
@@ -89,12 +88,19 @@ def make_cause(id: str, share: float, why: str, *, cure: str = "", **words: Any)
     return Cause(id, share, why, CURES[cure or id].format(**words))
 
 
+FILES = (
+    "each tensor that a worker sends takes one until the batch is freed. Raise the limit (`ulimit "
+    '-n 65536`, before Python starts), call torch.multiprocessing.set_sharing_strategy("file_system'
+    '"), or keep no batches. make_loader sends a batch in few files.'
+)
+"""What to do where a process has used up the files that it may open."""
+
 # The words for each verdict, and what to do about it.
 FINDINGS = {
     # What to do about a dead worker depends on how it ended. `Stall.cure` says it.
     "dead": ("ended ({call})", ""),
     "read": (
-        "is stuck in a read ({call} of {file})",
+        "waits in a read ({call} of {path})",
         "Leave this file out, copy it to the disk, or remount Drive.",
     ),
     "lock": (
@@ -103,7 +109,8 @@ FINDINGS = {
     ),
     "lost": (
         "is idle, but its batch never arrived",
-        "If /dev/shm is full, use smaller batches or make_loader.",
+        "If /dev/shm is full, use smaller batches or make_loader. If a worker wrote that too many "
+        f"files are open: {FILES}",
     ),
     "waiting": (
         "waits in {call}",
@@ -122,7 +129,7 @@ class Stall:
 
     verdict: str
     """Why the batch does not come, a key of `FINDINGS`. The process that has the batch is "dead",
-    is stuck in a "read", waits for a "lock", is "waiting" in another system call, or is only
+    waits in a "read", waits for a "lock", is "waiting" in another system call, or is only
     "slow". If the process is idle, the batch was "lost" after it was loaded.
     """
     waited_s: float
@@ -131,7 +138,7 @@ class Stall:
     seen: Activity
     """What the worker, or this process, does. For a dead worker, ``call`` is how it ended."""
     file: str
-    """The file that the sample is read from; "" if it is not known."""
+    """The file that the sample is read from; "" if it is not known, or if ``seen`` has it."""
     cure: str
     """What to do."""
 
@@ -143,7 +150,7 @@ class Stall:
         else:
             who = f"worker {self.job.worker} (pid {self.job.pid})"
         words, _ = FINDINGS[self.verdict]
-        what = words.format(call=self.seen.call or "a call", file=self.file)
+        what = words.format(call=self.seen.call or "a call", path=self.seen.path)
         waited = f"No batch came for {self.waited_s:.3g} s"
         return f"{waited}: {who} {what}{self._describe_place()}."
 
@@ -155,12 +162,10 @@ class Stall:
         place = ""
         if self.seen.sample is not None:
             place = f", at sample {self.seen.sample}"
-            # For the verdict "read", the finding has named the file already.
-            if self.file and self.verdict != "read":
+            if self.file:
                 place += f" ({self.file})"
         elif self.job.indices:
-            samples = ", ".join(map(str, self.job.indices[:_NAMED_SAMPLES]))
-            place = f", at one of samples {samples}"
+            place = f", at one of samples {', '.join(map(str, self.job.indices))}"
         if self.seen.stack:
             lines = [line.rpartition("/")[2] for line in self.seen.stack[:_NAMED_LINES]]
             place += f", in {' < '.join(lines)}"

@@ -2,20 +2,17 @@
 
 import os
 import re
-import sys
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from linecache import getline
-from traceback import walk_stack
+from traceback import extract_stack
 
 from colab_utils.diagnosis.processes import NO_SAMPLE, SERVES, Activity, WorkerMonitor
 from colab_utils.diagnosis.system_calls import find_wait, read_call
 
-# Fewer looks than this are no evidence. Otherwise, at least half of them must show the same. At the
-# start of a pass, fewer looks are enough if all of them show the same.
+# Fewer looks than this are no evidence. Otherwise, at least half of them must show the same.
 _LEAST_LOOKS = 5
-_LEAST_AT_START = 3
 _LOADERS = re.compile(r"/torch/utils/data/dataloader\.py:|/colab_utils/loading/loader\.py:")
 _IN_LOADERS = re.compile(f"/torch/utils/data/|{_LOADERS.pattern}")
 # Files whose code runs while a process waits for its workers, and while it receives a batch.
@@ -51,11 +48,9 @@ _Place = tuple[str, tuple[str, ...]]
 
 def find_own_line() -> tuple[str, int]:
     """Return the file and the line of the innermost code that runs now and is no library's."""
-    # With its own frame among them, they would stay until garbage is collected.
-    frames = [*walk_stack(sys._getframe(1))]
-    own = [frame for frame in frames if not _LIBRARY.match(frame[0].f_code.co_filename)]
-    frame, line = (own or frames)[0]
-    return frame.f_code.co_filename, line
+    frames = extract_stack()
+    own = [frame for frame in frames if not _LIBRARY.match(frame.filename)] or frames
+    return own[-1].filename, own[-1].lineno or 0
 
 
 def _shorten(line: str) -> str:
@@ -169,10 +164,10 @@ class Looks:
         """Return the special place where the loop was in at least half of the looks at a phase; ""
         if there is no such place.
         """
-        for kind, _ in self.count_kinds(phase).most_common(1):
-            if self.measure_place(phase, kind)[0] >= 0.5:
-                return kind
-        return ""
+        kinds = self.count_kinds(phase)
+        total = kinds.total()
+        usual = [kind for kind in kinds if 2 * kinds[kind] >= total >= _LEAST_LOOKS]
+        return max(usual, default="")
 
     def describe_line(self, phase: str, who: str = "This process") -> str:
         """Return a sentence that names the function in which the loop was during most of a phase.
@@ -189,16 +184,13 @@ class Looks:
             for function, lines in self._list_functions(phase).items()
             if 2 * lines.total() >= total
         ]
-        if not usual:
-            return ""
-        count = usual[-1][1].total()
-        is_start = phase == "start" and count == total
-        if total < (_LEAST_AT_START if is_start else _LEAST_LOOKS):
+        if not usual or total < _LEAST_LOOKS:
             return ""
         own = [entry for entry in usual if not _LIBRARY.match(entry[0])] or usual
         inner, caller = (lines.most_common(1)[0][0] for _, lines in (usual[-1], own[-1]))
         text = " < ".join(dict.fromkeys(map(_shorten, (inner, caller))))
-        return f" {who} was seen at {text}{_read_code(caller)} (in {count} of {total} looks)."
+        _, seen = _measure(usual[-1][1].total(), total)
+        return f" {who} was seen at {text}{_read_code(caller)} ({seen})."
 
     def _list_functions(self, phase: str) -> dict[str, Counter[str]]:
         """Return how often each line of each function was seen in a phase. A function comes after

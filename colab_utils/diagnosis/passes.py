@@ -9,16 +9,16 @@ import threading
 import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter, sleep
 from typing import Any
 
-from colab_utils.diagnosis.cures import FINDINGS, Stall
+from colab_utils.diagnosis.cures import FILES, FINDINGS, Stall
 from colab_utils.diagnosis.looks import HANDOFF, WORKERS, name_place
 from colab_utils.diagnosis.processes import BLAMES, NO_SAMPLE, Activity, waiting
 from colab_utils.diagnosis.record import LoopRecord
 from colab_utils.diagnosis.summary import print_summary
-from colab_utils.diagnosis.system_calls import count_open_files, measure_use, read_ending
+from colab_utils.diagnosis.system_calls import measure_cpu, read_ending
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.workers import (
     WorkerDiedError,
@@ -61,8 +61,8 @@ class _Wait:
     """When the batch was asked for, by `time.perf_counter`."""
     due_s: float
     """The wait is explained when it has lasted this many seconds."""
-    verdicts: set[str] = field(default_factory=set)
-    """Verdicts on this wait that were reported already."""
+    verdict: str = ""
+    """The last verdict on this wait that was reported."""
     reason: str = ""
     """Why the wait is given up; "" if it is not."""
 
@@ -202,21 +202,6 @@ class Pass:
         else:
             error.add_note(BLAMES.format(sample))
 
-    def _describe_files(self, error: str = "") -> str:
-        """Say that a process has used up the files that it may open, as the text of an error may
-        say; "" if it has not.
-        """
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        count = max(map(count_open_files, (os.getpid(), *self._monitor.list_samples())))
-        if count < _MANY_FILES * limit and not re.search("ancdata|Too many open files", error):
-            return ""
-        return (
-            f"A process has {count} of at most {limit} files open: each tensor that a worker sends "
-            "takes one until the batch is freed. Raise the limit (`ulimit -n 65536`, before Python "
-            'starts), call torch.multiprocessing.set_sharing_strategy("file_system"), or keep no '
-            "batches. make_loader sends a batch in few files."
-        )
-
     def _take(self, wait: _Wait) -> Any:
         """Open the loader, or return the next batch. The monitor sees workers that are forked
         meanwhile.
@@ -278,6 +263,20 @@ class Pass:
         self.record.stalls.append(stall)
         return str(stall)
 
+    def _describe_files(self, error: str) -> str:
+        """Say that a process has used up the files that it may open, as the text of an error may
+        say; "" if it has not.
+        """
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        count = 0
+        for pid in (os.getpid(), *self._monitor.list_samples()):
+            # A worker may have ended.
+            with suppress(OSError):
+                count = max(count, len(os.listdir(f"/proc/{pid}/fd")))
+        if count < _MANY_FILES * limit and not re.search("ancdata|Too many open files", error):
+            return ""
+        return f"A process has {count} of at most {limit} files open: {FILES}"
+
     # --- the thread that watches
 
     def _watch(self) -> None:
@@ -309,9 +308,9 @@ class Pass:
 
     def _act(self, wait: _Wait, stall: Stall) -> None:
         """Report a stall if its verdict is new. Give up the wait if stalls are to be raised."""
-        is_new = not wait.reason and stall.verdict not in wait.verdicts
+        is_new = not wait.reason and stall.verdict != wait.verdict
         if is_new:
-            wait.verdicts.add(stall.verdict)
+            wait.verdict = stall.verdict
             self.record.stalls.append(stall)
         if self._raises:
             wait.reason = wait.reason or str(stall)
@@ -333,10 +332,8 @@ class Pass:
             seen = seen._replace(call=death.rpartition("(")[2])
         else:
             verdict, seen = self._observe(wait, job.pid)
-            # Where files are used up, a worker may be idle, wait, or ask again and again.
-            _, usual_cure = FINDINGS[verdict]
-            cure = self._describe_files() or usual_cure
-        file = seen.path if verdict == "read" else find_file(self._monitor.dataset, seen.sample)
+            _, cure = FINDINGS[verdict]
+        file = "" if verdict == "read" else find_file(self._monitor.dataset, seen.sample)
         return Stall(verdict, perf_counter() - wait.asked_s, job, seen, file, cure)
 
     def _observe(self, wait: _Wait, pid: int) -> tuple[str, Activity]:
@@ -345,15 +342,13 @@ class Pass:
         """
         is_own = pid == os.getpid()
         folder = f"/proc/{pid}/task/{self._thread.native_id}" if is_own else f"/proc/{pid}"
-        before = self._monitor.inspect(pid, self._thread)
-        cpu_began_s, read_before = measure_use(folder)
+        sample = self._monitor.inspect(pid, self._thread).sample
+        cpu_began_s = measure_cpu(folder)
         until_s = perf_counter() + _LOOK_S
         while self._wait is wait and perf_counter() < until_s:
             sleep(_TICK_S)
         seen = self._monitor.inspect(pid, self._thread)
-        cpu_s, read_so_far = measure_use(folder)
-        is_same = seen.sample == before.sample and read_so_far == read_before
-        if not is_same or cpu_s - cpu_began_s > _BUSY_S:
+        if seen.sample != sample or measure_cpu(folder) - cpu_began_s > _BUSY_S:
             verdict = "slow"
         elif self._monitor.is_idle(pid):
             verdict = "lost"

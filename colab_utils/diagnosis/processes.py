@@ -190,7 +190,7 @@ class WorkerMonitor:
         """
         rows = self._rows[["since_ns", "pid", "sample"]][self._rows["pid"] > 0]
         samples = {pid: sample for _, pid, sample in sorted(rows.tolist())}
-        if self.sees_samples:
+        if samples and self.sees_samples:
             return samples
         # A worker that waits for work polls a pipe.
         return {
@@ -229,13 +229,12 @@ class WorkerMonitor:
 
     def is_idle(self, pid: int) -> bool:
         """Return whether a worker is at no sample, and waits for work."""
-        row = self._rows[pid % _ROWS]
+        call, path = read_call(pid, pid)
+        is_at_sample = self.list_samples().get(pid) != NO_SAMPLE
         # Samples of an iterable dataset are not seen. So a worker of which no sample was seen may
         # be at work.
-        if row["sample"] != NO_SAMPLE or not row["sums"][0]:
-            return False
-        call, path = read_call(pid, pid)
-        return call in ("poll", "read") and not path.startswith("/")
+        is_free = self.sees_samples and not is_at_sample
+        return is_free and call in ("poll", "read") and not path.startswith("/")
 
     def read_stack(self, thread: threading.Thread) -> Activity:
         """Return what another thread of this process does, as far as Python knows.
@@ -314,9 +313,8 @@ def _mark_sample(row: Any, sample: int, count: int) -> Iterator[None]:
             row["sample"] = sample
         yield
         return
-    began_ns = monotonic_ns()
     cpu_began_s = process_time()
-    row["since_ns"] = began_ns
+    row["since_ns"] = monotonic_ns()
     row["sample"] = sample
     try:
         yield
@@ -333,7 +331,7 @@ def _mark_sample(row: Any, sample: int, count: int) -> Iterator[None]:
         ended_cpu_s = process_time()
         row["sums"] += (
             count,
-            (monotonic_ns() - began_ns) / 1e9,
+            (monotonic_ns() - row["since_ns"]) / 1e9,
             ended_cpu_s - cpu_began_s,
             cpu_began_s - row["cpu_s"],
         )
@@ -361,11 +359,10 @@ def _enter_child() -> None:
     # A worker must work even if it cannot note its samples.
     with suppress(Exception):
         dataset = _find_dataset()
-        if monitor is None and dataset is not None and len(hidden) == 1:
-            (monitor,) = hidden
+        if dataset is not None:
+            monitor = monitor or hidden[0]
         if monitor is not None:
             monitor.enter(dataset)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_enter_child)
+os.register_at_fork(after_in_child=_enter_child)

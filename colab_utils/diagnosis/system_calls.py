@@ -51,14 +51,13 @@ def read_ending(pid: int) -> str:
     return "" if psutil.pid_exists(pid) else "no reason given"
 
 
-def measure_use(folder: str) -> tuple[float, list[str]]:
-    """Return the CPU seconds that a process or a thread has used, and the bytes that it has read,
-    as Linux writes them. ``folder`` is its folder in /proc.
+def measure_cpu(folder: str) -> float:
+    """Return the CPU seconds that a process or a thread has used. ``folder`` is its folder in
+    /proc.
     """
     # The name of the program comes before these words, in brackets, and may hold spaces.
     times = _read(f"{folder}/stat").rpartition(")")[2].split()
-    cpu_s = sum(map(int, times[11:13])) / os.sysconf("SC_CLK_TCK")
-    return cpu_s, _read(f"{folder}/io").split()[1:2]
+    return sum(map(int, times[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def measure_memory() -> int:
@@ -86,18 +85,6 @@ def _sum_sizes(path: str, names: str) -> int:
     """Return the bytes that a file of Linux says in lines of these names, in total."""
     sizes = re.findall(rf"^(?:{names}):\s+(\d+) kB", _read(path), re.M)
     return 1024 * sum(map(int, sizes))
-
-
-def count_open_files(pid: int) -> int:
-    """Return how many files a process has open; 0 if Linux does not say.
-
-    Example:
-        >>> count_open_files(os.getpid()) > 2
-        True
-    """
-    with suppress(OSError):
-        return len(os.listdir(f"/proc/{pid}/fd"))
-    return 0
 
 
 def read_call(pid: int, task: int) -> tuple[str, str]:

@@ -41,7 +41,7 @@ def watch(
 
     A batch that takes longer than ``timeout_s`` is explained within a second, by a
     `ColabUtilsWarning` and a `Stall` in ``stalls``. They name the worker, its sample, its file and
-    its system call, and say whether the worker ended, is stuck in a read, waits for a lock, or is
+    its system call, and say whether the worker ended, waits in a read or for a lock, or is
     only slow. If the explanation changes during the wait, a new warning and a new `Stall` come.
     A worker reports its samples only if the watched loader forked it. The file of a sample is named
     if the dataset has a method ``find_path(index)``, as the datasets of this package have.

@@ -43,5 +43,5 @@ def test_shares_leave_out_the_very_first_wait():
 
 def test_the_hang_never_ends(tmp_path):
     around = partial(watch, timeout_s=2, on_stall="raise")
-    with pytest.raises(ColabUtilsError, match=r"stuck in a read.*pipe-37.*sample 37"):
+    with pytest.raises(ColabUtilsError, match=r"waits in a read.*pipe-37.*sample 37"):
         run_loop(CAUSES["hang"].make_loop, tmp_path, seconds=60, around=around)

@@ -162,10 +162,6 @@ def test_a_place_is_evidence_where_half_of_five_looks_say_the_same():
     assert looks.describe_line("wait") == " This process was seen at a.py:1 f (in 3 of 5 looks)."
     looks = make_looks(wait={"a.py:1 f": 3, "b.py:2 g": 2, "c.py:3 h": 2})
     assert looks.describe_line("wait") == ""
-    # At a start, fewer looks are enough if all of them show the same.
-    looks = make_looks(start={"a.py:1 f": 3}, wait={"a.py:1 f": 4})
-    assert "a.py:1 f (in 3 of 3 looks)" in looks.describe_line("start")
-    assert looks.describe_line("wait") == ""
 
 
 class _Looking(Dataset):
