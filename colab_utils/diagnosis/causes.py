@@ -90,7 +90,9 @@ def _explain_beside(step_share: float, share: float, record: LoopRecord) -> list
     share += step_share * looks.measure_place("step", OTHER_LOADER)[0]
     if share >= _LEAST_OTHER:
         why = "Beside its own batches, the loop waits for another loader."
-        causes.append(make_cause("other_loader", share, why + looks.describe_line("other")))
+        causes.append(
+            make_cause("other_loader", share, why + looks.describe_line("other", "Another loader"))
+        )
     part, seen = looks.measure_preparation()
     if part * step_share >= _LEAST_OTHER:
         why = f"This process works on each batch before it calls the model ({seen} at the step)."

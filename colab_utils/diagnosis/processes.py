@@ -20,7 +20,6 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch.utils.data import DataLoader, IterableDataset
 
 from colab_utils.diagnosis.system_calls import read_call, read_ending
 from colab_utils.processes import share_array
@@ -120,13 +119,8 @@ class WorkerMonitor:
             self._datasets.append(dataset)
         self.dataset = dataset
 
-    def enter(self, dataset: Any) -> None:
-        """Note the samples of this process, which is a worker, from now on. ``dataset`` is that of
-        the ``DataLoader`` that made the worker; None if it is not known.
-        """
-        # A wrapper around a DataLoader need not show its dataset.
-        if self.dataset is None:
-            self.follow(dataset)
+    def enter(self) -> None:
+        """Note the samples of this process, which is a worker, from now on."""
         row: Any = self._rows[os.getpid() % _ROWS]
         row["sample"] = NO_SAMPLE
         row["pid"] = os.getpid()
@@ -338,31 +332,17 @@ def _mark_sample(row: Any, sample: int, count: int) -> Iterator[None]:
         row["cpu_s"] = ended_cpu_s
 
 
-def _find_dataset() -> Any:
-    """Return the map-style dataset of the ``DataLoader`` that forked this process; None if there is
-    no such loader on the stack.
-    """
-    for frame, _ in walk_stack(None):
-        loader: Any = frame.f_locals.get("loader")
-        if isinstance(loader, DataLoader):
-            return None if isinstance(loader.dataset, IterableDataset) else loader.dataset
-    return None
-
-
 def _enter_child() -> None:
     """Make a forked worker note its samples."""
-    monitor = waiting.get(threading.get_ident())
     # The loop may wait for a thread that takes batches from a DataLoader.
-    hidden = [other for other in waiting.values() if other.dataset is None]
+    hidden = [monitor for monitor in waiting.values() if monitor.dataset is None]
+    monitor = waiting.get(threading.get_ident()) or next(iter(hidden), None)
     # A process that the worker forks is no worker.
     waiting.clear()
     # A worker must work even if it cannot note its samples.
     with suppress(Exception):
-        dataset = _find_dataset()
-        if dataset is not None:
-            monitor = monitor or hidden[0]
         if monitor is not None:
-            monitor.enter(dataset)
+            monitor.enter()
 
 
 os.register_at_fork(after_in_child=_enter_child)

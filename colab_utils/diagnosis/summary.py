@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from colab_utils.diagnosis.causes import find_causes, find_lost_share
 from colab_utils.diagnosis.cures import Cause
-from colab_utils.diagnosis.looks import BACKWARD, Looks
+from colab_utils.diagnosis.looks import Looks
 from colab_utils.diagnosis.memory_growth import Growth, find_growth
 from colab_utils.diagnosis.record import LoopRecord
 from colab_utils.loading.devices import find_ranks
@@ -20,8 +20,6 @@ from colab_utils.units import format_seconds
 _Array = NDArray[Any]
 # If a loop has at least this many batches for each step of the optimizer, it accumulates gradients.
 _ACCUMULATES = 1.5
-# In a step, the backward pass takes more than this share of the time.
-_BACKWARD_SHARE = 0.2
 
 
 @dataclass(frozen=True)
@@ -116,10 +114,6 @@ def summarise(record: LoopRecord) -> Summary | None:
     if not len(parts_s):
         return None
     looks = record.looks
-    if looks.measure_place("between", BACKWARD)[0] > _BACKWARD_SHARE:
-        # The optimizer steps first, and the passes of this batch follow: they are its step.
-        parts_s[:, 1] += parts_s[:, 2]
-        parts_s[:, 2] = 0
     unseen = _list_unseen(parts_s, record)
     parts_s = split_micro_batches(parts_s)
     is_first = np.isin(np.arange(len(parts_s)), clock.firsts)
@@ -170,8 +164,8 @@ def _list_unseen(parts_s: _Array, record: LoopRecord) -> tuple[str, ...]:
         )
     if record.workers and not record.monitor.read_times().samples:
         unseen.append(
-            "Samples in the workers were not seen: this needs forked workers, and a dataset with "
-            "indices."
+            "Samples in the workers were not seen: this needs forked workers, and a loader that "
+            "shows a dataset with indices."
         )
     return tuple(unseen)
 

@@ -388,28 +388,6 @@ def test_a_sample_that_waits_for_another_process_is_not_idle():
         list(watch(loader, timeout_s=1, on_stall="raise"))
 
 
-def step_first(batch):
-    """Step the optimizer before the passes of the batch, as for the gradients of the last one."""
-    layer = torch.nn.Linear(1000, 250)
-    optimizer = torch.optim.SGD(layer.parameters())
-    optimizer.step()
-    for _ in range(60):
-        layer(batch).square().mean().backward()
-
-
-def test_passes_that_follow_the_step_of_the_optimizer_are_a_step():
-    watched = watch([torch.rand(100, 1000)] * 10_000)
-    for batch in watched:
-        step_first(batch)
-        if watched._record.looks.places["between"].total() > 8:
-            break
-    summary = watched.summary()
-    assert {part.name: round(part.share) for part in summary.parts}["step"] == 1
-    # A machine may be busy with other work, too.
-    assert "between" not in [cause.id for cause in summary.causes]
-    assert "at the end of a batch" in summary.unseen[0]
-
-
 def test_workers_are_listed_from_the_oldest_sample_on():
     monitor = WorkerMonitor(None)
     monitor._rows["pid"][:3] = (101, 102, 105)
