@@ -6,11 +6,12 @@ Samples come in a seeded order. Worker processes pack them into shared buffers, 
 import math
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from copy import copy
 from dataclasses import KW_ONLY, dataclass
+from functools import wraps
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ _TWO_PASSES = (
     "same time, make a loader for each."
 )
 
+_P = ParamSpec("_P")
 # What takes the place of an argument of torch's ``DataLoader``.
 _COUNTERPARTS = {
     "num_workers": "pass workers",
@@ -56,6 +58,19 @@ _COUNTERPARTS = {
 Delivery = Literal["dense", "packed"]
 
 
+def _explain_arguments(function: Callable[_P, "Loader"]) -> Callable[_P, "Loader"]:
+    """Say what takes the place of an argument of ``DataLoader``, where one is passed."""
+
+    @wraps(function)
+    def call(*arguments: _P.args, **options: _P.kwargs) -> "Loader":
+        for name in _COUNTERPARTS.keys() & options.keys():
+            raise ColabUtilsError(f"make_loader has no {name}: {_COUNTERPARTS[name]}.")
+        return function(*arguments, **options)
+
+    return call
+
+
+@_explain_arguments
 def make_loader(
     dataset: Dataset[Any],
     *,
@@ -73,7 +88,6 @@ def make_loader(
     transforms: Transforms | None = None,
     max_bad: float = 0,
     max_wait_s: float | None = None,
-    **others: Any,
 ) -> "Loader":
     """Make a loader whose batches arrive ready on the device.
 
@@ -137,7 +151,6 @@ def make_loader(
             sample stops the loop for about two times as long at most. A shard that is still being
             copied or written is waited for without this limit. The limit needs workers. Default:
             None, which waits without a limit.
-        others: Arguments of ``DataLoader`` are refused, with a word of what takes their place.
 
     Raises:
         ColabUtilsError: The dataset is empty or has no length, an argument is out of range, or the
@@ -160,9 +173,6 @@ def make_loader(
         2 torch.float32 torch.Size([1, 8, 8])
         1 torch.float32 torch.Size([1, 8, 8])
     """
-    for name in others:
-        counterpart = _COUNTERPARTS.get(name, "see help(make_loader)")
-        raise ColabUtilsError(f"make_loader has no {name}: {counterpart}.")
     require_linux("share memory between processes")
     torch_device = find_device(device)
     require_choice("deliver", deliver, ("dense", "packed"))
