@@ -388,13 +388,6 @@ def test_a_sample_that_waits_for_another_process_is_not_idle():
         list(watch(loader, timeout_s=1, on_stall="raise"))
 
 
-def test_workers_are_listed_from_the_oldest_sample_on():
-    monitor = WorkerMonitor(None)
-    monitor._rows["pid"][:3] = (101, 102, 105)
-    monitor._rows["since_ns"][:3] = (30, 10, 20)
-    assert [*monitor.list_samples()] == [102, 105, 101]
-
-
 def test_a_look_at_other_threads_keeps_nothing():
     monitor = WorkerMonitor(None)
     alive = weakref.ref(monitor)
