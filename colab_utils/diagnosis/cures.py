@@ -109,8 +109,7 @@ FINDINGS = {
     ),
     "lost": (
         "is idle, but its batch never arrived",
-        "If /dev/shm is full, use smaller batches or make_loader. If a worker wrote that too many "
-        f"files are open: {FILES}",
+        "If /dev/shm is full, use smaller batches or make_loader.",
     ),
     "waiting": (
         "waits in {call}",

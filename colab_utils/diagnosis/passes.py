@@ -263,7 +263,7 @@ class Pass:
         self.record.stalls.append(stall)
         return str(stall)
 
-    def _describe_files(self, error: str) -> str:
+    def _describe_files(self, error: str = "") -> str:
         """Say that a process has used up the files that it may open, as the text of an error may
         say; "" if it has not.
         """
@@ -332,7 +332,9 @@ class Pass:
             seen = seen._replace(call=death.rpartition("(")[2])
         else:
             verdict, seen = self._observe(wait, job.pid)
-            _, cure = FINDINGS[verdict]
+            # Where files are used up, a worker may be idle, wait, or ask again and again.
+            _, usual_cure = FINDINGS[verdict]
+            cure = self._describe_files() or usual_cure
         file = "" if verdict == "read" else find_file(self._monitor.dataset, seen.sample)
         return Stall(verdict, perf_counter() - wait.asked_s, job, seen, file, cure)
 
