@@ -233,14 +233,13 @@ def _sum_up(dataset: CocoDataset, findings: Sequence[Findings]) -> DatasetReport
             elif kind != "image without objects":
                 scores[i] += 1
     objects = np.concatenate([np.zeros((0, 3)), *(finding.objects for finding in findings)])
-    for kind, text in [*_find_in_all(dataset, findings), *_find_corner(objects[:, 1:])]:
+    for kind, text in [*_find_in_all(dataset), *_find_corner(objects[:, 1:])]:
         examples[kind].append(text)
-    problems = []
-    for kind, effect in EFFECTS.items():
-        texts = examples[kind]
-        if texts:
-            different = tuple(dict.fromkeys(texts))
-            problems.append(Problem(kind, len(texts), different[:_EXAMPLES], effect))
+    problems = tuple(
+        Problem(kind, len(examples[kind]), tuple(dict.fromkeys(examples[kind]))[:_EXAMPLES], effect)
+        for kind, effect in EFFECTS.items()
+        if examples[kind]
+    )
     worst = {}
     for i, _ in scores.most_common(_WORST):
         worst[int(dataset.image_ids[i])] = tuple(dict(findings[i].defects))
@@ -248,7 +247,7 @@ def _sum_up(dataset: CocoDataset, findings: Sequence[Findings]) -> DatasetReport
         images=len(dataset),
         annotations=len(dataset.ids) + len(dataset.unknown_images),
         ok=SERIOUS.isdisjoint(problem.kind for problem in problems),
-        problems=tuple(problems),
+        problems=problems,
         statistics=_measure(dataset, findings, objects),
         worst=worst,
     )
@@ -269,7 +268,7 @@ def _measure(
     )
 
 
-def _find_in_all(dataset: CocoDataset, findings: Sequence[Findings]) -> Iterator[Defect]:
+def _find_in_all(dataset: CocoDataset) -> Iterator[Defect]:
     """Yield the defects of the dataset as a whole, which no single image shows."""
     if not len(dataset):
         yield "no images", "the list of images is empty"
@@ -279,11 +278,6 @@ def _find_in_all(dataset: CocoDataset, findings: Sequence[Findings]) -> Iterator
     for name, is_same in list_repeated_names(dataset):
         kind = "repeated file_name" if is_same else "objects in several entries of an image"
         yield kind, escape(name)
-    lacking = sum(
-        kind == "object without mask" for finding in findings for kind, _ in finding.defects
-    )
-    if lacking and lacking == len(dataset.ids):
-        yield "no instances", f"none of {lacking:,} annotations has a mask"
     crowds = dataset.crowds
     total = len(dataset.ids)
     kind = "many crowds" if has_many_crowds(dataset) else "crowd"

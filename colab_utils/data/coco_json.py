@@ -62,10 +62,8 @@ class Columns:
         """Six numbers for each annotation: its id, image id and category id, whether it is a crowd,
         and where its text starts and ends in the text of the JSON.
         """
-        self.annotations = 0
         self.categories: dict[int, str] = {}
         """The name of each category, by its id."""
-        self.has_shapes = False
         self.ignored = 0
         """Annotations that are marked by ``ignore``."""
         self.is_federated = False
@@ -119,8 +117,7 @@ class Columns:
         id is no number (such as a UUID), the annotation's place among all annotations, from 1, is
         used as its id.
         """
-        self.annotations += 1
-        ids = {"id": self.annotations, "image_id": UNREADABLE, "category_id": UNREADABLE}
+        ids = {"id": len(self.rows) // 6 + 1, "image_id": UNREADABLE, "category_id": UNREADABLE}
         for name in ids:
             with suppress(*DAMAGE):
                 ids[name] = to_integer(entry.get(name), name)
@@ -129,7 +126,6 @@ class Columns:
             is_crowd = read_crowd(entry.get("iscrowd"))
         self.rows.extend((*ids.values(), is_crowd, *span))
         self.ignored += entry.get("ignore") in (1, "1")
-        self.has_shapes = self.has_shapes or "bbox" in entry or "segmentation" in entry
 
 
 class _Reader:
@@ -182,15 +178,6 @@ class _Reader:
             yield key
             mark = self.read_mark("," + closing)
 
-    def require_end(self) -> None:
-        """Check that the text ends here.
-
-        Raises:
-            json.JSONDecodeError: something follows.
-        """
-        if self.position < len(self._text):
-            raise json.JSONDecodeError("expected nothing more", "", self.position)
-
 
 class _OtherFormatError(ColabUtilsError):
     """The text is no JSON, or lacks a list of COCO. It may be another tool's format."""
@@ -240,6 +227,8 @@ def read_columns(text: str) -> Columns:
     columns = Columns()
     try:
         _read_sections(reader, columns)
+        if reader.position < len(text):
+            raise json.JSONDecodeError("expected nothing more", "", reader.position)
     except RecursionError:
         raise ColabUtilsError("JSON that is nested too deeply. Export or copy it again.") from None
     except _OtherFormatError as error:
@@ -251,11 +240,6 @@ def read_columns(text: str) -> Columns:
             or f"text that is not JSON at character {place:,} of {len(text):,}. "
             "The file may be incomplete, or not JSON at all: export or copy it again."
         ) from None
-    if columns.annotations and not columns.has_shapes:
-        raise ColabUtilsError(
-            f"{columns.annotations:,} annotations without bbox and segmentation (captions, or "
-            f"panoptic?). {_NAME_INSTANCES}"
-        )
     return columns
 
 
@@ -276,7 +260,6 @@ def _read_sections(reader: _Reader, columns: Columns) -> None:
             _read_list(reader, key, columns)
         else:
             reader.read_value()
-    reader.require_end()
     missing = [key for key in _SECTIONS if key not in keys]
     if missing:
         raise _OtherFormatError(f"no list of {' and '.join(missing)}. {_NAME_INSTANCES}")

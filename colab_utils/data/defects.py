@@ -17,10 +17,6 @@ EFFECTS = {
     "repeated image id": "stops preprocess",
     "unknown image": "stops preprocess",
     "unknown category": "stops preprocess",
-    "no instances": (
-        "stops training: masks are needed, as polygons or RLE. Boxes, keypoints and panoptic "
-        "segments are none: draw masks, or make them from the boxes with Segment Anything"
-    ),
     "unsafe file_name": "image is skipped",
     "missing image": "image is skipped",
     "empty file": "image is skipped",
@@ -28,7 +24,10 @@ EFFECTS = {
     "bad image": "image is skipped",
     "size mismatch": "image is skipped",
     "bad annotation": "image is skipped",
-    "object without mask": "image is skipped",
+    "object without mask": (
+        "image is skipped: masks are needed, as polygons or RLE. Boxes, keypoints and panoptic "
+        "segments are none: draw masks, or make them from the boxes with Segment Anything"
+    ),
     "bad mask": "image is skipped",
     "box outside the image": (
         "object becomes background: boxes are x, y, width, height, in pixels of the image"

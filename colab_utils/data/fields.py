@@ -131,8 +131,6 @@ def to_integer(value: Any, name: str, *, bits: int = _INTEGER_BITS) -> int:
     if name == "image_id" and isinstance(value, str) and not _WHOLE_NUMBER.fullmatch(value):
         return int(hash_bytes(value.encode())[:13], 16)
     number = _to_number(value, name, "an integer")
-    if number != int(number):
-        raise ValueError(f"{name} {value!r:.40} where COCO has an integer")
-    if abs(number) >= 1 << bits:
-        raise ValueError(f"{name} {value!r:.40} where an integer below 2**{bits} is needed")
+    if number != int(number) or abs(number) >= 1 << bits:
+        raise ValueError(f"{name} {value!r:.40} where COCO has an integer (below 2**{bits})")
     return int(number)

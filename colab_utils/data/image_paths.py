@@ -266,14 +266,11 @@ def explain_missing(folder: PlaceLike, name: str) -> str:
     with suppress(ColabUtilsError):
         base = take_base_name(name)
         places = list_base_names(str(folder)).get(base, ())
-        if len(places) > 1:
-            twins = " and ".join(sorted(places))
-            return (
-                f"not in {folder}, but in several folders below it ({twins}): write the folder "
-                "into file_name"
-            )
         if places:
-            return f"not in {folder}, but at {places[0]} below it: write this path into file_name"
+            return (
+                f"not in {folder}, but in another folder below it, or in several folders "
+                f"({' and '.join(sorted(places))}): write the folder into file_name"
+            )
         alike = _list_alike(str(folder))
         if other := alike.get(_take_stem(base)):
             return f"not in {folder}, but {other} is there: write file_name as the file is called"

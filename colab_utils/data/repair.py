@@ -5,7 +5,7 @@ image.
 """
 
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -169,11 +169,11 @@ class _Repair:
         for i, name in enumerate(dataset.names):
             groups[name].append(i)
         ids = dataset.image_ids.tolist()
-        images = Counter(number for number, _ in set(zip(ids, dataset.names, strict=True)))
+        repeated = set(dataset.repeated_ids.tolist())
         for name, group in groups.items():
             changes = ["entries of one image joined"] * (len(group) - 1)
             try:
-                if any(images[ids[i]] > 1 for i in group):
+                if not repeated.isdisjoint(ids[i] for i in group):
                     raise _LostImageError("id of several images")
                 entry, size = self._mend_entry(group)
                 self.objects += self._mend_objects(group, entry["id"], size, changes)
@@ -197,7 +197,8 @@ class _Repair:
         if not is_same or (all(size) and header.compare(size) == "misfit"):
             raise _LostImageError("size mismatch")
         moved = dict(header.defects).get("found by base name", "")
-        # A backslash comes from `escape`: the name has characters that we write into no JSON.
+        # A backslash comes from `escape`: the name has characters that we write into no JSON. Then
+        # the name stays, and the file is found by its base name.
         if moved and "\\" not in moved:
             entry["file_name"] = moved
         if all(size):
