@@ -5,13 +5,11 @@ of JSON) therefore needs little more memory than its text, and worker processes 
 ``make stress`` measures it.
 """
 
-import io
 import json
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +62,10 @@ class CocoDataset:
     """
     is_crowd: NDArray[np.bool_]
     """bool [A]: whether each annotation is a crowd. Crowds are left out of training."""
-    texts: bytes
-    """The JSON text of the annotations, image after image, in UTF-8."""
-    text_ends: NDArray[np.int64]
-    """int64 [I + 1]: where the text of each image's annotations starts in ``texts``, and where the
-    last one ends.
-    """
+    text: str
+    """The text of the JSON."""
+    spans: NDArray[np.int64]
+    """int64 [A, 2]: where the JSON text of each annotation starts and ends in ``text``."""
     shared_names: frozenset[str]
     """Base names that images in several folders have. Such a name alone does not say which image
     is meant.
@@ -185,18 +181,18 @@ class CocoDataset:
 
     def take_text(self, index: int) -> bytes:
         """Return the JSON text of the image's annotations, separated by commas."""
-        return self.texts[self.text_ends[index] : self.text_ends[index + 1]]
+        spans = self.spans[self.first[index] : self.first[index + 1]].tolist()
+        return ", ".join([self.text[start:end] for start, end in spans]).encode()
 
     def select(self, indices: NDArray[np.int64]) -> "CocoDataset":
         """Return a dataset of these images alone, in this order.
 
-        It has arrays of its own, so it is small to send to another process.
+        It has arrays of its own, and the same text of the JSON.
         """
         # A check selects thousands of small parts, so no line of this code may go through the whole
         # dataset.
         counts = self.first[indices + 1] - self.first[indices]
         objects = np.repeat(self.first[indices], counts) + number_within(counts)
-        texts, text_ends = _join_texts(map(self.take_text, indices.tolist()))
         return replace(
             self,
             image_ids=self.image_ids[indices],
@@ -205,8 +201,7 @@ class CocoDataset:
             first=np.append(0, np.cumsum(counts)),
             ids=self.ids[objects],
             is_crowd=self.is_crowd[objects],
-            texts=texts,
-            text_ends=text_ends,
+            spans=self.spans[objects],
         )
 
 
@@ -272,7 +267,6 @@ def _group_annotations(columns: Columns, text: str, fingerprint: str) -> CocoDat
     rows = rows[order]
     # A category id that cannot be read is reported later, as a fault of its annotation.
     has_category = np.isin(rows[:, 2], [UNREADABLE, *columns.categories])
-    texts, text_ends = _join_texts(_cut_texts(text, first, rows[:, 4:]))
     return CocoDataset(
         fingerprint=fingerprint,
         categories=tuple(
@@ -284,8 +278,8 @@ def _group_annotations(columns: Columns, text: str, fingerprint: str) -> CocoDat
         first=first,
         ids=rows[:, 0].copy(),
         is_crowd=rows[:, 3].astype(np.bool_),
-        texts=texts,
-        text_ends=text_ends,
+        text=text,
+        spans=rows[:, 4:].copy(),
         shared_names=_find_shared_names(columns.names),
         repeated_ids=np.delete(images[:, 0], [*index_of.values()]),
         unknown_images=strangers,
@@ -293,27 +287,6 @@ def _group_annotations(columns: Columns, text: str, fingerprint: str) -> CocoDat
         ignored=columns.ignored,
         is_federated=columns.is_federated,
     )
-
-
-def _cut_texts(text: str, first: NDArray[np.int64], spans: NDArray[np.int64]) -> Iterator[bytes]:
-    """Yield the JSON text of each image's annotations, separated by commas."""
-    for start, end in pairwise(first.tolist()):
-        parts = [text[a:b] for a, b in spans[start:end].tolist()]
-        yield ", ".join(parts).encode()
-
-
-def _join_texts(texts: Iterable[bytes]) -> tuple[bytes, NDArray[np.int64]]:
-    """Join texts; return the joined text, and where its parts start and end.
-
-    Element i of the array says where part i starts, and element i + 1 says where it ends.
-    """
-    # A list of all parts would leave gaps in the memory of the process.
-    joined = io.BytesIO()
-    ends = [0]
-    for text in texts:
-        joined.write(text)
-        ends.append(joined.tell())
-    return joined.getvalue(), np.array(ends)
 
 
 def _find_shared_names(names: Iterable[str]) -> frozenset[str]:

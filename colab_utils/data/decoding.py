@@ -469,10 +469,10 @@ def load_jpeg_decoder() -> JpegDecoder:
     """
     sample = _make_sample_jpeg()
     pixels = _decode_by_pillow(sample)
-    for load, prepare in ((_load_torchcodec, _hide_exif), (_load_torchvision, _make_writable)):
+    for load in (_load_torchcodec, _load_torchvision):
         # A package that is missing, too old or damaged raises all kinds of errors.
         with suppress(Exception):
-            decode = _decode_by(load(), prepare)
+            decode = load()
             if np.array_equal(decode(sample), pixels):
                 return decode
     warnings.warn(
@@ -496,19 +496,19 @@ def _make_sample_jpeg() -> bytes:
     return file.getvalue()
 
 
-def _load_torchcodec() -> Any:
+def _load_torchcodec() -> JpegDecoder:
     from torchcodec.decoders import decode_jpeg
 
-    return decode_jpeg
+    return _decode_by(decode_jpeg, _hide_exif)
 
 
-def _load_torchvision() -> Any:
+def _load_torchvision() -> JpegDecoder:
     import torch
 
     # This import registers the operator.
     import torchvision  # noqa: F401
 
-    return partial(torch.ops.image.decode_jpeg, mode=3)
+    return _decode_by(partial(torch.ops.image.decode_jpeg, mode=3), _make_writable)
 
 
 def _decode_by(operator: Any, prepare: Callable[[Encoded], bytearray]) -> JpegDecoder:
