@@ -165,7 +165,7 @@ def inspect_images(images: Place, dataset: CocoDataset, *, deep: bool = False) -
     require_folder(images)
     total = len(dataset)
     size = min(_PART_IMAGES, math.ceil(total / count_cores()) or 1)
-    parts = [range(start, min(start + size, total)) for start in range(0, total, size)]
+    parts = [range(total)[start : start + size] for start in range(0, total, size)]
     work = partial(_inspect_parts, images, dataset, deep)
     findings: dict[int, Findings] = {}
     with (
