@@ -24,7 +24,7 @@ from colab_utils.data.coco import read_coco
 from colab_utils.data.repair import repair_annotations
 from colab_utils.errors import ColabUtilsError
 from colab_utils.places import require_local_path
-from colab_utils.shards.folder_state import inspect_folder
+from colab_utils.shards.verify import inspect_folder
 from colab_utils.shards.write import finish_shards, write_shards
 from colab_utils.show.report import check_receipt_folder, write_check, write_receipt
 from colab_utils.slow_drive import slow_down

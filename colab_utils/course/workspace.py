@@ -25,7 +25,7 @@ from colab_utils.files import hash_bytes, write_file
 from colab_utils.machine import COLAB_ROOT, is_colab
 from colab_utils.places import require_local_path
 from colab_utils.require import require_choice
-from colab_utils.shards.folder_state import inspect_folder
+from colab_utils.shards.verify import inspect_folder
 from colab_utils.shards.write import ShardReport, write_shards
 from colab_utils.slow_drive import DriveProfile, get_profile, read_at_full_speed, slow_down
 
@@ -340,11 +340,11 @@ def ensure_shards(data: EnsuredDataset) -> ShardReport:
     with guard_drive(folder), read_at_full_speed():
         # If another notebook stopped half-way, its settings are used again. Small shards of the
         # small built-in dataset arrive one after the other, as those of a large one do.
-        begun = inspect_folder(folder).recipe or {"shard_mb": 3 if data.name == BUILT_IN else 128}
-        settings = {
-            name: begun[name]
-            for name in begun.keys() & {"storage", "min_size", "max_size", "shard_mb"}
-        }
+        begun = inspect_folder(folder)
+        settings: dict[str, Any] = {"shard_mb": 3 if data.name == BUILT_IN else 128}
+        if begun is not None:
+            names = ("storage", "min_size", "max_size", "shard_mb")
+            settings = {name: begun.recipe[name] for name in names}
         return write_shards(data.images, data.annotations, shards=folder, **settings)
 
 

@@ -1,10 +1,11 @@
 """The nearest form of a dataset: shards on the SSD, on Drive, or loose files."""
 
 import shutil
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import xxhash
@@ -23,7 +24,6 @@ from colab_utils.loading.samples import CocoSamples
 from colab_utils.loading.writing import UNSENT, ShardWriter, Writing, warn
 from colab_utils.places import Place, PlaceLike, identify_place, open_place, require_local_path
 from colab_utils.require import require_count, require_max_bad
-from colab_utils.shards.folder_state import find_common_recipe
 from colab_utils.shards.index import ShardIndex, find_index
 from colab_utils.shards.jobs import ShardRun
 from colab_utils.shards.plan import (
@@ -32,6 +32,7 @@ from colab_utils.shards.plan import (
     plan_recipe,
     plan_windows,
 )
+from colab_utils.shards.verify import inspect_folder, require_same
 from colab_utils.streams import require_streams
 from colab_utils.units import format_count
 
@@ -140,7 +141,7 @@ def open_dataset(
     if drive is not None and on_drive is not None:
         return _open_on_drive(drive, ssd, on_drive, seed, contiguous_labels)
     dataset = open_annotations(images, annotations)
-    recipe = find_common_recipe([ssd] if drive is None else [drive, ssd], dataset) or recipe
+    recipe = _find_recipe([ssd] if drive is None else [drive, ssd], dataset.fingerprint) or recipe
     cache = FileCache(ssd / _CACHE_NAME)
     recipe = plan_recipe(images, dataset, recipe, cache)
     # The cache leaves room for the shards.
@@ -149,6 +150,22 @@ def open_dataset(
     loose = LooseFiles(run, streams=streams, seed=seed, contiguous_labels=contiguous_labels)
     _begin_writing(loose, ShardWriter(run, drive, [*chain(*loose.windows)], streams))
     return loose
+
+
+def _find_recipe(folders: Sequence[Place], fingerprint: str) -> dict[str, Any]:
+    """Return the recipe that the shards of a dataset have in all these folders; {} if there are no
+    shards.
+
+    Raises:
+        ColabUtilsError: a folder holds shards of other data, or of another recipe than the folder
+            before it.
+    """
+    recipe: dict[str, Any] = {}
+    for folder in folders:
+        index = inspect_folder(folder)
+        require_same(folder, index, fingerprint, recipe)
+        recipe = recipe if index is None else index.recipe
+    return recipe
 
 
 def _open_on_drive(

@@ -29,13 +29,16 @@ from numpy.typing import NDArray
 
 from colab_utils.data.decoding import read_npy_header
 from colab_utils.data.masks import pack_masks
-from colab_utils.errors import ColabUtilsError, UnavailableError
+from colab_utils.errors import DAMAGE, ColabUtilsError, UnavailableError
 from colab_utils.files import Store, hash_bytes
 from colab_utils.places import Place
 from colab_utils.shards.index import ShardIndex, ShardInfo, make_index
 
 # The head begins after this many bytes. They hold the length of the head, and the checksum.
 _START_BYTES = 16
+
+# A file of arrays with more bytes than this is refused. The arrays of the largest shard have fewer.
+_MOST_ARRAYS_BYTES = 1e10
 
 # Bytes of the smallest request for a part of an arrays file at a URL.
 _BLOCK_BYTES = 1 << 20
@@ -206,6 +209,17 @@ def describe_shard(content: bytes) -> ShardIndex:
         tables_xxh3_64=hash_bytes(content[: len(content) - head["bits_bytes"]]),
     )
     return make_index({**head, "categories": (), "shards": (shard,), "partial": True})
+
+
+def read_shard_index(store: Store, name: str) -> ShardIndex | None:
+    """Return an index of the shard that an arrays file describes; None if the file is missing or
+    damaged.
+    """
+    try:
+        content = store.read(name, most_bytes=_MOST_ARRAYS_BYTES, at_full_speed=True)
+        return describe_shard(content)
+    except (FileNotFoundError, *DAMAGE):
+        return None
 
 
 def load_arrays(store: Store, shard: ShardInfo) -> ShardArrays:

@@ -18,7 +18,6 @@ from colab_utils.files import open_store
 from colab_utils.places import Place, find_server, identify_place, open_place
 from colab_utils.progress import show_progress
 from colab_utils.reader import AHEAD_BYTES, Reader
-from colab_utils.shards.folder_state import inspect_folder
 from colab_utils.shards.index import (
     INDEX_NAME,
     ShardIndex,
@@ -28,7 +27,7 @@ from colab_utils.shards.index import (
     write_index,
 )
 from colab_utils.shards.lock import remove_leftovers
-from colab_utils.shards.verify import find_fault
+from colab_utils.shards.verify import find_fault, inspect_folder
 from colab_utils.streams import MOST_STREAMS, require_streams
 from colab_utils.units import format_bytes, format_count
 
@@ -264,7 +263,7 @@ def prepare_copy(source: Place, target: Place, index: ShardIndex) -> Copying:
             )
         # An error means that the shards there belong to nobody.
         with suppress(ColabUtilsError):
-            earlier = inspect_folder(target).index
+            earlier = inspect_folder(target)
             keys = (index.fingerprint, index.recipe)
             is_ours = earlier is not None and (earlier.fingerprint, earlier.recipe) == keys
         needed = sum(size for name, size, _ in index.files() if store.stamp(name).bytes != size)

@@ -14,21 +14,17 @@ from numpy.typing import NDArray
 
 from colab_utils.data.coco import CocoDataset
 from colab_utils.drive import explain_write
-from colab_utils.errors import DAMAGE
 from colab_utils.files import Store, hash_bytes, open_store
 from colab_utils.places import Place
 from colab_utils.reader import Reader, Reading
 from colab_utils.running import JobProgress
-from colab_utils.shards.arrays import ArraysBuilder, describe_shard, dump_arrays
+from colab_utils.shards.arrays import ArraysBuilder, describe_shard, dump_arrays, read_shard_index
 from colab_utils.shards.index import ShardIndex, SkippedImage
 from colab_utils.shards.plan import split_images
-from colab_utils.shards.records import name_image, read_image, try_sample
+from colab_utils.shards.records import frame_file, name_image, read_image, try_sample
 
 if TYPE_CHECKING:
     from colab_utils.file_cache import FileCache
-
-# A file of arrays with more bytes than this is refused. The arrays of the largest shard have fewer.
-_MOST_ARRAYS_BYTES = 1e10
 
 
 def name_shard(number: int) -> str:
@@ -151,17 +147,6 @@ def _write_shard(
     return index
 
 
-def read_shard_index(store: Store, name: str) -> ShardIndex | None:
-    """Return an index of the shard that an arrays file describes; None if the file is missing or
-    damaged.
-    """
-    try:
-        content = store.read(name, most_bytes=_MOST_ARRAYS_BYTES, at_full_speed=True)
-        return describe_shard(content)
-    except (FileNotFoundError, *DAMAGE):
-        return None
-
-
 def find_shard(store: Store, name: str, run: ShardRun) -> ShardIndex | None:
     """Return an index of one finished shard; None if the shard is missing, cut short, or of other
     data or settings.
@@ -222,11 +207,12 @@ def _build_shard(
                 run.cache.forget(name_image(run.images, job.dataset, i))
             continue
         starts = []
-        for member in sample.members:
-            starts.append(tar_bytes + len(member.header))
-            tar_bytes += sum(map(len, member))
-            tar.extend(member)
-        builder.add(sample.record, [member.data for member in sample.members], starts)
+        for name, data in sample.files.items():
+            header, padding = frame_file(name, len(data))
+            starts.append(tar_bytes + len(header))
+            tar_bytes = starts[-1] + len(data) + len(padding)
+            tar += [header, data, padding]
+        builder.add(sample.record, [*sample.files.values()], starts)
         annotations += len(sample.record["annotations"])
         faults.update(sample.faults)
     tar.append(bytes(2 * tarfile.BLOCKSIZE))

@@ -3,6 +3,7 @@
 from functools import partial
 from itertools import accumulate
 from statistics import fmean
+from tarfile import BLOCKSIZE
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
@@ -171,6 +172,7 @@ def plan_recipe(
 def _measure_bytes(sample: Sample) -> int:
     """Return the bytes of a sample in a tar, or those of its arrays if these are more."""
     builder = ArraysBuilder()
-    builder.add(sample.record, (sample.members[0].data, b""), (0, 0))
+    files = [*sample.files.values()]
+    builder.add(sample.record, files, (0, 0))
     arrays_bytes = sum(array.nbytes for array in builder.build().values())
-    return max(arrays_bytes, sum(len(piece) for member in sample.members for piece in member))
+    return max(arrays_bytes, sum(BLOCKSIZE + len(content) for content in files))

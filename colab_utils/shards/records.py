@@ -59,21 +59,13 @@ class StoredImage(NamedTuple):
     """
 
 
-class Member(NamedTuple):
-    """One file in a tar: its three parts, in order."""
-
-    header: bytes
-    data: bytes
-    padding: bytes
-
-
 class Sample(NamedTuple):
     """One image as it goes into a shard."""
 
     record: dict[str, Any]
     """The result of `make_record`."""
-    members: list[Member]
-    """Files of the tar: the image, and its record."""
+    files: dict[str, bytes]
+    """Files of the tar by name: the image, then its record."""
     faults: Counter[str]
     """For each kind of fault (see `count_faults`), the number of objects that have it. Training
     may use these objects wrongly, or not at all. An image whose rotation is unclear counts, too.
@@ -275,21 +267,17 @@ def try_sample(
     if stored.is_unclear:
         faults[f"EXIF rotation, {'turned' if recipe.get('exif') == 'turn' else 'unclear'}"] += 1
     key = f"{image['id']:012d}"
-    members = [
-        split_member(f"{key}.{stored.extension}", stored.data),
-        split_member(f"{key}.json", dump_record(record)),
-    ]
-    return Sample(record, members, faults)
+    files = {f"{key}.{stored.extension}": stored.data, f"{key}.json": dump_record(record)}
+    return Sample(record, files, faults)
 
 
-def split_member(name: str, data: bytes) -> Member:
-    """Return one tar member; the same name and data always give the same bytes.
+def frame_file(name: str, size: int) -> tuple[bytes, bytes]:
+    """Return what stands before and after a file in a tar. It depends on name and size alone.
 
     Example:
-        >>> [len(part) for part in split_member("000000000001.json", b"{}")]
-        [512, 2, 510]
+        >>> [len(part) for part in frame_file("000000000001.json", 2)]
+        [512, 510]
     """
     header = tarfile.TarInfo(name)
-    header.size = len(data)
-    padding = bytes(-len(data) % tarfile.BLOCKSIZE)
-    return Member(header.tobuf(tarfile.USTAR_FORMAT), data, padding)
+    header.size = size
+    return header.tobuf(tarfile.USTAR_FORMAT), bytes(-size % tarfile.BLOCKSIZE)

@@ -1,15 +1,24 @@
-"""Compare the files of a folder of shards with its index."""
+"""What a folder of shards holds, and whether its files are as they were written."""
 
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+from colab_utils.errors import ColabUtilsError
 from colab_utils.files import Store, open_store
 from colab_utils.places import Place
 from colab_utils.progress import show_progress
 from colab_utils.reader import Reader
-from colab_utils.shards.index import ShardInfo, read_index
+from colab_utils.shards.arrays import read_shard_index
+from colab_utils.shards.index import (
+    ShardIndex,
+    ShardInfo,
+    explain_read,
+    find_index,
+    read_index,
+)
 from colab_utils.units import format_count
 
 _MISSING = "is missing"
@@ -38,6 +47,55 @@ class VerifyReport:
         state = f"{len(self.bad)} bad" if self.bad else "all complete"
         shards = format_count(self.shards, "shard")
         return f"{shards}, {format_count(self.images, 'image')}: {state}"
+
+
+def inspect_folder(folder: str | Place) -> ShardIndex | None:
+    """Look which shards a folder holds, without looking at each of them.
+
+    Return the index; None if there are no shards. If no index is written yet, it is that of one
+    shard, and ``partial``: its fingerprint and its recipe are those of all shards.
+
+    Raises:
+        ColabUtilsError: if the folder cannot be read, it holds tars that no index describes, or its
+            index is damaged.
+
+    Example:
+        >>> inspect_folder("no/such/folder")
+    """
+    store = open_store(folder)
+    with explain_read(store.place):
+        index = find_index(store.place)
+        if index is not None:
+            return index
+        # The arrays of each shard hold the fingerprint and the recipe of all shards.
+        for name in store.list_names("shard-*.arrays"):
+            shard = read_shard_index(store, name)
+            if shard is not None:
+                return shard
+        if store.list_names("shard-*.tar"):
+            raise ColabUtilsError(
+                f"{store.place} holds shards without an index. Name another folder."
+            )
+    return None
+
+
+def require_same(
+    folder: Place, index: ShardIndex | None, fingerprint: str, recipe: dict[str, Any]
+) -> None:
+    """Refuse a folder with shards of another dataset, or made with other settings.
+
+    ``index`` is what `inspect_folder` returned.
+    """
+    difference = ""
+    if index is not None and index.fingerprint != fingerprint:
+        difference = "of another dataset"
+    elif index is not None and not index.recipe.items() >= recipe.items():
+        difference = "made with other settings"
+    if difference:
+        raise ColabUtilsError(
+            f"{folder} holds shards {difference}. Name another folder (in a notebook: "
+            "DRIVE_FOLDER), or delete these."
+        )
 
 
 def verify_shards(folder: str | Place) -> VerifyReport:

@@ -26,22 +26,29 @@ from colab_utils.progress import show_progress
 from colab_utils.require import require_count, require_max_bad, require_part
 from colab_utils.running import run_jobs
 from colab_utils.shards.copy import COPY_STREAMS
-from colab_utils.shards.folder_state import confirm_finished, inspect_folder
 from colab_utils.shards.index import (
     INDEX_NAME,
     TRAIN_INDEX_NAME,
     ShardIndex,
     SkippedImage,
     Storage,
+    explain_read,
     write_index,
 )
-from colab_utils.shards.jobs import ShardRun, find_shard, name_shard, write_in_turn
+from colab_utils.shards.jobs import (
+    ShardRun,
+    are_still_bad,
+    find_shard,
+    name_shard,
+    write_in_turn,
+)
 from colab_utils.shards.lock import hold_folder, remove_leftovers
 from colab_utils.shards.plan import (
     make_recipe,
     open_annotations,
     plan_recipe,
 )
+from colab_utils.shards.verify import inspect_folder, require_same
 from colab_utils.streams import require_streams
 from colab_utils.units import format_bytes, format_count
 
@@ -178,17 +185,32 @@ def write_shards(
     require_streams(streams)
     part = require_part(part)
     dataset = open_annotations(images, annotations)
-    state = inspect_folder(folder)
-    state.require(dataset, recipe)
-    index = confirm_finished(state, images, dataset)
+    begun = inspect_folder(folder)
+    require_same(folder, begun, dataset.fingerprint, recipe)
+    index = _confirm_finished(folder, begun, images, dataset)
     if index is None:
-        recipe = plan_recipe(images, dataset, state.recipe or recipe)
+        recipe = plan_recipe(images, dataset, recipe if begun is None else begun.recipe)
         run = ShardRun(folder, images, dataset, recipe, max_bad, part)
         with hold_folder(folder) if part is None else nullcontext(), explain_write(folder):
             begin_folder(run)
             done = _write_all(run, processes, streams)
             index = join_index(run, done) if part else _finish_folder(run, done)
     return _make_report(index, dataset, started_s)
+
+
+def _confirm_finished(
+    folder: Place, index: ShardIndex | None, images: Place, dataset: CocoDataset
+) -> ShardIndex | None:
+    """Return the index of a folder if nothing is left to do there; else None.
+
+    All files must be there, and no bad image may have been repaired since.
+    """
+    if index is None or index.partial:
+        return None
+    with explain_read(folder):
+        if not open_store(folder).has_files(index.files()):
+            return None
+    return index if are_still_bad(index, images, dataset) else None
 
 
 def _make_report(index: ShardIndex, dataset: CocoDataset, started_s: float) -> ShardReport:
@@ -325,13 +347,13 @@ def finish_shards(
     folder = open_place(shards)
     max_bad = require_max_bad(max_bad)
     dataset = open_annotations(images, annotations)
-    state = inspect_folder(folder)
-    if state.index is None:
+    begun = inspect_folder(folder)
+    if begun is None:
         raise ColabUtilsError(f"There are no shards in {folder}. Write their parts first.")
-    state.require(dataset, {})
-    index = confirm_finished(state, images, dataset)
+    require_same(folder, begun, dataset.fingerprint, {})
+    index = _confirm_finished(folder, begun, images, dataset)
     if index is None:
-        run = ShardRun(folder, images, dataset, state.recipe, max_bad)
+        run = ShardRun(folder, images, dataset, begun.recipe, max_bad)
         done = _find_all(run)
         check_bad(run, done)
         with explain_write(folder):

@@ -14,10 +14,9 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.places import open_place
 from colab_utils.shards import copy as copying
 from colab_utils.shards.copy import copy_shards
-from colab_utils.shards.folder_state import inspect_folder
 from colab_utils.shards.index import read_index
 from colab_utils.shards.lock import hold_folder
-from colab_utils.shards.verify import verify_shards
+from colab_utils.shards.verify import inspect_folder, verify_shards
 from colab_utils.shards.write import finish_shards, write_shards
 from tests.faulty_server import FaultyFileSystem, fail_from, fail_times
 from tests.file_server import FileServer

@@ -33,10 +33,9 @@ from colab_utils.errors import ColabUtilsError, UnavailableError
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.machine import find_host
 from colab_utils.shards import jobs, write
-from colab_utils.shards.folder_state import inspect_folder
 from colab_utils.shards.index import read_index, write_index
 from colab_utils.shards.lock import hold_folder
-from colab_utils.shards.verify import verify_shards
+from colab_utils.shards.verify import inspect_folder, verify_shards
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import DriveProfile, slow_down
 from tests.bad_reads import BadReads, cut
