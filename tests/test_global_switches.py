@@ -195,6 +195,6 @@ def test_an_error_leaves_the_switches(tmp_path):
     with (
         change(torch.get_default_device, torch.set_default_device, META),
         change(torch.is_grad_enabled, torch.set_grad_enabled, False),
-        pytest.raises(ColabUtilsError, match="There is no folder of shards"),
+        pytest.raises(ColabUtilsError, match="There are no shards in"),
     ):
         train(tmp_path / "nothing", tmp_path / "run", steps=2, **TRAINING)

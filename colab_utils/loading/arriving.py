@@ -257,7 +257,7 @@ class ArrivingShards(ShardDataset):
     Example:
         >>> ArrivingShards("no/such/folder", "ssd")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: There is no folder of shards at ...
+        colab_utils.errors.ColabUtilsError: There are no shards in ...
     """
 
     is_arriving = True

@@ -168,7 +168,7 @@ class ShardDataset(CocoSamples):
     Example:
         >>> ShardDataset("no/such/folder")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: There is no folder of shards at ...
+        colab_utils.errors.ColabUtilsError: There are no shards in ...
     """
 
     def __init__(

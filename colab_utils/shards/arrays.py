@@ -19,7 +19,7 @@ import io
 import json
 import math
 import tarfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import compress
 from typing import Any
@@ -97,47 +97,44 @@ bit a pixel. In arrays that were loaded, ``bits`` is the offset of the masks in 
 """
 
 
-class ArraysBuilder:
-    """Collect records one by one, then build their arrays."""
+def pack_record(
+    record: dict[str, Any], files: Sequence[bytes], starts: Sequence[int]
+) -> ShardArrays:
+    """Return the arrays of one record.
 
-    def __init__(self) -> None:
-        nothing = dict.fromkeys(IMAGE_TABLES | OBJECT_TABLES, ())
-        self._records: list[ShardArrays] = [_make_arrays(nothing, np.zeros(0, np.uint8))]
+    Args:
+        record: the result of `make_record`.
+        files: the bytes of the image, and those of the record.
+        starts: the offsets of both in the tar.
+    """
+    size = (record["height"], record["width"])
+    objects = [annotation for annotation in record["annotations"] if not annotation["iscrowd"]]
+    boxes, has_area = convert_boxes([annotation["bbox"] for annotation in objects], *size)
+    objects = [*compress(objects, has_area)]
+    masks = pack_masks([annotation["segmentation"] for annotation in objects])
+    checked = (files[0], masks.bits, files[1])
+    spans = [*zip(starts, map(len, files), strict=True)]
+    rows: dict[str, Any] = {
+        "image_ids": [record["image_id"]],
+        "sizes": [size],
+        "image_spans": spans[:1],
+        "record_spans": spans[1:],
+        "counts": [len(objects)],
+        "checks": [[int(hash_bytes(part), 16) for part in checked]],
+        "boxes": boxes[has_area],
+        "labels": [annotation["category_id"] for annotation in objects],
+        "areas": [annotation["area"] for annotation in objects],
+        "crops": masks.crops,
+        "mask_bytes": np.diff(masks.offsets),
+    }
+    return _make_arrays(rows, masks.bits)
 
-    def add(self, record: dict[str, Any], files: Sequence[bytes], starts: Sequence[int]) -> None:
-        """Add one record.
 
-        Args:
-            record: the result of `make_record`.
-            files: the bytes of the image, and those of the record.
-            starts: the offsets of both in the tar.
-        """
-        size = (record["height"], record["width"])
-        objects = [annotation for annotation in record["annotations"] if not annotation["iscrowd"]]
-        boxes, has_area = convert_boxes([annotation["bbox"] for annotation in objects], *size)
-        objects = [*compress(objects, has_area)]
-        masks = pack_masks([annotation["segmentation"] for annotation in objects])
-        checked = (files[0], masks.bits, files[1])
-        spans = [*zip(starts, map(len, files), strict=True)]
-        rows: dict[str, Any] = {
-            "image_ids": [record["image_id"]],
-            "sizes": [size],
-            "image_spans": spans[:1],
-            "record_spans": spans[1:],
-            "counts": [len(objects)],
-            "checks": [[int(hash_bytes(part), 16) for part in checked]],
-            "boxes": boxes[has_area],
-            "labels": [annotation["category_id"] for annotation in objects],
-            "areas": [annotation["area"] for annotation in objects],
-            "crops": masks.crops,
-            "mask_bytes": np.diff(masks.offsets),
-        }
-        self._records.append(_make_arrays(rows, masks.bits))
-
-    def build(self) -> ShardArrays:
-        """Return the arrays of all records added so far."""
-        bits = np.concatenate([record["bits"] for record in self._records])
-        return {**_join_tables(self._records), "bits": bits}
+def join_records(records: Iterable[ShardArrays]) -> ShardArrays:
+    """Return the arrays of a shard of these records."""
+    nothing = dict.fromkeys(IMAGE_TABLES | OBJECT_TABLES, ())
+    parts = [_make_arrays(nothing, np.zeros(0, np.uint8)), *records]
+    return {**_join_tables(parts), "bits": np.concatenate([part["bits"] for part in parts])}
 
 
 def _make_arrays(rows: Mapping[str, Any], bits: NDArray[np.uint8]) -> ShardArrays:
@@ -270,7 +267,7 @@ def rebuild_arrays(store: Store, shard: ShardInfo) -> ShardArrays:
     Raises:
         ColabUtilsError: if the tar is damaged, or is not the one that the index lists.
     """
-    builder = ArraysBuilder()
+    records = []
     with _explain_damage(store.locate(shard.name)):
         content = memoryview(store.read(shard.name, most_bytes=math.inf))
         if (len(content), hash_bytes(content)) != (shard.bytes, shard.xxh3_64):
@@ -284,8 +281,8 @@ def rebuild_arrays(store: Store, shard: ShardInfo) -> ShardArrays:
             for annotation in record["annotations"]:
                 rle = annotation["segmentation"]
                 rle["counts"] = rle["counts"].encode()
-            builder.add(record, files, starts)
-        return builder.build()
+            records.append(pack_record(record, files, starts))
+        return join_records(records)
 
 
 def _read_head(pread: Callable[[int, int], bytes]) -> tuple[bytes, dict[str, Any]]:

@@ -15,7 +15,7 @@ import xxhash
 from colab_utils.drive import explain_write, is_on_drive
 from colab_utils.errors import ColabUtilsError, explain_os_error
 from colab_utils.files import open_store
-from colab_utils.places import Place, find_server, identify_place, open_place
+from colab_utils.places import Place, identify_place, open_place
 from colab_utils.progress import show_progress
 from colab_utils.reader import AHEAD_BYTES, Reader
 from colab_utils.shards.index import (
@@ -38,8 +38,10 @@ COPY_STREAMS = 4
 _PIECE_BYTES = AHEAD_BYTES // MOST_STREAMS
 # Bytes of one request to a server.
 _BLOCK_BYTES = 2_000_000
-# Bytes of all files that are under way, except that `COPY_STREAMS` files may always be. Drive's
-# cache keeps a second copy of them.
+# Copies that are under way at the same time, if their number is measured. Drive's cache keeps a
+# second copy of their files, and so does the memory if the target is a server. A file has 128 MB or
+# less unless you ask for larger ones.
+_MOST_COPIES = 16
 _UNDER_WAY_BYTES = 2_000_000_000
 # Seconds to wait for the threads of a copy that was stopped. A read of Drive may hang for longer.
 _STOP_S = 5.0
@@ -81,10 +83,9 @@ def copy_shards(
         source: folder of shards, usually on Drive. It may be a URL that fsspec knows, such as
             ``s3://bucket/shards``.
         target: folder to copy into, usually on the SSD. It is made if it does not exist. It may be
-            a URL, too. Then four files are copied at a time if ``streams`` is "auto", because each
-            is held in memory until it is sent.
+            a URL, too. Then each file is held in memory until it is sent.
         streams: number of files that are read at the same time, up to 256. "auto" measures how
-            many ``source`` can serve.
+            many ``source`` can serve, up to 16.
 
     Raises:
         ColabUtilsError: if ``source`` has no shards, the disk has too little space, ``target``
@@ -96,13 +97,11 @@ def copy_shards(
     Example:
         >>> copy_shards("no/such/folder", "ssd")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: There is no folder of shards at ...
+        colab_utils.errors.ColabUtilsError: There are no shards in ...
     """
     source = open_place(source)
     target = open_place(target)
     streams = require_streams(streams)
-    if find_server(target) and streams == "auto":
-        streams = COPY_STREAMS
     index = read_index(source)
     started = perf_counter()
     copying = prepare_copy(source, target, index)
@@ -162,13 +161,7 @@ class Copying:
         """
         with explain_write(self.target.place):
             remove_leftovers(self.target)
-        largest = max((max(shard.bytes, shard.arrays_bytes) for shard in shards), default=1)
-        reader = Reader(
-            self.copy_shard,
-            self.source,
-            streams=streams,
-            most_streams=max(COPY_STREAMS, _UNDER_WAY_BYTES // largest),
-        )
+        reader = Reader(self.copy_shard, self.source, streams=streams, most_streams=_MOST_COPIES)
         with closing(reader), closing(reader.read_as_done(shards, patience_s=_STOP_S)) as rounds:
             yield from rounds
 

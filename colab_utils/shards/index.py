@@ -116,12 +116,9 @@ def read_index(folder: str | Place) -> ShardIndex:
     index = find_index(folder)
     if index is not None:
         return index
-    problem = f"There is no folder of shards at {folder}"
-    if open_store(folder).find_kind():
-        problem = f"There is no {INDEX_NAME} in {folder}"
     raise ColabUtilsError(
-        f"{problem}. Run preprocess (or copy) first, or wait until it has ended: "
-        "if it was interrupted, it continues where it stopped."
+        f"There are no shards in {folder}, or they are not finished. Run preprocess (or copy) "
+        "first, or wait until it has ended: if it was interrupted, it continues where it stopped."
     )
 
 
@@ -172,17 +169,14 @@ def _parse_index(raw: Any, folder: Place) -> ShardIndex:
         KeyError, TypeError, ValueError: if the JSON was changed, or names a file outside the
             folder.
     """
+    unknown = ColabUtilsError(
+        f"The index in {folder} is not one of {FORMAT_NAME} that this version reads. Update "
+        "colab_utils, or run preprocess again, into another folder."
+    )
     if not isinstance(raw, dict) or raw.get("format") != FORMAT_NAME:
-        raise ColabUtilsError(
-            f"The index in {folder} is not an index of {FORMAT_NAME}. Name another folder."
-        )
-    version = raw.get("format_version")
-    if version != FORMAT_VERSION:
-        raise ColabUtilsError(
-            f"The shards in {folder} have the format version {version!s:.20}, and this colab_utils "
-            f"reads {FORMAT_VERSION}. Update colab_utils, or run preprocess again, into another "
-            "folder."
-        )
+        raise unknown
+    if raw.get("format_version") != FORMAT_VERSION:
+        raise unknown
     checksum = raw.pop("xxh3_64")
     if checksum != hash_bytes(_to_text(raw)):
         raise ValueError("another checksum")
@@ -194,10 +188,7 @@ def _parse_index(raw: Any, folder: Place) -> ShardIndex:
         if not _TAR_NAME.fullmatch(shard.name) or shard.arrays_name != arrays_name:
             raise ValueError(f"files {shard.name!r} and {shard.arrays_name!r}")
     if index.recipe["storage"] not in get_args(Storage):
-        raise ColabUtilsError(
-            f"The images in {folder} are stored as {index.recipe['storage']!r:.20}, which this "
-            "colab_utils does not read. Run preprocess again, into another folder."
-        )
+        raise unknown
     return index
 
 

@@ -18,7 +18,14 @@ from colab_utils.files import Store, hash_bytes, open_store
 from colab_utils.places import Place
 from colab_utils.reader import Reader, Reading
 from colab_utils.running import JobProgress
-from colab_utils.shards.arrays import ArraysBuilder, describe_shard, dump_arrays, read_shard_index
+from colab_utils.shards.arrays import (
+    ShardArrays,
+    describe_shard,
+    dump_arrays,
+    join_records,
+    pack_record,
+    read_shard_index,
+)
 from colab_utils.shards.index import ShardIndex, SkippedImage
 from colab_utils.shards.plan import split_images
 from colab_utils.shards.records import frame_file, name_image, read_image, try_sample
@@ -57,11 +64,7 @@ class ShardRun:
     max_bad: float
     """The share or the number of images, and of objects, that may be bad."""
     part: tuple[int, int] | None = None
-    """Number of the part, from 1, and number of all parts; None if all shards are written.
-
-    The arrays of a part's shard are kept if the shard has no usable image. They tell another
-    machine that this shard is done.
-    """
+    """Number of the part, from 1, and number of all parts; None if all shards are written."""
     cache: "FileCache | None" = None
     """Keeps the image files; None if they are not kept."""
 
@@ -131,7 +134,7 @@ def _write_shard(
     """Write a shard; return an index of it.
 
     The arrays are written before the tar. Their head holds the checksum of the tar. A shard whose
-    images are all bad has no tar.
+    images are all bad has no tar: its arrays tell that it is done.
     """
     tar, arrays = _build_shard(run, job, files, progress)
     index = describe_shard(arrays)
@@ -140,8 +143,7 @@ def _write_shard(
     # Arrays come first, since a tar without arrays could be a file of the user.
     with explain_write(run.folder):
         store = open_store(run.folder, progress.stop)
-        if index.images or run.part:
-            store.write(index.shards[0].arrays_name, arrays)
+        store.write(index.shards[0].arrays_name, arrays)
         if index.images:
             store.write(job.name, *tar)
     return index
@@ -193,7 +195,7 @@ def _build_shard(
     # The pieces stay in a list: joining them would copy them, and they are megabytes.
     tar: list[bytes] = []
     tar_bytes = 0
-    builder = ArraysBuilder()
+    records: list[ShardArrays] = []
     annotations = 0
     skipped: list[SkippedImage] = []
     faults = Counter[str]()
@@ -212,7 +214,7 @@ def _build_shard(
             starts.append(tar_bytes + len(header))
             tar_bytes = starts[-1] + len(data) + len(padding)
             tar += [header, data, padding]
-        builder.add(sample.record, [*sample.files.values()], starts)
+        records.append(pack_record(sample.record, [*sample.files.values()], starts))
         annotations += len(sample.record["annotations"])
         faults.update(sample.faults)
     tar.append(bytes(2 * tarfile.BLOCKSIZE))
@@ -228,4 +230,4 @@ def _build_shard(
     }
     if faults:
         head["faults"] = dict(faults)
-    return tar, dump_arrays(head, builder.build())
+    return tar, dump_arrays(head, join_records(records))

@@ -17,7 +17,7 @@ from colab_utils.files import open_store
 from colab_utils.places import Place
 from colab_utils.processes import ThreadPool
 from colab_utils.require import require_choice, require_number
-from colab_utils.shards.arrays import ArraysBuilder
+from colab_utils.shards.arrays import pack_record
 from colab_utils.shards.index import SkippedImage, Storage
 from colab_utils.shards.records import Sample, read_image, try_sample
 
@@ -171,8 +171,9 @@ def plan_recipe(
 
 def _measure_bytes(sample: Sample) -> int:
     """Return the bytes of a sample in a tar, or those of its arrays if these are more."""
-    builder = ArraysBuilder()
     files = [*sample.files.values()]
-    builder.add(sample.record, files, (0, 0))
-    arrays_bytes = sum(array.nbytes for array in builder.build().values())
-    return max(arrays_bytes, sum(BLOCKSIZE + len(content) for content in files))
+    arrays = pack_record(sample.record, files, (0, 0))
+    arrays_bytes = sum(array.nbytes for array in arrays.values())
+    # Before each file there is a block, and its last block is filled up.
+    tar_bytes = sum(BLOCKSIZE + len(content) + -len(content) % BLOCKSIZE for content in files)
+    return max(arrays_bytes, tar_bytes)

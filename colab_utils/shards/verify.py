@@ -21,7 +21,6 @@ from colab_utils.shards.index import (
 )
 from colab_utils.units import format_count
 
-_MISSING = "is missing"
 # On a bad day, it takes 0.6 s until the first byte of a file comes. So shards are read so many at
 # once.
 _STREAMS = 4
@@ -111,7 +110,7 @@ def verify_shards(folder: str | Place) -> VerifyReport:
     Example:
         >>> verify_shards("no/such/folder")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: There is no folder of shards at ...
+        colab_utils.errors.ColabUtilsError: There are no shards in ...
     """
     store = open_store(folder)
     index = read_index(store.place)
@@ -134,12 +133,10 @@ def verify_shards(folder: str | Place) -> VerifyReport:
 
 
 def _check_shard(store: Store, shard: ShardInfo) -> tuple[ShardInfo, str]:
-    """Return a shard, and what is wrong with it, or "". A missing file is looked for again."""
-    reason = find_fault(store, shard.files())
-    if reason.endswith(_MISSING):
-        store.find_again(name for name, _, _ in shard.files())
-        reason = find_fault(store, shard.files())
-    return shard, reason
+    """Return a shard, and what is wrong with it, or ""."""
+    # Drive may not show a file for a while.
+    store.find_again(name for name, _, _ in shard.files())
+    return shard, find_fault(store, shard.files())
 
 
 def find_fault(store: Store, files: Iterable[tuple[str, int, str]]) -> str:
@@ -150,16 +147,9 @@ def find_fault(store: Store, files: Iterable[tuple[str, int, str]]) -> str:
         try:
             count = store.stamp(name).bytes
             if count < 0:
-                return f"{name} {_MISSING}"
-            if count != size:
-                return (
-                    f"{name} has {count:,} bytes, but {size:,} were written: it was cut short or "
-                    "changed"
-                )
-            if store.hash(name)[1] != checksum:
-                return f"{name} has another checksum than when it was written: its content changed"
-        except FileNotFoundError:
-            return f"{name} {_MISSING}"
+                return f"{name} is missing"
+            if count != size or store.hash(name)[1] != checksum:
+                return f"{name} is not as it was written: it was cut short or changed"
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
     return ""

@@ -194,7 +194,7 @@ def write_shards(
         with hold_folder(folder) if part is None else nullcontext(), explain_write(folder):
             begin_folder(run)
             done = _write_all(run, processes, streams)
-            index = join_index(run, done) if part else _finish_folder(run, done)
+            index = join_index(run, done) if part else finish_folder(run, done)
     return _make_report(index, dataset, started_s)
 
 
@@ -260,7 +260,7 @@ def _write_all(run: ShardRun, processes: int, streams: int | str) -> list[ShardI
     return done
 
 
-def _finish_folder(run: ShardRun, done: Collection[ShardIndex]) -> ShardIndex:
+def finish_folder(run: ShardRun, done: Collection[ShardIndex]) -> ShardIndex:
     """Write the index of a folder whose shards are all written."""
     index = join_index(run, done)
     write_index(run.folder, index)
@@ -357,7 +357,7 @@ def finish_shards(
         done = _find_all(run)
         check_bad(run, done)
         with explain_write(folder):
-            index = _finish_folder(run, done)
+            index = finish_folder(run, done)
             remove_leftovers(open_store(folder))
     return _make_report(index, dataset, started_s)
 

@@ -90,7 +90,7 @@ def evaluate(
     Example:
         >>> evaluate(nn.Identity(), ShardDataset("no/such/val-shards"))
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: There is no folder of shards at ...
+        colab_utils.errors.ColabUtilsError: There are no shards in ...
     """
     truth = dataset.to_coco()
     if all(annotation["iscrowd"] for annotation in truth.dataset["annotations"]):

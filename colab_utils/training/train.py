@@ -151,7 +151,7 @@ def train(
     Example:
         >>> report = train("no/such/shards", "runs/first", steps=200, log=print)
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: There is no folder of shards at ...
+        colab_utils.errors.ColabUtilsError: There are no shards in ...
     """
     ends_s = perf_counter() + (inf if budget is None else require_seconds("budget", budget))
     transforms = augment if callable(augment) else None

@@ -15,11 +15,12 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.files import open_store
 from colab_utils.loading.masks import unpack_masks
 from colab_utils.shards.arrays import (
-    ArraysBuilder,
     convert_boxes,
     describe_shard,
     dump_arrays,
+    join_records,
     load_arrays,
+    pack_record,
     rebuild_arrays,
 )
 from colab_utils.shards.index import read_index
@@ -134,27 +135,26 @@ def make_record(*annotations):
 
 
 def test_crowds_and_boxes_without_area_are_left_out():
-    builder = ArraysBuilder()
-    builder.add(
-        make_record({"iscrowd": 1}, {"bbox": [1, 1, 0, 3]}, {"category_id": 5}),
-        (b"image", b"{}"),
-        (512, 1536),
-    )
-    builder.add(make_record(), (b"image", b"{}"), (3000, 3600))
-    arrays = builder.build()
+    record = make_record({"iscrowd": 1}, {"bbox": [1, 1, 0, 3]}, {"category_id": 5})
+    files = (b"image", b"{}")
+    records = [
+        pack_record(record, files, (512, 1536)),
+        pack_record(make_record(), files, (3000, 3600)),
+    ]
+    arrays = join_records(records)
     assert (arrays["labels"].tolist(), arrays["counts"].tolist()) == ([5], [1, 0])
     assert len(arrays["crops"]) == 1
 
 
 def test_no_images_and_no_objects(tmp_path):
-    builder = ArraysBuilder()
+    record = pack_record(make_record(), (b"image", b"{}"), (512, 1536))
     path = tmp_path / "shard-000000.arrays"
     for images in range(2):
-        path.write_bytes(dump_arrays(HEAD | {"images": images}, builder.build()))
+        arrays = join_records([record] * images)
+        path.write_bytes(dump_arrays(HEAD | {"images": images}, arrays))
         [info] = describe_shard(path.read_bytes()).shards
-        assert_equal(load_bits(tmp_path, info), builder.build())
+        assert_equal(load_bits(tmp_path, info), arrays)
         assert info.images == images
-        builder.add(make_record(), (b"image", b"{}"), (512, 1536))
 
 
 def test_no_python_code_is_parsed_for_arrays(local, monkeypatch):

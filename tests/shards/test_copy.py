@@ -262,19 +262,3 @@ def test_files_are_read_at_once(source, tmp_path, monkeypatch):
     open_as(monkeypatch, WaitingFile)
     copy_shards(source, tmp_path / "ssd", streams=8)
     assert snapshot(tmp_path / "ssd") == snapshot(source)
-
-
-def test_few_large_files_are_under_way_at_once(source, tmp_path, monkeypatch):
-    """Drive's cache keeps a second copy of each of them."""
-    monkeypatch.setattr(module, "_UNDER_WAY_BYTES", 20_000)
-    limits = []
-
-    class NotedReader(module.Reader):
-        def __init__(self, read, store, **options):
-            limits.append(options["most_streams"])
-            super().__init__(read, store, **options)
-
-    monkeypatch.setattr(module, "Reader", NotedReader)
-    copy_shards(source, tmp_path / "ssd")
-    copy_shards(make_source(tmp_path / "large", tar_bytes=9000), tmp_path / "other")
-    assert limits == [6, 4]

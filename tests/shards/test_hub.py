@@ -68,5 +68,5 @@ def test_shards_are_sent_there(hub, local):
 def test_what_is_not_there_is_said_in_one_line(hub, url):
     done = run(hub, "verify", "--shards", url)
     assert done.returncode == 2
-    assert f"There is no folder of shards at {url}" in done.stderr
+    assert f"There are no shards in {url}" in done.stderr
     assert done.stderr.count("\n") == 1

@@ -70,9 +70,9 @@ CHANGED = "was changed since it was written"
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format_version": 3}, "format version 3, and this colab_utils reads 2. Update colab_"),
+        ({"format_version": 3}, "that this version reads. Update colab_"),
         ({"format_version": 1}, "or run preprocess again, into another folder"),
-        ({"format": "somebody else's"}, "is not an index of colab_utils"),
+        ({"format": "somebody else's"}, "is not one of colab_utils shards"),
         ({"categories": [{"id": 1, "name": "cat"}]}, CHANGED),
         ({"notes": "mine"}, CHANGED),
     ],
@@ -96,7 +96,7 @@ def rename(**names):
         (rename(name=f"shard-{chr(0x663) * 6}.tar"), CHANGED),
         (rename(arrays_name="shard-000001.arrays"), CHANGED),
         # Older versions could store raw pixels.
-        ({"recipe": {"storage": "pixels"}}, "'pixels', which this colab_utils does not read. Run"),
+        ({"recipe": {"storage": "pixels"}}, "that this version reads"),
     ],
 )
 def test_an_index_that_leads_out_of_its_folder_or_is_of_an_older_version_is_refused(
@@ -128,7 +128,7 @@ def test_a_file_too_large_for_an_index_is_not_read(tmp_path):
 
 
 def test_no_folder_no_index_and_an_interrupted_run(tmp_path):
-    with pytest.raises(ColabUtilsError, match="There is no folder of shards at"):
+    with pytest.raises(ColabUtilsError, match="There are no shards in"):
         read_index(tmp_path / "no")
     with pytest.raises(ColabUtilsError, match="Run preprocess"):
         read_index(tmp_path)

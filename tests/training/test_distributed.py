@@ -382,7 +382,7 @@ def test_ranks_do_not_wait_for_one_that_finds_no_shards_or_cannot_make_the_folde
     folders = [shards, shards.with_name(shards_of_1)]
     messages = run_ranks(2, refuse_to_train, folders, tmp_path / "run", [{"steps": 1}] * 2)
     own = messages.pop(rank)
-    assert own.startswith(("There is no folder of shards at ", str(error))[not rank])
+    assert own.startswith(("There are no shards in ", str(error))[not rank])
     text = f"Rank {rank} stopped before the first step, and so did all others. It says: {own}"
     assert messages == [text]
 
