@@ -45,7 +45,7 @@ class CocoFolder(CocoSamples):
 
     Args:
         images: Image folder: a path, or a URL that fsspec knows, such as ``s3://bucket/images``.
-        annotations: COCO instance JSON: a path or a URL; or the result of ``open_annotations``.
+        annotations: COCO instance JSON: a path or a URL; or the result of ``open_coco``.
         contiguous_labels: Map category ids to labels 1 to K. Default: False.
         streams: Files that each process reads at the same time for a batch. "auto" measures how
             many are fastest. With 1, the files are read one after the other. Default: "auto".

@@ -1,7 +1,7 @@
 """The nearest form of a dataset: shards on the SSD, on Drive, or loose files."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import xxhash
 
+from colab_utils.data.coco import open_coco
 from colab_utils.data.coco_json import read_content
 from colab_utils.data.defects import count_allowed
 from colab_utils.drive import is_on_drive
@@ -28,11 +29,10 @@ from colab_utils.shards.index import ShardIndex, find_index
 from colab_utils.shards.jobs import ShardRun
 from colab_utils.shards.plan import (
     make_recipe,
-    open_annotations,
     plan_recipe,
     plan_windows,
 )
-from colab_utils.shards.verify import inspect_folder, require_same
+from colab_utils.shards.verify import find_begun
 from colab_utils.streams import require_streams
 from colab_utils.units import format_count
 
@@ -116,31 +116,32 @@ def open_dataset(
     max_bad = require_max_bad(max_bad)
     require_streams(streams)
     require_count("seed", seed, minimum=0)
-    index = _find_complete(ssd)
+    index = find_index(ssd)
     is_here = index is not None and open_store(ssd).has_files(index.files())
     on_drive = None
     try:
         _require_same(ssd, index, annotations)
         if drive is not None:
-            on_drive = _find_complete(drive)
+            on_drive = find_index(drive)
             if on_drive != index:
                 _require_same(drive, on_drive, annotations)
     except UnavailableError as error:
         if not is_here and is_on_drive(images):
             raise
         drive = None
-        instead = f"So training reads the shards in {ssd}. Drive may hold newer annotations."
-        warn(error, instead if is_here else UNSENT)
+        warn(error, f"Training reads the shards in {ssd} unchecked." if is_here else UNSENT)
     if is_here or on_drive is not None:
         shutil.rmtree(ssd / _CACHE_NAME, ignore_errors=True)
+    # Only the machine of rank 0 sends shards.
+    target = drive if find_ranks().is_on_first_host else None
     if is_here:
         shards = _open_shards(ssd, seed, contiguous_labels)
-        if drive is not None and on_drive is None:
-            _begin_sending(shards, drive, seed)
+        if target is not None and on_drive is None:
+            _begin(shards, partial(Arrival, ssd, target, shards.index, seed=seed), UNSENT)
         return shards
     if drive is not None and on_drive is not None:
         return _open_on_drive(drive, ssd, on_drive, seed, contiguous_labels)
-    dataset = open_annotations(images, annotations)
+    dataset = open_coco(images, annotations)
     recipe = _find_recipe([ssd] if drive is None else [drive, ssd], dataset.fingerprint) or recipe
     cache = FileCache(ssd / _CACHE_NAME)
     recipe = plan_recipe(images, dataset, recipe, cache)
@@ -148,7 +149,11 @@ def open_dataset(
     cache.reserve_bytes += len(dataset) * recipe["shard_mb"] * 1e6 / recipe["images_per_shard"]
     run = ShardRun(ssd, images, dataset, recipe, max_bad, cache=cache)
     loose = LooseFiles(run, streams=streams, seed=seed, contiguous_labels=contiguous_labels)
-    _begin_writing(loose, ShardWriter(run, drive, [*chain(*loose.windows)], streams))
+    _begin(
+        loose,
+        partial(Writing, ShardWriter(run, target, [*chain(*loose.windows)], streams)),
+        f"So training reads the files in {images}, and this call writes no shards.",
+    )
     return loose
 
 
@@ -162,8 +167,7 @@ def _find_recipe(folders: Sequence[Place], fingerprint: str) -> dict[str, Any]:
     """
     recipe: dict[str, Any] = {}
     for folder in folders:
-        index = inspect_folder(folder)
-        require_same(folder, index, fingerprint, recipe)
+        index = find_begun(folder, fingerprint, recipe)
         recipe = recipe if index is None else index.recipe
     return recipe
 
@@ -182,27 +186,13 @@ def _open_on_drive(
         return _open_shards(drive, seed, contiguous_labels)
 
 
-def _begin_sending(shards: ShardDataset, drive: Place, seed: int) -> None:
-    """Begin to copy the shards of the SSD to Drive, or warn; one process of all does so."""
-    ranks = find_ranks()
-    if ranks.is_first_here and ranks.is_on_first_host:
+def _begin(dataset: CocoSamples, work: Callable[[], Any], instead: str) -> None:
+    """Begin the work that brings or writes shards, or warn. One process of each machine works."""
+    if find_ranks().is_first_here:
         try:
-            shards.arrival = Arrival(shards.folder, drive, shards.index, seed=seed)
+            dataset.arrival = work()
         except ColabUtilsError as error:
-            warn(error, UNSENT, stacklevel=4)
-
-
-def _begin_writing(dataset: CocoSamples, writer: ShardWriter) -> None:
-    """Begin to write shards, or warn. One process of each machine writes, and one of all sends."""
-    ranks = find_ranks()
-    if not ranks.is_on_first_host:
-        writer.drive = None
-    if ranks.is_first_here:
-        try:
-            dataset.arrival = Writing(writer)
-        except ColabUtilsError as error:
-            instead = f"So training reads the files in {writer.run.images}, and this call writes"
-            warn(error, f"{instead} no shards.", stacklevel=4)
+            warn(error, instead, stacklevel=4)
 
 
 class LooseFiles(CocoFolder):
@@ -268,12 +258,6 @@ def _open_shards(folder: Place, seed: int, contiguous_labels: bool) -> ShardData
     shards = ShardDataset(folder, contiguous_labels=contiguous_labels)
     shards.windows = plan_windows(shards.index.recipe, len(shards.index.shards), seed)
     return shards
-
-
-def _find_complete(folder: Place) -> ShardIndex | None:
-    """Return the index of a folder; None if it has no index, or one of some shards only."""
-    index = find_index(folder)
-    return None if index is None or index.partial else index
 
 
 def _require_same(folder: Place, index: ShardIndex | None, annotations: PlaceLike) -> None:

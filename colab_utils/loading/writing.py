@@ -26,7 +26,7 @@ from colab_utils.shards.copy import Copying
 from colab_utils.shards.index import ShardIndex, ShardInfo, write_index
 from colab_utils.shards.jobs import ShardRun, find_shard, name_shard, write_in_turn
 from colab_utils.shards.lock import hold_folder
-from colab_utils.shards.write import begin_folder, check_bad, finish_folder
+from colab_utils.shards.write import begin_folder, check_bad, join_index
 
 # The lowest priority: training goes before.
 _PRIORITY = 19
@@ -105,7 +105,8 @@ class ShardWriter:
                 check_bad(run, done)
                 if index.images:
                     self._try_on_drive(partial(self._send, progress.stop, index.shards[0]))
-            index = finish_folder(run, done)
+            index = join_index(run, done)
+            write_index(run.folder, index)
             self._try_on_drive(lambda drive: write_index(drive, index))
         if self._failure is not None:
             raise self._failure

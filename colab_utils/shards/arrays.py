@@ -47,32 +47,32 @@ _BLOCK_BYTES = 1 << 20
 _NPY_HEADER_BYTES = 256
 
 
-IMAGE_TABLES: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
-    "image_ids": (np.int64, ()),
+IMAGE_TABLES = {
+    "image_ids": "i8",
     # Height and width as stored, in pixels.
-    "sizes": (np.int32, (2,)),
+    "sizes": "2i4",
     # Offset of the image's bytes in the tar, and their number.
-    "image_spans": (np.int64, (2,)),
+    "image_spans": "2i8",
     # The same of the record's JSON.
-    "record_spans": (np.int64, (2,)),
+    "record_spans": "2i8",
     # Number of objects.
-    "counts": (np.int64, ()),
+    "counts": "i8",
     # XXH3-64 of the image's bytes in the tar, of its masks' bits, and of its record's bytes.
-    "checks": (np.uint64, (3,)),
+    "checks": "3u8",
 }
-"""The dtype of each table of images, and the shape of a row."""
+"""The type of a row of each table of images, by numpy's codes."""
 
-OBJECT_TABLES: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
+OBJECT_TABLES = {
     # x0, y0, x1, y1 in pixels.
-    "boxes": (np.float32, (4,)),
+    "boxes": "4f4",
     # COCO category ids.
-    "labels": (np.int64, ()),
+    "labels": "i8",
     # In square pixels.
-    "areas": (np.float32, ()),
+    "areas": "f4",
     # The tight box of each mask, see `PackedMasks`.
-    "crops": (np.int32, (4,)),
+    "crops": "4i4",
     # Number of bytes of each mask.
-    "mask_bytes": (np.int64, ()),
+    "mask_bytes": "i8",
 }
 """The same for the tables of objects."""
 
@@ -140,8 +140,9 @@ def join_records(records: Iterable[ShardArrays]) -> ShardArrays:
 def _make_arrays(rows: Mapping[str, Any], bits: NDArray[np.uint8]) -> ShardArrays:
     """Return the rows of each table as an array of its dtype and shape."""
     tables: ShardArrays = {"bits": bits}
-    for name, (kind, shape) in (IMAGE_TABLES | OBJECT_TABLES).items():
-        tables[name] = np.array(rows[name], kind).reshape(-1, *shape)
+    for name, code in (IMAGE_TABLES | OBJECT_TABLES).items():
+        row = np.dtype(code)
+        tables[name] = np.array(rows[name], row.base).reshape(-1, *row.shape)
     return tables
 
 

@@ -4,7 +4,7 @@ import threading
 from collections import Counter
 from collections.abc import Collection, Generator, Iterator
 from concurrent.futures import CancelledError
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -27,7 +27,7 @@ from colab_utils.shards.index import (
     write_index,
 )
 from colab_utils.shards.lock import remove_leftovers
-from colab_utils.shards.verify import find_fault, inspect_folder
+from colab_utils.shards.verify import find_fault
 from colab_utils.streams import MOST_STREAMS, require_streams
 from colab_utils.units import format_bytes, format_count
 
@@ -245,20 +245,15 @@ def prepare_copy(source: Place, target: Place, index: ShardIndex) -> Copying:
             little space.
     """
     store = open_store(target)
-    is_ours = False
     with explain_write(target):
         if identify_place(source) == identify_place(target):
             raise ColabUtilsError(f"{source} is source and target at once. Name another target.")
-        if find_index(target) not in (None, index):
+        previous = find_index(target)
+        if previous not in (None, index):
             raise ColabUtilsError(
                 f"{target} holds other shards. Name another folder, or delete that one if you no "
                 "longer need it."
             )
-        # An error means that the shards there belong to nobody.
-        with suppress(ColabUtilsError):
-            earlier = inspect_folder(target)
-            keys = (index.fingerprint, index.recipe)
-            is_ours = earlier is not None and (earlier.fingerprint, earlier.recipe) == keys
         needed = sum(size for name, size, _ in index.files() if store.stamp(name).bytes != size)
     if is_on_drive(source):
         needed += min(needed, _UNDER_WAY_BYTES)
@@ -269,4 +264,4 @@ def prepare_copy(source: Place, target: Place, index: ShardIndex) -> Copying:
     )
     with explain_write(target):
         store.make()
-    return Copying(source, target, overwrite=is_ours)
+    return Copying(source, target, overwrite=previous is not None)

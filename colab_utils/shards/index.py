@@ -173,9 +173,9 @@ def _parse_index(raw: Any, folder: Place) -> ShardIndex:
         f"The index in {folder} is not one of {FORMAT_NAME} that this version reads. Update "
         "colab_utils, or run preprocess again, into another folder."
     )
-    if not isinstance(raw, dict) or raw.get("format") != FORMAT_NAME:
+    if not isinstance(raw, dict):
         raise unknown
-    if raw.get("format_version") != FORMAT_VERSION:
+    if (raw.get("format"), raw.get("format_version")) != (FORMAT_NAME, FORMAT_VERSION):
         raise unknown
     checksum = raw.pop("xxh3_64")
     if checksum != hash_bytes(_to_text(raw)):

@@ -159,13 +159,12 @@ def find_shard(store: Store, name: str, run: ShardRun) -> ShardIndex | None:
         run: the data and the settings.
     """
     index = read_shard_index(store, name.replace(".tar", ".arrays"))
-    if index is None or index.shards[0].name != name:
+    if index is None:
         return None
-    if index.fingerprint != run.dataset.fingerprint or index.recipe != run.recipe:
-        return None
-    if index.images and not store.has_files(index.files()):
-        return None
-    return index
+    known = (index.shards[0].name, index.fingerprint, index.recipe)
+    is_same = known == (name, run.dataset.fingerprint, run.recipe)
+    is_whole = not index.images or store.has_files(index.files())
+    return index if is_same and is_whole else None
 
 
 def are_still_bad(index: ShardIndex, images: Place, dataset: CocoDataset) -> bool:
@@ -174,8 +173,6 @@ def are_still_bad(index: ShardIndex, images: Place, dataset: CocoDataset) -> boo
     Only those that are in the dataset are looked at.
     """
     names = {image.file_name for image in index.skipped}
-    if not names:
-        return True
     places = [place for place in range(len(dataset)) if dataset.file_name(place) in names]
     store = open_store(images)
     # What Drive did not show before is not waited for.

@@ -87,7 +87,9 @@ def hold_folder(folder: Place) -> Iterator[None]:
     with lock_here(folder) as is_free:
         with explain_write(folder):
             writer = _find_writer(store)
-        if not is_free or (writer and _name_host() not in writer):
+        # It names this machine and this user.
+        host = f"{find_host()} {os.getuid()}"
+        if not is_free or (writer and host not in writer):
             raise ColabUtilsError(
                 f"Another writer is at work in {folder} ({writer!r}). Let it end, or stop it. "
                 "Then run the same again: your run continues there. (A writer on a machine that is "
@@ -95,7 +97,7 @@ def hold_folder(folder: Place) -> Iterator[None]:
             )
         try:
             with explain_write(folder):
-                text = f"process {os.getpid()} on {os.uname().nodename} ({_name_host()})"
+                text = f"process {os.getpid()} on {os.uname().nodename} ({host})"
                 store.write(WRITER_NAME, text.encode())
                 remove_leftovers(store)
             start_thread(touch, "writer")
@@ -154,12 +156,4 @@ def _is_written(stamp: FileStamp, host: str, pid: int) -> bool:
     """Return whether the process in a temporary file's name may still be writing the file."""
     if host != find_host():
         return _measure_silence_s(stamp) < _ABANDONED_S
-    with suppress(psutil.NoSuchProcess):
-        # A zombie has ended, but its parent has not yet asked for its exit status.
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    return False
-
-
-def _name_host() -> str:
-    """Return a text that names this machine and this user."""
-    return f"{find_host()} {os.getuid()}"
+    return psutil.pid_exists(pid)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from colab_utils.data.coco import CocoDataset, open_coco
+from colab_utils.data.coco import CocoDataset
 from colab_utils.data.orientation import Exif, choose_turn
 from colab_utils.data.sizes import SIDE_RANGE
 from colab_utils.errors import ColabUtilsError
@@ -50,31 +50,8 @@ def make_recipe(storage: str, exif: str = "auto", **numbers: Any) -> dict[str, A
         minimum, maximum = _RANGES[name]
         number = require_number(name, value, minimum=minimum, maximum=maximum)
         # 4 and 4.0 are one recipe: they have one text, and give the same bytes.
-        if float(number).is_integer():
-            number = int(number)
-        recipe[name] = number
+        recipe[name] = int(number) if float(number).is_integer() else number
     return recipe
-
-
-def complete_recipe(recipe: dict[str, Any], image_bytes: float) -> dict[str, Any]:
-    """Return the recipe of new shards: the given recipe, and settings that say how many images
-    each shard gets, and in which order.
-
-    The first shards are small, so that training can begin early. Each is about twice as large as
-    the one before, up to ``shard_mb``. The order of the images is random, because many datasets are
-    sorted by class.
-
-    Args:
-        recipe: the result of `make_recipe`.
-        image_bytes: bytes that an image takes in a shard, on average.
-    """
-    shard_mb = recipe["shard_mb"]
-    return {
-        **recipe,
-        "images_per_shard": max(1, round(shard_mb * 1e6 / image_bytes)),
-        "ramp_mb": [size_mb for size_mb in _FIRST_SHARDS_MB if size_mb < shard_mb],
-        "seed": _ORDER_SEED,
-    }
 
 
 def split_images(recipe: dict[str, Any], images: int) -> list[NDArray[np.int64]]:
@@ -114,33 +91,27 @@ def plan_windows(recipe: dict[str, Any], shards: int, seed: int) -> list[list[in
     return [[number] for number in range(ramp)] + [w.tolist() for w in windows if len(w)]
 
 
-def open_annotations(images: str | Place, annotations: str | Place) -> CocoDataset:
-    """Open the annotations, and refuse faults that cannot be cured by leaving images out.
-
-    If Drive fails, they are read again.
-
-    Raises:
-        ColabUtilsError: if there is no image folder, or the annotations are not COCO, list no
-            image, or refer to an image or a category that they do not list.
-    """
-    dataset = open_coco(images, annotations)
-    if not len(dataset):
-        raise ColabUtilsError(f"The list of images in {annotations} is empty. Name another file.")
-    return dataset
-
-
 def plan_recipe(
     images: Place, dataset: CocoDataset, recipe: dict[str, Any], cache: "FileCache | None" = None
 ) -> dict[str, Any]:
-    """Return the recipe with the entries of `complete_recipe`. For them, a few images that are
-    spread over the dataset are read and made into samples. Their files are kept in ``cache``.
+    """Return the recipe of new shards: the given recipe, and settings that say how many images
+    each shard gets, and in which order.
+
+    The first shards are small, so that training can begin early. Each is about twice as large as
+    the one before, up to ``shard_mb``. The order of the images is random, because many datasets are
+    sorted by class.
+
+    A few images that are spread over the dataset are read and made into samples. Their files are
+    kept in ``cache``.
 
     Raises:
-        ColabUtilsError: if none of these images is usable.
+        ColabUtilsError: if none of these images is usable, or there is no image.
         UnavailableError: if Drive went away.
     """
     if "images_per_shard" in recipe:
         return recipe
+    if not len(dataset):
+        raise ColabUtilsError("The annotations list no image. Name another file.")
     # Recipes of older versions do not have it. Their photos are decoded at full size.
     recipe = {**recipe, "reduced_decode": recipe["storage"] == "shrink"}
     count = min(_TRIED_IMAGES, len(dataset))
@@ -166,7 +137,13 @@ def plan_recipe(
             f"{outcomes[0].file_name}: {outcomes[0].reason}. Name the right image folder, or run "
             "`check` to see what is wrong."
         )
-    return complete_recipe(recipe, fmean(costs))
+    shard_mb = recipe["shard_mb"]
+    return {
+        **recipe,
+        "images_per_shard": max(1, round(shard_mb * 1e6 / fmean(costs))),
+        "ramp_mb": [size_mb for size_mb in _FIRST_SHARDS_MB if size_mb < shard_mb],
+        "seed": _ORDER_SEED,
+    }
 
 
 def _measure_bytes(sample: Sample) -> int:

@@ -12,8 +12,6 @@ from errno import EDQUOT, ENOSPC
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from PIL import Image
-
 from colab_utils.data.coco import CocoDataset
 from colab_utils.data.decoding import guard_pillow, shrink, to_rgb
 from colab_utils.data.masks import encode_segmentation, resize_rles
@@ -36,7 +34,11 @@ MISSING = "the file is missing"
 # versions have no ``reduced_decode``.
 _STORE_SETTINGS = ("min_size", "max_size", "storage", "exif", "reduced_decode")
 
-_JPEG_QUALITY = 95
+# How Pillow writes an image, by the extension of its file.
+_ENCODINGS: dict[str, dict[str, Any]] = {
+    "jpg": {"format": "JPEG", "quality": 95},
+    "png": {"format": "PNG", "compress_level": 1},
+}
 
 _KEPT_KINDS = ("JPEG", "MPO", "PNG")
 
@@ -120,18 +122,11 @@ def store_image(
         rgb = shrink(rgb, stored)
         if kind in ("JPEG", "MPO", "WEBP"):
             extension = "jpg"
-    return StoredImage(extension, _encode(rgb, extension), stored, original, is_unclear)
-
-
-def _encode(image: Image.Image, extension: str) -> bytes:
-    file = io.BytesIO()
     # Else Pillow would write the metadata of the original file, too.
-    image.info = {}
-    if extension == "jpg":
-        image.save(file, "JPEG", quality=_JPEG_QUALITY)
-    else:
-        image.save(file, "PNG", compress_level=1)
-    return file.getvalue()
+    rgb.info = {}
+    file = io.BytesIO()
+    rgb.save(file, **_ENCODINGS[extension])
+    return StoredImage(extension, file.getvalue(), stored, original, is_unclear)
 
 
 def make_record(

@@ -8,7 +8,7 @@ from typing import Any
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import Store, open_store
-from colab_utils.places import Place
+from colab_utils.places import Place, open_place
 from colab_utils.progress import show_progress
 from colab_utils.reader import Reader
 from colab_utils.shards.arrays import read_shard_index
@@ -61,7 +61,7 @@ def inspect_folder(folder: str | Place) -> ShardIndex | None:
     Example:
         >>> inspect_folder("no/such/folder")
     """
-    store = open_store(folder)
+    store = open_store(open_place(folder))
     with explain_read(store.place):
         index = find_index(store.place)
         if index is not None:
@@ -78,13 +78,14 @@ def inspect_folder(folder: str | Place) -> ShardIndex | None:
     return None
 
 
-def require_same(
-    folder: Place, index: ShardIndex | None, fingerprint: str, recipe: dict[str, Any]
-) -> None:
-    """Refuse a folder with shards of another dataset, or made with other settings.
+def find_begun(folder: Place, fingerprint: str, recipe: dict[str, Any]) -> ShardIndex | None:
+    """Return what `inspect_folder` does for a folder of shards to write.
 
-    ``index`` is what `inspect_folder` returned.
+    Raises:
+        ColabUtilsError: if the shards there are of another dataset than ``fingerprint`` tells, or
+            made with other settings than the recipe has.
     """
+    index = inspect_folder(folder)
     difference = ""
     if index is not None and index.fingerprint != fingerprint:
         difference = "of another dataset"
@@ -95,6 +96,7 @@ def require_same(
             f"{folder} holds shards {difference}. Name another folder (in a notebook: "
             "DRIVE_FOLDER), or delete these."
         )
+    return index
 
 
 def verify_shards(folder: str | Place) -> VerifyReport:

@@ -6,14 +6,14 @@ ones.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Literal
 
-from colab_utils.data.coco import CocoDataset
+from colab_utils.data.coco import CocoDataset, open_coco
 from colab_utils.data.defects import count_allowed, describe_faults, require_sound_objects
 from colab_utils.data.orientation import Exif
 from colab_utils.drive import explain_write
@@ -32,7 +32,6 @@ from colab_utils.shards.index import (
     ShardIndex,
     SkippedImage,
     Storage,
-    explain_read,
     write_index,
 )
 from colab_utils.shards.jobs import (
@@ -45,16 +44,13 @@ from colab_utils.shards.jobs import (
 from colab_utils.shards.lock import hold_folder, remove_leftovers
 from colab_utils.shards.plan import (
     make_recipe,
-    open_annotations,
     plan_recipe,
 )
-from colab_utils.shards.verify import inspect_folder, require_same
+from colab_utils.shards.verify import find_begun
 from colab_utils.streams import require_streams
 from colab_utils.units import format_bytes, format_count
 
 _MOST_WORKERS = 2**16
-# A message lists at most this many missing shards.
-_NAMED = 100
 
 
 @dataclass(frozen=True)
@@ -184,9 +180,8 @@ def write_shards(
     max_bad = require_max_bad(max_bad)
     require_streams(streams)
     part = require_part(part)
-    dataset = open_annotations(images, annotations)
-    begun = inspect_folder(folder)
-    require_same(folder, begun, dataset.fingerprint, recipe)
+    dataset = open_coco(images, annotations)
+    begun = find_begun(folder, dataset.fingerprint, recipe)
     index = _confirm_finished(folder, begun, images, dataset)
     if index is None:
         recipe = plan_recipe(images, dataset, recipe if begun is None else begun.recipe)
@@ -194,7 +189,9 @@ def write_shards(
         with hold_folder(folder) if part is None else nullcontext(), explain_write(folder):
             begin_folder(run)
             done = _write_all(run, processes, streams)
-            index = join_index(run, done) if part else finish_folder(run, done)
+            index = join_index(run, done)
+            if part is None:
+                write_index(folder, index)
     return _make_report(index, dataset, started_s)
 
 
@@ -205,11 +202,8 @@ def _confirm_finished(
 
     All files must be there, and no bad image may have been repaired since.
     """
-    if index is None or index.partial:
+    if index is None or index.partial or not open_store(folder).has_files(index.files()):
         return None
-    with explain_read(folder):
-        if not open_store(folder).has_files(index.files()):
-            return None
     return index if are_still_bad(index, images, dataset) else None
 
 
@@ -258,17 +252,6 @@ def _write_all(run: ShardRun, processes: int, streams: int | str) -> list[ShardI
             bar.update(images_done - bar.n)
             check_bad(run, done)
     return done
-
-
-def finish_folder(run: ShardRun, done: Collection[ShardIndex]) -> ShardIndex:
-    """Write the index of a folder whose shards are all written."""
-    index = join_index(run, done)
-    write_index(run.folder, index)
-    for single in done:
-        if not single.images:
-            # From now on, the index tells that no image of the shard can be used.
-            open_store(run.folder).remove(single.shards[0].arrays_name)
-    return index
 
 
 def join_index(run: ShardRun, done: Iterable[ShardIndex]) -> ShardIndex:
@@ -346,18 +329,18 @@ def finish_shards(
     images = open_place(images)
     folder = open_place(shards)
     max_bad = require_max_bad(max_bad)
-    dataset = open_annotations(images, annotations)
-    begun = inspect_folder(folder)
+    dataset = open_coco(images, annotations)
+    begun = find_begun(folder, dataset.fingerprint, {})
     if begun is None:
         raise ColabUtilsError(f"There are no shards in {folder}. Write their parts first.")
-    require_same(folder, begun, dataset.fingerprint, {})
     index = _confirm_finished(folder, begun, images, dataset)
     if index is None:
         run = ShardRun(folder, images, dataset, begun.recipe, max_bad)
         done = _find_all(run)
         check_bad(run, done)
         with explain_write(folder):
-            index = finish_folder(run, done)
+            index = join_index(run, done)
+            write_index(folder, index)
             remove_leftovers(open_store(folder))
     return _make_report(index, dataset, started_s)
 
@@ -376,7 +359,7 @@ def _find_all(run: ShardRun) -> list[ShardIndex]:
     if missing:
         raise ColabUtilsError(
             f"{len(missing):,} of {len(names):,} shards are missing in {run.folder}, or were "
-            f"made with other settings: number {', '.join(missing[:_NAMED])}. Write their parts, "
+            f"made with other settings: number {', '.join(missing)}. Write their parts, "
             "or all parts, again: finished shards are left as they are. Then finish again."
         )
     return [index for index in indexes if index is not None]

@@ -12,7 +12,7 @@ from PIL import Image
 from colab_utils.__main__ import main
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import ShardDataset
-from colab_utils.shards import plan
+from colab_utils.shards import plan, write
 from colab_utils.show.report import write_check
 from tests.coco_files import CocoFiles, count_problems
 from tests.pictures import make_exif
@@ -164,13 +164,14 @@ def test_an_older_folder_goes_on_by_its_own_recipe(photos, monkeypatch):
     # Versions before this one wrote no ``exif``.
     monkeypatch.setattr(plan, "choose_turn", lambda *_, **options: "keep")
 
-    real = plan.complete_recipe
+    real = plan.plan_recipe
 
-    def complete(recipe, image_bytes):
+    def plan_without(*arguments):
+        recipe = real(*arguments)
         del recipe["exif"]
-        return real(recipe, image_bytes)
+        return recipe
 
-    monkeypatch.setattr(plan, "complete_recipe", complete)
+    monkeypatch.setattr(write, "plan_recipe", plan_without)
     photos.write(shard_mb=0.001)
     monkeypatch.undo()
     assert "exif" not in photos.read_recipe()

@@ -112,7 +112,7 @@ def test_a_url_without_data_is_told(ssd):
             lambda: copy_images(IMAGES, ssd, annotations=f"{JSON}.txt"),
         ):
             with pytest.raises(
-                ColabUtilsError, match=r"(There is no (image )?folder|cannot be read)"
+                ColabUtilsError, match=r"(There (are no shards|is no image folder)|cannot be read)"
             ):
                 call()
     assert not ssd.exists()

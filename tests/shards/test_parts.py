@@ -120,7 +120,7 @@ def test_a_shard_without_a_usable_image_is_not_missing(dataset, folder, tmp_path
     for name in bad:
         (dataset[0] / name).write_bytes(b"")
     expected = write_alone(dataset, tmp_path / "alone", max_bad=1.0)
-    assert "shard-000001.arrays" not in expected
+    assert "shard-000001.tar" not in expected
     write_parts(dataset, folder, 1, 2, 2, 1, parts=2, max_bad=1.0)
     assert "shard-000001.tar" not in snapshot(folder)
     with pytest.raises(ColabUtilsError, match=f"Bad images so far: {len(bad)},"):
