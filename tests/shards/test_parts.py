@@ -21,7 +21,7 @@ from colab_utils.slow_drive import slow_down
 from tests.file_server import FileServer
 from tests.snapshots import snapshot
 
-SHARD_MB = 0.03
+SHARD_MB = 0.025
 
 
 def write(dataset, folder, **options):
