@@ -399,10 +399,8 @@ class Store:
         """Read a file that should be there: if Drive does not show it, it is looked for again."""
         return self.retries.run_listed(self.locate(name), partial(self.read, name))
 
-    def open(self, name: str | Place, *, block_bytes: int = 0) -> PieceFile:
-        """Open a file to read it in pieces. A request to a server has the size of the buffer, so
-        ``block_bytes`` has no effect.
-        """
+    def open(self, name: str | Place) -> PieceFile:
+        """Open a file to read it in pieces. A request to a server has the size of the buffer."""
         require_linux("read files in pieces")
         kind = UrlFile if find_server(self.place) else PieceFile
         return kind(self.locate(name), self)

@@ -40,8 +40,6 @@ _START_BYTES = 16
 # A file of arrays with more bytes than this is refused. The arrays of the largest shard have fewer.
 _MOST_ARRAYS_BYTES = 1e10
 
-# Bytes of the smallest request for a part of an arrays file at a URL.
-_BLOCK_BYTES = 1 << 20
 
 # A number of bytes that is enough for the header that ``numpy.save`` writes before a table.
 _NPY_HEADER_BYTES = 256
@@ -231,7 +229,7 @@ def load_arrays(store: Store, shard: ShardInfo) -> ShardArrays:
         ColabUtilsError: if the file is damaged, or is not the one that the index lists.
     """
     path = store.locate(shard.arrays_name)
-    with store.open(path, block_bytes=_BLOCK_BYTES) as file, _explain_damage(path):
+    with store.open(path) as file, _explain_damage(path):
         size = file.find_size()
 
         def pread(n: int, start: int) -> bytes:

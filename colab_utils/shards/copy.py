@@ -36,8 +36,6 @@ COPY_STREAMS = 4
 
 # Size of the buffer of each stream. After each buffer, the stream checks whether to stop.
 _PIECE_BYTES = AHEAD_BYTES // MOST_STREAMS
-# Bytes of one request to a server.
-_BLOCK_BYTES = 2_000_000
 # Copies that are under way at the same time, if their number is measured. Drive's cache keeps a
 # second copy of their files, and so does the memory if the target is a server. A file has 128 MB or
 # less unless you ask for larger ones.
@@ -217,7 +215,7 @@ class Copying:
         piece = memoryview(bytearray(_PIECE_BYTES))
         offset = 0
         try:
-            with self.source.open(name, block_bytes=_BLOCK_BYTES) as file:
+            with self.source.open(name) as file:
                 while offset <= size:
                     if self.stop.is_set():
                         raise CancelledError
