@@ -157,7 +157,10 @@ def prepare_notebook(notebook: Any, slug: str) -> Any:
         headings = re.findall(r"^#{1,3} +(.+)$", cell.source, re.MULTILINE)
         if cell.cell_type == "markdown":
             section = headings[-1] if headings else section
-            cell.source = set_title(cell.source, slug)
+            # Sphinx's Markdown would show the letters of an embedded drawing in place of it.
+            drawing = r"!\[([^]]*)\]\((data:image/svg\S+)[^)]*\)"
+            source = set_title(cell.source, slug)
+            cell.source = re.sub(drawing, r'<img alt="\1" src="\2">', source)
         else:
             if cell.metadata.get("cellView") == "form":
                 cell.metadata["tags"] = [*cell.metadata.get("tags", ()), "hide-input"]

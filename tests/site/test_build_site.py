@@ -35,7 +35,7 @@ def make_notebook(*outputs):
 
     cell = v4.new_code_cell("# @title Setup", outputs=list(outputs), metadata={"cellView": "form"})
     cells = [
-        v4.new_markdown_cell(f"# 1. A\n\n{BADGE}"),
+        v4.new_markdown_cell(f"# ![b](data:image/svg,c 'd')\n\n{BADGE}"),
         v4.new_markdown_cell("## Two clocks"),
         cell,
     ]
@@ -52,12 +52,18 @@ def read_html(notebook):
     return [output["data"]["text/html"] for output in notebook.cells[-1].outputs]
 
 
-def test_a_badge_stands_where_there_is_a_repository():
+def test_a_badge_stands_where_there_is_a_repository_and_a_drawing_is_shown():
     notebook = make_notebook()
-    assert prepare_notebook(notebook, PLACEHOLDER).cells[0].source == "# 1. A"
+    assert (
+        prepare_notebook(notebook, PLACEHOLDER).cells[0].source
+        == '# <img alt="b" src="data:image/svg,c">'
+    )
     named = BADGE.replace("OWNER/REPO", "me/fast")
-    assert prepare_notebook(notebook, "me/fast").cells[0].source == f"# 1. A\n\n{named}"
-    assert notebook.cells[0].source == f"# 1. A\n\n{BADGE}"
+    assert (
+        prepare_notebook(notebook, "me/fast").cells[0].source
+        == f'# <img alt="b" src="data:image/svg,c">\n\n{named}'
+    )
+    assert notebook.cells[0].source == f"# ![b](data:image/svg,c 'd')\n\n{BADGE}"
 
 
 def test_each_figure_has_its_alternative_text():
