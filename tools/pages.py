@@ -281,7 +281,7 @@ def _convert_shown(exporter: Any, notebook: Any, cell: Any) -> str:
 
 def collapse_progress(cell: Any) -> Any:
     """Return the cell as a terminal would leave it: of a progress bar that was redrawn, only the
-    last line stays.
+    last line stays, and nothing of one that was wiped.
     """
     cell = copy.deepcopy(cell)
     merged: list[Any] = []
@@ -294,5 +294,5 @@ def collapse_progress(cell: Any) -> Any:
         if output.output_type == "stream":
             output.text = re.sub(r"[^\n]*\r(?=[^\n])", "", output.text)
     if "outputs" in cell:
-        cell.outputs = merged
+        cell.outputs = [one for one in merged if one.output_type != "stream" or one.text.strip()]
     return cell
