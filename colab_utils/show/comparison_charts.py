@@ -90,7 +90,7 @@ def plot_cold_start(comparison: "Comparison | Content") -> DescribedFigure:
     shown_s = math.floor(all_s) or all_s
     counts = [f"{count_batches(rows[title], shown_s):,} with {title}" for title in rows]
     ends = ", ".join(dict.fromkeys((counts[0], counts[-1])))
-    title = f"Batches in the first {format_figure(shown_s)} seconds: {ends}"
+    title = f"Batches in the first {format_figure(shown_s)} s: {ends}"
     return plot_first_seconds(
         rows,
         seconds=shown_s,

@@ -139,7 +139,7 @@ def test_the_first_seconds_are_those_of_the_course():
     assert figure.axes[0].get_xlim() == (0, 7)
     assert (
         read_title(figure)
-        == "Batches in the first 7 seconds: 2 with plain loop, 67 with make_loader on shards"
+        == "Batches in the first 7 s: 2 with plain loop, 67 with make_loader on shards"
     )
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == STEPS
     plain = figure.axes[0].collections[0].get_paths()[0].get_extents()
