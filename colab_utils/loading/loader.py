@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, Sampler
 
 from colab_utils.data.defects import count_allowed
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.files import hash_bytes
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.devices import Ranks, find_device, find_ranks
 from colab_utils.loading.fetcher import Fetcher
@@ -267,6 +268,8 @@ class Loader:
         bad: Index and reason of every image that was left out (``max_bad``).
         late: Index and seconds of every image that was not loaded in time (``max_wait_s``), even if
             it was loaded later. If the late image is not known, all images of its batch are listed.
+        expects_pass: Whether another pass follows the first one. Then the first files of each next
+            pass are read while the one before ends, as they are from the second pass on anyway.
     """
 
     _fetcher: Fetcher
@@ -298,6 +301,7 @@ class Loader:
         # Whether an epoch has run to its end. All shards have arrived then.
         self._has_passed = False
         self._passes = 0
+        self.expects_pass = False
         self._prefetcher: Prefetcher | None = None
         # The fetcher as it was when the workers started.
         self._forked: Fetcher | None = None
@@ -422,22 +426,43 @@ class Loader:
         arrival = self._fetcher.arrival
         shard_of = self._fetcher.shard_of
         is_new = not (first or order.windows) and len(order.left) == order.size
-        # The speed of a copy has no influence, so the same seed always gives the same order.
-        if is_new and not self._has_passed and order.seed is not None and order.sampler is None:
-            order.windows = [*self._fetcher.source.windows]
+        if is_new and self._fetcher.source.windows:
+            order.windows = self._choose_windows()
         for number, indices in islice(enumerate(order), first, None):
             if arrival is not None and shard_of is not None:
                 yield from arrival.wait_for(set(shard_of[indices].tolist()))
             self._totals[number] = len(indices)
             yield number, indices[ranks.rank :: ranks.count]
 
-    def _list_following(self) -> Iterator[list[int]]:
-        """Return the batches of the next epoch, as far as they are known, from the second pass on.
-        A loader with one pass may have no other.
+    def _choose_windows(self) -> list[list[int]]:
+        """Return the windows of shards of a new epoch (see `BatchSampler.windows`).
+
+        An epoch has windows until one has run to its end. The speed of the copy has no influence,
+        so the same seed always gives the same order.
+
+        Raises:
+            ColabUtilsError: The processes do not load the same images in the same order.
         """
+        windows: list[list[int]] = []
+        order = self._order
+        if order.seed is not None and order.sampler is None and not self._has_passed:
+            windows = [*self._fetcher.source.windows]
+        fetcher = self._fetcher
+        shards = hash_bytes(fetcher.shard_of, fetcher.sizes, repr(windows).encode())
+        own = {**self._describe_order(), "checksum of the shards": shards}
+        orders = self._ranks.gather(own)
+        if any(other != own for other in orders):
+            raise ColabUtilsError(
+                "The processes that train together do not load the same images in the same order: "
+                f"{orders}. Open the same shards with the same settings in all of them."
+            )
+        return windows
+
+    def _list_following(self) -> Iterator[list[int]]:
+        """Return the batches of the next epoch, as far as they are expected and known."""
         order = copy(self._order)
         order.start_epoch(self.epoch + 1)
-        if order.sampler is not None or self._passes == 1:
+        if order.sampler is not None or not (self.expects_pass or self._passes > 1):
             return iter(())
         ranks = self._ranks
         return (indices[ranks.rank :: ranks.count] for indices in order)

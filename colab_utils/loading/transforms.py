@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from colab_utils.data.masks import pack_pixels
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.loading.samples import Target, Transforms
 
 # An image with values from 0 to 1 has no value above this, even after it was normalised.
@@ -104,10 +104,9 @@ def apply_transforms(
         The transformed image and target.
 
     Raises:
-        ColabUtilsError: The transforms do not return an image and its target, change the size of
-            the image but not of its masks, drop an object from only some parts of the target, or
-            leave a box without area.
-        TypeError: The transforms do not take an image and its target.
+        ColabUtilsError: The transforms do not take or return an image and its target, change the
+            size of the image but not of its masks, drop an object from only some parts of the
+            target, or leave a box without area.
 
     Example:
         >>> from torchvision.transforms import v2
@@ -126,11 +125,11 @@ def apply_transforms(
     try:
         pair = transforms(tv_tensors.Image(image), given)
     except TypeError as error:
-        error.add_note(
-            "Your transforms are called with (image, target), as torchvision.transforms.v2 are. "
-            "Transforms of the image alone would leave its boxes and masks behind."
-        )
-        raise
+        raise ColabUtilsError(
+            f"Your transforms failed: {describe_error(error)}. They are called with (image, "
+            "target), as those of torchvision.transforms.v2 are. Transforms of the image alone "
+            "would leave its boxes and masks behind."
+        ) from error
     if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[1], dict):
         raise ColabUtilsError(
             f"Expected (image, target) from your transforms, found {type(pair).__name__}. "

@@ -217,6 +217,7 @@ def train(
             if state:
                 loader.load_state_dict(data.match_state(state["loader"], state["plan"]["order"]))
             plan = make_plan(step, settings, data, loader, first_step=state["step"] if state else 0)
+            loader.expects_pass = plan.steps - plan.first_step > loader.left
             trainer = Trainer(plan, step, loader, folder, data, ends_s=ends_s)
             if state:
                 trainer.load_state(state)
