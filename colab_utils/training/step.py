@@ -56,8 +56,8 @@ class TrainingStep:
     stays the same, but a trainable batch norm sees each part alone.
 
     If the loss or a gradient of a batch is not finite, the step is skipped: the weights, the
-    optimiser's averages and the statistics of norms stay as they were. ``is_skipped`` says whether
-    the last step was skipped.
+    optimiser's averages and the statistics of norms stay as they were. ``is_skipped``, a bool
+    scalar on the device, says whether the last step was skipped.
 
     Args:
         model: A model that returns a dict of losses in training mode.
@@ -112,7 +112,7 @@ class TrainingStep:
             self.device.type, enabled=self.precision == torch.float16
         )
         self.parts = 1
-        self.is_skipped = False
+        self.is_skipped = torch.zeros((), dtype=torch.bool, device=self.device)
         norms = [module for module in model.modules() if isinstance(module, _NormBase)]
         self._statistics = [buffer for norm in norms for buffer in norm.buffers()]
         # True while a step changes the weights: some are new then, and others old.
@@ -155,9 +155,8 @@ class TrainingStep:
             distributed.all_reduce(loss)
         self.is_applying = True
         self.apply_gradients(loss)
-        if self.is_skipped:
-            for buffer, before in zip(self._statistics, statistics, strict=True):
-                buffer.copy_(before)
+        for buffer, before in zip(self._statistics, statistics, strict=True):
+            buffer.copy_(torch.where(self.is_skipped, before, buffer))
         self.is_applying = False
         return loss
 
@@ -224,10 +223,33 @@ class TrainingStep:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         norm = nn.utils.clip_grad_norm_(parameters, _MAX_GRADIENT_NORM)
         # The loss and the gradients are the same in all processes, so all skip the same steps.
-        self.is_skipped = not (norm + loss).isfinite()
-        if not self.is_skipped:
+        self.is_skipped = ~torch.isfinite(norm + loss)
+        if getattr(self.optimizer, "_step_supports_amp_scaling", False):
+            self._apply_on_device(parameters)
+        # Without a fused optimiser, this line waits for the GPU.
+        elif not self.is_skipped:
             self.optimizer.step()
         self.scaler.update()
+
+    def _apply_on_device(self, parameters: Sequence[Tensor]) -> None:
+        """Step with a fused optimiser. It reads on the device whether to skip the step.
+
+        Source: ``GradScaler.step`` in torch's ``amp/grad_scaler.py``.
+        """
+        optimizer: Any = self.optimizer
+        # Fused SGD makes its averages in memory that is not zeroed. If it skipped the first step,
+        # they would never be written.
+        if "momentum" in optimizer.defaults:
+            for p in parameters:
+                if "momentum_buffer" not in optimizer.state[p]:
+                    optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        optimizer.grad_scale = None
+        optimizer.found_inf = self.is_skipped.to(torch.float32)
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.grad_scale
+            del optimizer.found_inf
 
     def free_memory(self) -> None:
         """Free what a failed step still holds: its gradients, its graph, and torch's cache."""
@@ -244,6 +266,11 @@ class TrainingStep:
         # rate, stay as this version has made them for this device.
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({**state["optimizer"], "param_groups": groups})
+        for parameter, averages in self.optimizer.state.items():
+            for name, value in averages.items():
+                if name != "step":
+                    # A fused optimiser needs averages in the same memory format as the weights.
+                    averages[name] = torch.empty_like(parameter).copy_(value)
         # The state of a disabled scaler is empty.
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])

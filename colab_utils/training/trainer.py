@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from colab_utils.drive import DriveLostError
@@ -82,6 +83,7 @@ class Trainer:
         self.clock = LoopClock()
         # Images, seconds of waiting and seconds of the wall clock, up to the last line of the log.
         self._measured = (0, 0.0, 0.0)
+        self.done = 0
         self._saved_step = 0
         self._logged_step = 0
         # The loss of each step. That of a skipped step may be no finite number.
@@ -90,6 +92,10 @@ class Trainer:
         self.best: AveragePrecision | None = None
         self.skipped = 0
         self._skipped_in_a_row = 0
+        # The losses of the latest steps stay on the device, because reading each one would stall
+        # it. Each tensor holds the loss, and 1 if the step was skipped. With it are the ids of the
+        # step's images.
+        self._pending: list[tuple[Tensor, Any]] = []
         self._position = loader.state_dict()
         # The number of the signal that asked this run to stop; 0 without one.
         self._signal = 0
@@ -98,11 +104,6 @@ class Trainer:
         # The seconds of the latest steps, waits included.
         self._steps_s = deque[float](maxlen=_AGREE_STEPS)
         self._evaluation_s = 0.0
-
-    @property
-    def done(self) -> int:
-        """Return the number of steps that are done."""
-        return len(self.losses)
 
     def run(self, log: Log | None) -> TrainReport:
         """Train until the plan's last step or the end of the budget, evaluate, and return a report.
@@ -176,15 +177,13 @@ class Trainer:
         images, targets = batch if isinstance(batch, tuple) else (batch, None)
         total = self.loader.total
         flips = self._choose_flips(total)
-        loss = float(self.step(images, targets=targets, flips=flips, total=total))
+        loss = self.step(images, targets=targets, flips=flips, total=total)
         self.clock.end_step()
-        self.losses.append(loss)
+        self.done += 1
         self._position = self.loader.state_dict()
-        if self.step.is_skipped:
-            ids = getattr(images, "image_ids", [])
-            self._note_skipped(loss, [target["image_id"] for target in targets or ()] or ids)
-        else:
-            self._skipped_in_a_row = 0
+        ids = [target["image_id"] for target in targets or ()]
+        row = torch.stack([loss, self.step.is_skipped.to(loss.dtype)])
+        self._pending.append((row, ids or getattr(images, "image_ids", ids)))
 
     def _choose_flips(self, total: int) -> list[bool] | None:
         """Choose which images of a batch are mirrored, and return the choice for this process.
@@ -207,6 +206,7 @@ class Trainer:
         torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]))
 
     def _log(self, log: Log | None) -> None:
+        self._fetch_losses()
         gpu_bytes = None
         if self.step.device.type == "cuda":
             gpu_bytes = torch.cuda.max_memory_allocated(self.step.device)
@@ -266,6 +266,8 @@ class Trainer:
 
     def save(self, *, is_last: bool = False) -> None:
         """Write a checkpoint in a thread, if a step was done since the last checkpoint."""
+        # If too many steps were skipped, this raises an error, so that they are not saved.
+        self._fetch_losses()
         # If the last step was skipped, the weights may give no finite loss any more. They must not
         # replace those of the last checkpoint.
         limit = _MOST_SKIPPED if is_last else 1
@@ -305,6 +307,7 @@ class Trainer:
         The step and the loader have loaded their own parts of the checkpoint before.
         """
         self.losses = state["losses"].tolist()
+        self.done = len(self.losses)
         if self.done >= self.plan.steps:
             text = (
                 f"the run of {state['path']} is finished: all of its {self.plan.steps} steps are "
@@ -321,13 +324,31 @@ class Trainer:
         if best and best["validation"] == self.validation.fingerprint:
             self.best = AveragePrecision(**best["ap"])
 
+    def _fetch_losses(self) -> None:
+        """Read the losses of the latest steps from the device.
+
+        Raises:
+            ColabUtilsError: Too many steps in a row were skipped.
+        """
+        pending = self._pending
+        self._pending = []
+        if not pending:
+            return
+        rows = torch.stack([row for row, _ in pending]).tolist()
+        for (loss, is_skipped), (_, ids) in zip(rows, pending, strict=True):
+            self.losses.append(loss)
+            if is_skipped:
+                self._note_skipped(loss, ids)
+            else:
+                self._skipped_in_a_row = 0
+
     def _note_skipped(self, loss: float, ids: Iterable[Any]) -> None:
         """Count a skipped step, warn of the first one, and stop training after too many in a row.
 
         All processes have skipped the same steps, so all of them stop.
         """
         names = ", ".join(str(int(number)) for number in ids)
-        text = f"step {self.done}, of the images with the ids {names}"
+        text = f"step {len(self.losses)}, of the images with the ids {names}"
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row >= _MOST_SKIPPED:
             raise ColabUtilsError(

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.loading.batch import collate_packed
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.training.evaluate import _set_up, detect, evaluate
 from colab_utils.training.model import assemble_mask_rcnn
+from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import train
 from tests.simulated_gpu import SimulatedGpu
 from tests.tiny_model import TINY_MODEL
@@ -62,11 +64,11 @@ def make_model(shards):
 def test_a_gpu_that_is_not_there_is_told(train_here, shards, gpu, monkeypatch):
     """As under torchrun with more processes than GPUs."""
     count = torch.cuda.device_count()
-    message = f"'cuda:{count}' does not exist: this machine has {count} GPUs"
+    message = f"'cuda:{count}'.*: this machine has {count} GPUs"
     with pytest.raises(ColabUtilsError, match=message):
         make_loader(ShardDataset(shards), batch_size=1, device=f"cuda:{count}")
     monkeypatch.setenv("LOCAL_RANK", str(count))
-    with pytest.raises(ColabUtilsError, match="start at most as many processes with torchrun"):
+    with pytest.raises(ColabUtilsError, match="With torchrun, start at most one process"):
         train_here(steps=1)
 
 
@@ -134,6 +136,36 @@ def test_a_run_in_float16_goes_on_with_one_that_was_not(train_here, monkeypatch)
     # A T4 emulates bfloat16.
     assert (first.plan.precision, second.plan.precision) == ("bfloat16", "float16")
     assert math.isfinite(second.losses[1].loss)
+
+
+@simulated
+def test_losses_stay_on_the_gpu_until_they_are_asked_for(train_here, gpu):
+    """They are after the first step, the first epoch and the last step."""
+    report = train_here(steps=4)
+    assert report.plan.parts == 1
+    assert gpu.waits["tolist", "colab_utils.training.trainer"] <= 3
+
+
+@simulated
+def test_a_bad_gradient_skips_its_step_without_waiting(shards, monkeypatch):
+    with SimulatedGpu(monkeypatch) as gpu:
+        step = TrainingStep(make_model(shards), "cuda")
+        dataset = ShardDataset(shards, contiguous_labels=True)
+        batch = collate_packed([dataset.read_packed(i) for i in range(4)]).to("cuda")
+        step(batch)
+        bias = step.model.roi_heads.box_predictor.cls_score.bias
+        before = bias.detach().clone()
+        handle = bias.register_hook(lambda gradient: gradient * float("nan"))
+        gpu.waits.clear()
+        step(batch)
+        waits = {module for _, module in gpu.waits}
+        assert "colab_utils.training.step" not in waits
+        assert bool(step.is_skipped)
+        assert torch.equal(bias, before)
+        handle.remove()
+        step(batch)
+        assert not bool(step.is_skipped)
+        assert not torch.equal(bias, before)
 
 
 @simulated
