@@ -100,12 +100,18 @@ def _finish(report: Any, command: str, target: Path | None) -> int:
     if "stages" in content:
         content["layers"] = content.pop("stages")
     # JSON knows no infinity and no NaN: they become null.
-    plain = json.loads(json.dumps(content, default=str), parse_constant=lambda _: None)
+    plain = json.loads(json.dumps(content, default=_to_plain), parse_constant=lambda _: None)
     text = json.dumps(plain, indent=1)
     # The command itself may have written another file under this name: --repair or --report.
     _check_json(target)
     shown = text if target == _PRINTED else "\n".join(map(escape, str(report).split("\n")))
-    print(shown, flush=True)
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        print(shown.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    except BrokenPipeError:
+        # Whoever has seen enough, such as `head`, closes the pipe. At its exit, Python would write
+        # to it again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if target not in (None, _PRINTED):
         write_file(target, text.encode())
     if missing:
@@ -124,6 +130,11 @@ def _finish(report: Any, command: str, target: Path | None) -> int:
             "with --repair OUT.json, or repair the files."
         )
     return 0
+
+
+def _to_plain(value: Any) -> Any:
+    """Return a numpy number as a Python number, and any other value as text."""
+    return value.item() if hasattr(value, "item") else str(value)
 
 
 def _check_json(target: Path | None) -> None:

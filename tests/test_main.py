@@ -464,3 +464,10 @@ def test_a_full_disk_is_one_line(world, text):
     assert out == ""
     assert not list(world.rglob("*.part"))
     assert finish(*arguments)[0] == 0
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(world):
+    with start("verify", "--shards", world / "shards", "--json", "-") as process:
+        # The command `head` closes its pipe like this.
+        process.stdout.close()
+        assert (process.wait(60), process.stderr.read()) == (0, "")

@@ -33,6 +33,7 @@ LEAST_SHARE = 0.7
 _FILES = 161
 _BATCH_SIZE = 4
 _MOST_UNREAD = 100
+_ROUNDS = 3
 # A read takes this share of the time that it takes on the bad day.
 _TIME_SCALE = 0.1
 # A loader that hangs is ended after so many seconds.
@@ -249,11 +250,15 @@ def grade_loader(loader: Callable[..., Any]) -> LoaderGrade | None:
             list(ours)
             best = _FILES / (perf_counter() - began_s)
         for name, count in _TRIALS.items():
-            trial = _run(_Trial(name, order[:count], dataset), loader)
-            if trial.is_untouched:
-                return None
-            checks |= {check.check: check for check in trial.judge(1 / read_s, best)}
-            if not all(check.passed for check in checks.values()):
+            # Other programs slow a loader down by chance, so its speed has three rounds.
+            for _ in range(_ROUNDS if name == _SPEED else 1):
+                trial = _run(_Trial(name, order[:count], dataset), loader)
+                if trial.is_untouched:
+                    return None
+                checks |= {check.check: check for check in trial.judge(1 / read_s, best)}
+                if all(check.passed for check in checks.values()):
+                    break
+            else:
                 return LoaderGrade(tuple(checks.values()))
     return LoaderGrade(tuple(checks.values()), read_s * _FILES / trial.seconds)
 

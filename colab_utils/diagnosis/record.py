@@ -80,16 +80,16 @@ class LoopRecord:
         self._worker_pids = set[int]()
         self.printed: tuple[int, list[str]] = (0, [])
 
-    def goes_on(self, loader: Any) -> bool:
-        """Return whether a loader is the recorded one, made anew: it has the same dataset, or one
-        like it in place of one that is gone, and the same workers and batch size. Its passes are
-        then recorded here, too.
+    def goes_on(self, loader: Any, *, is_like: bool = False) -> bool:
+        """Return whether a loader is the recorded one, made anew: it has the same dataset, workers
+        and batch size. Its passes are then recorded here, too. With ``is_like``, a dataset that is
+        gone may have been made anew, as well.
 
         A loop that takes batches from two loaders at once has two records.
         """
         known = self._dataset()
         dataset = getattr(loader, "dataset", None)
-        is_same = dataset is not None and (known is None or known is dataset)
+        is_same = dataset is not None and (known is dataset or (is_like and known is None))
         is_free = self.clock.count > 0 and not self.phase
         return is_same and is_free and _read_settings(loader) == self.settings
 

@@ -137,7 +137,7 @@ class LoaderWatch(MetaPathFinder):
 
         line = find_own_line()
         for record in self._records:
-            if record.line == line and record.goes_on(loader):
+            if record.line == line and record.goes_on(loader, is_like=True):
                 return record
         self._records.append(LoopRecord(loader, line))
         return self._records[-1]

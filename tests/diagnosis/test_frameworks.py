@@ -74,7 +74,7 @@ def make_training():
     torch.manual_seed(3)
     model = _Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    return model, optimizer, DataLoader(NUMBERS, batch_size=2, shuffle=True)
+    return model, optimizer, DataLoader([*NUMBERS], batch_size=2, shuffle=True)
 
 
 def read_weights(model):
