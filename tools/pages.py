@@ -283,16 +283,10 @@ def collapse_progress(cell: Any) -> Any:
     """Return the cell as a terminal would leave it: of a progress bar that was redrawn, only the
     last line stays, and nothing of one that was wiped.
     """
-    cell = copy.deepcopy(cell)
-    merged: list[Any] = []
-    for output in cell.get("outputs", ()):
-        if merged and output.output_type == "stream" and merged[-1].get("name") == output.name:
-            merged[-1].text += output.text
-        else:
-            merged.append(output)
-    for output in merged:
-        if output.output_type == "stream":
-            output.text = re.sub(r"[^\n]*\r(?=[^\n])", "", output.text)
-    if "outputs" in cell:
-        cell.outputs = [one for one in merged if one.output_type != "stream" or one.text.strip()]
+    from nbconvert.preprocessors import CoalesceStreamsPreprocessor
+
+    cell, _ = CoalesceStreamsPreprocessor().preprocess_cell(copy.deepcopy(cell), {}, 0)
+    for output in cell.get("outputs", [])[::-1]:
+        if output.output_type == "stream" and not output.text.strip():
+            cell.outputs.remove(output)
     return cell

@@ -187,7 +187,8 @@ class Looks:
         if not usual or total < _LEAST_LOOKS:
             return ""
         own = [entry for entry in usual if not _LIBRARY.match(entry[0])] or usual
-        inner, caller = (lines.most_common(1)[0][0] for _, lines in (usual[-1], own[-1]))
+        inner = usual[-1][1].most_common(1)[0][0]
+        caller = own[-1][1].most_common(1)[0][0]
         text = " < ".join(dict.fromkeys(map(_shorten, (inner, caller))))
         _, seen = _measure(usual[-1][1].total(), total)
         return f" {who} was seen at {text}{_read_code(caller)} ({seen})."
