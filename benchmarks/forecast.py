@@ -26,7 +26,7 @@ from colab_utils.files import write_file
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.emulated_step import EmulatedStep
 from colab_utils.machine import describe_machine
-from colab_utils.show.table import make_table
+from colab_utils.show.report import make_table
 from colab_utils.slow_drive import read_at_full_speed, slow_down
 
 __all__ = ["Case", "count_best_first", "list_cases", "main", "run_case", "tabulate_errors"]

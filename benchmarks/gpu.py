@@ -52,7 +52,7 @@ from colab_utils.loading.loader import make_loader
 from colab_utils.loading.targets import pack_target
 from colab_utils.machine import describe_machine
 from colab_utils.shards.write import write_shards
-from colab_utils.show.table import make_table
+from colab_utils.show.report import make_table
 from colab_utils.training.evaluate import evaluate
 from colab_utils.training.model import GPU_MODEL
 

@@ -28,7 +28,7 @@ from benchmarks.command import make_parser, run_to_end
 from colab_utils.diagnosis.watch import WatchedLoader
 from colab_utils.files import write_file
 from colab_utils.machine import describe_machine
-from colab_utils.show.table import make_table
+from colab_utils.show.report import make_table
 
 __all__ = ["ClockedLoader", "main", "tabulate", "time_loop"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.command import write_between
 from benchmarks.scenarios import SCENARIOS
-from colab_utils.show.table import make_table
+from colab_utils.show.report import make_table
 from colab_utils.units import format_bytes
 
 __all__ = ["format_scenario", "summarise", "write_readme"]

@@ -43,7 +43,7 @@ from colab_utils.loading.opening import open_dataset
 from colab_utils.reader import Reader
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.write import write_shards
-from colab_utils.show.table import make_table
+from colab_utils.show.report import make_table
 from colab_utils.slow_drive import DriveProfile, get_profile, read_at_full_speed, slow_down
 from tests.drive_mount import can_mount, mount_drive
 

@@ -364,7 +364,7 @@ def compare(
     **settings: Any,
 ) -> Any:
     """Time every way of loading, side by side, and write a receipt."""
-    from colab_utils.course.receipts import write_class
+    from colab_utils.course.questions import write_class
     from colab_utils.loading.emulated_step import EmulatedStep
     from colab_utils.show.report import check_receipt_folder, write_receipt
     from colab_utils.streams import is_remote

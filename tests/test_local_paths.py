@@ -16,7 +16,7 @@ import pytest
 import colab_utils
 from colab_utils import drive
 from colab_utils.__main__ import _make_parser, main
-from colab_utils.course.receipts import read_receipts, write_class
+from colab_utils.course.questions import read_receipts, write_class
 from colab_utils.course.sample_data import make_dataset
 from colab_utils.course.workspace import Workspace, ensure_dataset
 from colab_utils.data.archives import unpack_dataset

@@ -26,7 +26,6 @@ CORE = (
     "progress",
     "machine",
     "processes",
-    "running",
     "drive",
     "urls",
     "places",

@@ -33,7 +33,7 @@ from colab_utils.diagnosis.diagnose import diagnose
 from colab_utils.diagnosis.watch import WatchedLoader
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import write_file
-from colab_utils.show.table import make_table
+from colab_utils.show.report import make_table
 
 __all__ = ["main", "try_cause", "try_healthy"]
 

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from colab_utils.comparison.loaders import Setting, deliver
 from colab_utils.comparison.prepared import PreparedData, PreparedFiles
-from colab_utils.comparison.strategies import Strategy, choose_strategies
+from colab_utils.comparison.strategies import Setting, Strategy, choose_strategies, deliver
 from colab_utils.data.masks import nearest_indices
 from colab_utils.diagnosis.diagnose import put_back
 from colab_utils.diagnosis.timing import BatchTimes, measure_spread, time_batches

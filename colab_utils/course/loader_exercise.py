@@ -22,7 +22,7 @@ from colab_utils.files import read_file
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.loader import make_loader
 from colab_utils.processes import end_process, end_with_parent, quiet_fork
-from colab_utils.show.table import make_table
+from colab_utils.show.report import make_table
 from colab_utils.slow_drive import DRIVE_PROFILES, read_at_full_speed, slow_down
 
 LEAST_TIMES = 10

@@ -28,10 +28,10 @@ from colab_utils.errors import escape
 from colab_utils.files import open_store
 from colab_utils.machine import count_cores
 from colab_utils.places import Place, PlaceLike, open_place
+from colab_utils.processes import JobProgress, run_jobs
 from colab_utils.progress import show_progress
 from colab_utils.reader import Reader
 from colab_utils.require import require_choice
-from colab_utils.running import JobProgress, run_jobs
 from colab_utils.units import format_count
 
 # Number of examples that the report keeps of each kind of defect.

@@ -17,11 +17,11 @@ from colab_utils.files import open_store
 from colab_utils.loading.workers import start_worker
 from colab_utils.places import Place, identify_place
 from colab_utils.processes import (
+    JobProgress,
     end_process,
     explain_lost_process,
     explain_shared_memory,
 )
-from colab_utils.running import JobProgress
 from colab_utils.shards.copy import Copying
 from colab_utils.shards.index import ShardIndex, ShardInfo, write_index
 from colab_utils.shards.jobs import ShardRun, find_shard, name_shard, write_in_turn

@@ -16,8 +16,8 @@ from colab_utils.data.coco import CocoDataset
 from colab_utils.drive import explain_write
 from colab_utils.files import Store, hash_bytes, open_store
 from colab_utils.places import Place
+from colab_utils.processes import JobProgress
 from colab_utils.reader import Reader, Reading
-from colab_utils.running import JobProgress
 from colab_utils.shards.arrays import (
     ShardArrays,
     describe_shard,

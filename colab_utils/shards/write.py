@@ -21,10 +21,9 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.files import open_store
 from colab_utils.machine import count_cores
 from colab_utils.places import Place, identify_place, open_place
-from colab_utils.processes import ThreadPool
+from colab_utils.processes import ThreadPool, run_jobs
 from colab_utils.progress import show_progress
 from colab_utils.require import require_count, require_max_bad, require_part
-from colab_utils.running import run_jobs
 from colab_utils.shards.copy import COPY_STREAMS
 from colab_utils.shards.index import (
     INDEX_NAME,

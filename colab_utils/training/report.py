@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from colab_utils.loading.loader import Loader
-from colab_utils.training.data import OpenData
 from colab_utils.training.evaluate import AveragePrecision
+from colab_utils.training.prepare import OpenData
 from colab_utils.training.settings import TrainSettings
 from colab_utils.training.step import TrainingStep
 from colab_utils.units import format_bytes, format_count

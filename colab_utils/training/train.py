@@ -23,9 +23,8 @@ from colab_utils.places import PlaceLike, open_place
 from colab_utils.require import require_choice, require_seconds
 from colab_utils.shards.lock import hold_folder
 from colab_utils.training.checkpoint import CheckpointFolder, State
-from colab_utils.training.data import OpenData, find_images, open_images
 from colab_utils.training.layers import use_cpu
-from colab_utils.training.prepare import prepare_step
+from colab_utils.training.prepare import OpenData, find_images, open_images, prepare_step
 from colab_utils.training.report import Log, TrainReport, make_plan
 from colab_utils.training.settings import (
     OWN_TRANSFORMS,

@@ -25,8 +25,8 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import Loader
 from colab_utils.progress import show_progress
 from colab_utils.training.checkpoint import CheckpointFolder, CheckpointWriter, State
-from colab_utils.training.data import OpenData
 from colab_utils.training.evaluate import AveragePrecision, evaluate
+from colab_utils.training.prepare import OpenData
 from colab_utils.training.report import (
     Log,
     LogLine,

@@ -22,9 +22,15 @@ from colab_utils.comparison import COURSE_STRATEGIES
 from colab_utils.comparison import compare as comparing
 from colab_utils.comparison import strategies as strategies_module
 from colab_utils.comparison.compare import compare, describe_difference
-from colab_utils.comparison.loaders import PillowFolder, Setting, collate, deliver
 from colab_utils.comparison.prepared import PreparedData
-from colab_utils.comparison.strategies import STRATEGIES, Strategy
+from colab_utils.comparison.strategies import (
+    STRATEGIES,
+    PillowFolder,
+    Setting,
+    Strategy,
+    collate,
+    deliver,
+)
 from colab_utils.course.sample_data import make_dataset
 from colab_utils.diagnosis.timing import BatchTimes
 from colab_utils.errors import ColabUtilsError

@@ -9,8 +9,13 @@ import pytest
 
 from colab_utils.__main__ import main
 from colab_utils.course.loader_exercise import LoaderCheck, LoaderGrade
-from colab_utils.course.questions import OWN_LOADER
-from colab_utils.course.receipts import plot_class, read_receipts, summarise_receipt, write_class
+from colab_utils.course.questions import (
+    OWN_LOADER,
+    plot_class,
+    read_receipts,
+    summarise_receipt,
+    write_class,
+)
 from colab_utils.errors import ColabUtilsError
 from tests.comparisons import make_comparison, read_bars, read_texts, read_title, to_content
 

@@ -239,7 +239,7 @@ def list_serious(report):
 @pytest.fixture
 def no_fork(monkeypatch):
     """Images are looked at in a thread: to fork takes longer than a dozen of them."""
-    monkeypatch.setattr("colab_utils.running.fork_pool", _start_threads)
+    monkeypatch.setattr("colab_utils.processes.fork_pool", _start_threads)
 
 
 def _start_threads(workers, join, *shared):

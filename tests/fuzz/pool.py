@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from colab_utils import drive, machine, running
+from colab_utils import drive, machine, processes
 from colab_utils.data.decoding import load_jpeg_decoder
 from colab_utils.errors import ColabUtilsError
 from tests.fuzz.originals import Originals, run_here
@@ -202,7 +202,7 @@ def _work(
     limit = int(2**20 * (_read_memory("VmSize") + 2 * MEGABYTES))
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    running.fork_pool = run_here  # type: ignore[attr-defined]
+    processes.fork_pool = run_here  # type: ignore[attr-defined]
     tempfile.tempdir = str(folder / "case" / "tmp")
     guard = _Guard(folder / "case")
     for number in numbers:

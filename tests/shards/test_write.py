@@ -26,7 +26,7 @@ import psutil
 import pytest
 from PIL import Image
 
-from colab_utils import files, running
+from colab_utils import files, processes
 from colab_utils.data.checks import check_dataset
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, UnavailableError
@@ -240,7 +240,7 @@ def test_an_interrupt_while_drive_is_waited_for_is_not_kept_waiting(
 
     lose = Mock(side_effect=DriveLostError("lost"))
     monkeypatch.setattr(jobs, "read_image", lambda store, *_, **__: store.retries.run(lose))
-    monkeypatch.setattr(running, "pop_done", interrupt)
+    monkeypatch.setattr(processes, "pop_done", interrupt)
     monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (3600.0,))
     with pytest.raises(KeyboardInterrupt):
         run(data, folder, workers=workers)

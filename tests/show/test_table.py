@@ -7,7 +7,7 @@ import re
 import pytest
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.show.table import make_table
+from colab_utils.show.report import make_table
 
 
 @pytest.mark.parametrize(
