@@ -20,6 +20,8 @@ APART = "mask and box disagree"
 # overlap by more than `_LOOSE_OVERLAP`.
 _WRONG_OVERLAP = 0.5
 _LOOSE_OVERLAP = 0.8
+# With a shorter side, one or two pixels at an edge change a box too much to call it loose.
+_FEW_SIDE = 8
 # The numbers of a normalised outline are shares of the image size, 0 to 1, or a little more.
 _LARGEST_SHARE = 1.1
 
@@ -130,7 +132,8 @@ def compare_box(box: list[float], tight: list[float], height: int, width: int) -
     boxes = np.array([[*edges[:2], *edges[2:] - edges[:2]], [x, y, w - x, h - y]], np.float64)
     overlap, corners_overlap = coco_mask.iou(boxes, np.array([tight]), [False]).ravel()
     if overlap >= _WRONG_OVERLAP:
-        return [("loose box", text)] if overlap < _LOOSE_OVERLAP else []
+        is_loose = overlap < _LOOSE_OVERLAP and min(w, h) >= _FEW_SIDE
+        return [("loose box", text)] if is_loose else []
     if corners_overlap >= _WRONG_OVERLAP:
         return [("box of corners", f"{text}: like x0, y0, x1, y1")]
     return [(APART, text)]

@@ -11,7 +11,6 @@ from itertools import count, islice
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.reader import AHEAD_IMAGES
@@ -345,11 +344,12 @@ class _Clock:
                 activity.speed = speed
 
 
-def _draw_times(mean_s: float, cv: float, seed: list[int]) -> NDArray[np.float64]:
-    """Return lognormal times with this mean and coefficient of variation, float64 [_TIMES]."""
+def _draw_times(mean_s: float, cv: float, seed: list[int]) -> list[float]:
+    """Return lognormal times with this mean and coefficient of variation."""
     log_variance = math.log1p(cv * cv)
     generator = np.random.default_rng(seed)
-    return mean_s * generator.lognormal(-log_variance / 2, math.sqrt(log_variance), _TIMES)
+    times = generator.lognormal(-log_variance / 2, math.sqrt(log_variance), _TIMES)
+    return [mean_s * time for time in times.tolist()]
 
 
 class _Run(_Clock):
@@ -371,7 +371,7 @@ class _Run(_Clock):
         self._step_s = _draw_times(loop.step_s, loop.step_cv, [seed, 1])
         # Each of the measured times comes once before any comes again.
         rounds = np.tile(loop.read_s, (_TIMES // len(loop.read_s) + 1, 1))
-        self._read_s = np.random.default_rng([seed, 2]).permuted(rounds, axis=1).ravel()
+        self._read_s = np.random.default_rng([seed, 2]).permuted(rounds, axis=1).ravel().tolist()
         # The time from which the link is free.
         self._link_s = 0.0
         # Batches that each worker is asked for. In any order, the next worker that is free begins.

@@ -665,7 +665,7 @@ def test_memory_that_falls_into_pieces_is_joined_unless_you_chose_otherwise(
 ):
     environment = {own: "x:1"} if own else {}
     monkeypatch.setattr(os, "environ", environment)
-    with pytest.raises(ColabUtilsError, match="folder of shards"):
+    with pytest.raises(ColabUtilsError, match="There are no shards"):
         train(tmp_path / "none", tmp_path / "run")
     expected = {"x:1"} if own else {"expandable_segments:True"}
     assert {value for name, value in environment.items() if "ALLOC" in name} == expected
