@@ -32,6 +32,7 @@ MOST_BYTES = 4e8
 """Bytes of the largest file that is read as a whole, by default: no photo is larger."""
 # Bytes that are read at once from a file that is hashed.
 _PIECE_BYTES = 1 << 20
+_BLOCK_BYTES = 8 << 20
 # Times that a file is read which cannot be parsed.
 _MOST_READS = 10
 
@@ -409,7 +410,8 @@ class Store:
         """Return the size of a file in bytes, and its XXH3-64 checksum in hexadecimal."""
         state = xxhash.xxh3_64()
         size = 0
-        piece = memoryview(bytearray(_PIECE_BYTES))
+        # Each request to a server takes time, so these are few.
+        piece = memoryview(bytearray(_BLOCK_BYTES))
         with self.open(name) as file:
             while True:
                 count = file.readinto(piece, size)

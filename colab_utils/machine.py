@@ -89,13 +89,17 @@ def find_group_memory() -> float:
 
 
 def count_oom_kills() -> int:
-    """Return the number of processes of this machine that the kernel killed since its start,
-    because memory ran out, in a control group or on the whole.
+    """Return the number of processes that the kernel killed because memory ran out.
+
+    They are counted in the control group of a container. Without one, the number is that of the
+    whole machine since it was started.
     """
-    # Some sandboxes do not have this file.
-    with suppress(OSError):
-        count = re.search(r"^oom_kill (\d+)", (_ROOT / "proc/vmstat").read_text(), re.M)
-        return int(count[1]) if count else 0
+    for path in (_ROOT / "sys/fs/cgroup/memory.events", _ROOT / "proc/vmstat"):
+        # The file may be missing, or not be readable.
+        with suppress(OSError):
+            count = re.search(r"^oom_kill (\d+)", path.read_text(), re.M)
+            if count:
+                return int(count[1])
     return 0
 
 

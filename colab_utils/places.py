@@ -16,6 +16,8 @@ from colab_utils.errors import ColabUtilsError, hide_login
 # A scheme has at least two letters, because "C:/" is a drive of Windows.
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.IGNORECASE | re.DOTALL)
 _LOCAL = ("file", "local")
+# A text that begins with one of these and a colon is a mistyped URL.
+_SCHEME = re.compile(r"(s3a?|gs|gcs|az|abfss?|adl|hf|https?|sftp|ssh|smb|webdav):", re.IGNORECASE)
 _WEB = ("http", "https")
 
 
@@ -126,8 +128,11 @@ def open_place(path: "str | os.PathLike[str] | UrlPath") -> Place:
     # A space around a URL comes with copying and pasting.
     match = _URL.fullmatch(text.strip())
     if match is None:
-        if "://" in text:
-            raise ColabUtilsError(f"{text!r} is not a URL. Write it as s3://bucket/folder.")
+        if "://" in text or _SCHEME.match(text):
+            raise ColabUtilsError(
+                f"{text!r} is not a URL. Write it as s3://bucket/folder, or put ./ before the name "
+                "of a folder."
+            )
         return _take_path(text)
     protocol = match[1].lower()
     rest = match[2]

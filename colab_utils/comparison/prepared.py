@@ -17,6 +17,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.image_copy import copy_images
+from colab_utils.machine import require_space
 from colab_utils.places import require_local_path
 from colab_utils.processes import ThreadPool
 from colab_utils.progress import show_progress
@@ -166,7 +167,11 @@ class PreparedData:
             shard_mb = max(0.01, min(4.0, source.bytes / 8e6))
             write_shards(source.folder, self.annotations, shards=target, shard_mb=shard_mb)
         else:
-            _write_tensors(ShardDataset(source.folder), target)
+            dataset = ShardDataset(source.folder)
+            image, objects = dataset[0]
+            needed = len(dataset) * (image.nbytes + objects["masks"].nbytes)
+            require_space(target, needed, "or compare fewer images (max_images)")
+            _write_tensors(dataset, target)
         once_s = source.once_s + source.session_s + perf_counter() - began_s
         files = tuple(sorted(path for path in target.iterdir() if path.is_file()))
         return PreparedFiles(target, files, once_s)

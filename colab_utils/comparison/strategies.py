@@ -276,8 +276,8 @@ def _in_memory(setting: Setting, kind: str) -> EpochLoader:
     """
     dataset = _open_dataset(setting, kind)
     total = setting.prepared.total
-    image, target = dataset[0]
-    needed = (image.nbytes + target["masks"].nbytes) * total
+    few = [dataset[index] for index in range(min(4, len(dataset)))]
+    needed = sum(image.nbytes + target["masks"].nbytes for image, target in few) / len(few) * total
     free = find_free_memory()
     if needed > _MEMORY_SHARE * free:
         raise ColabUtilsError(

@@ -257,6 +257,11 @@ class Pass:
         for place, worker in enumerate(getattr(batches, "_workers", ())):
             if worker.exitcode:
                 ended.append((WorkerJob(place, worker.pid), describe_exit(worker.exitcode)))
+        # Of a loader around a DataLoader, only the processes are known.
+        for place, pid in enumerate(sorted(self._monitor.list_samples())):
+            ending = read_ending(pid)
+            if "signal" in ending:
+                ended.append((WorkerJob(place, pid), ending))
         if not ended:
             return self._describe_files(str(error))
         stall = self._explain(wait, *ended[0])

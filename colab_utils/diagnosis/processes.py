@@ -102,9 +102,12 @@ class WorkerMonitor:
 
     Attributes:
         dataset: The innermost dataset. Numbers of samples are its indices.
+        hides_dataset: Whether the loader does not show its dataset, as a generator around a
+            ``DataLoader``.
     """
 
     def __init__(self, dataset: Any) -> None:
+        self.hides_dataset = False
         self.follow(dataset)
         self._rows = share_array(_ROW, _ROWS)
         self._rows["sample"] = NO_SAMPLE
@@ -223,12 +226,13 @@ class WorkerMonitor:
 
     def is_idle(self, pid: int) -> bool:
         """Return whether a worker is at no sample, and waits for work."""
-        call, path = read_call(pid, pid)
-        is_at_sample = self.list_samples().get(pid) != NO_SAMPLE
+        row = self._rows[pid % _ROWS]
         # Samples of an iterable dataset are not seen. So a worker of which no sample was seen may
         # be at work.
-        is_free = self.sees_samples and not is_at_sample
-        return is_free and call in ("poll", "read") and not path.startswith("/")
+        if row["sample"] != NO_SAMPLE or not row["sums"][0]:
+            return False
+        call, path = read_call(pid, pid)
+        return call in ("poll", "read") and not path.startswith("/")
 
     def read_stack(self, thread: threading.Thread) -> Activity:
         """Return what another thread of this process does, as far as Python knows.
@@ -334,9 +338,12 @@ def _mark_sample(row: Any, sample: int, count: int) -> Iterator[None]:
 
 def _enter_child() -> None:
     """Make a forked worker note its samples."""
-    # The loop may wait for a thread that takes batches from a DataLoader.
-    hidden = [monitor for monitor in waiting.values() if monitor.dataset is None]
-    monitor = waiting.get(threading.get_ident()) or next(iter(hidden), None)
+    monitor = waiting.get(threading.get_ident())
+    frames = [frame.f_code.co_filename for frame, _ in walk_stack(sys._getframe())]
+    if monitor is None and any("torch/utils/data/dataloader" in name for name in frames):
+        # The loop may wait for a thread that takes batches from a DataLoader.
+        hidden = [other for other in waiting.values() if other.hides_dataset]
+        monitor = next(iter(hidden), None)
     # A process that the worker forks is no worker.
     waiting.clear()
     # A worker must work even if it cannot note its samples.

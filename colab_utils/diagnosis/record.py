@@ -97,6 +97,7 @@ class LoopRecord:
     def measure_pass(self, loader: Any) -> Iterator[None]:
         """Note samples, the ends of steps, and the use of the cores, while a pass runs."""
         self.monitor.follow(None if self.is_stream else getattr(loader, "dataset", None))
+        self.monitor.hides_dataset = not hasattr(loader, "dataset")
         clock = CpuClock()
         handle = register_optimizer_step_post_hook(self._end_step)
         try:
@@ -139,13 +140,16 @@ class LoopRecord:
 
     def _end_step(self, *_: Any) -> None:
         """Note that the optimizer stepped. A thread that only takes batches makes no steps."""
-        if threading.get_ident() == self._thread:
+        if threading.get_ident() == self._thread and self.phase != "away":
             self.phase = "between"
             self.clock.end_step()
 
     def note_other(self) -> None:
         """Note that another loader is begun. If no request follows, the loop has left this one."""
         self._is_left = True
+        # A loop that trains may evaluate in between. What follows another loop is not its own.
+        if self.phase in ("first step", "step"):
+            self.phase = "away"
 
     def note_samples(self, samples: Sequence[int]) -> None:
         """Note the samples that workers are loading while the loop waits for a batch."""

@@ -105,7 +105,10 @@ def read_call(pid: int, task: int) -> tuple[str, str]:
             return name, os.path.join(os.readlink(f"/proc/{pid}/cwd"), path)
         if name in _CALLS_OF_FILE:
             # psutil's open_files() looks at each file, and would hang where the worker hangs.
-            return name, os.readlink(f"/proc/{pid}/fd/{int(words[1], 16)}")
+            path = os.readlink(f"/proc/{pid}/fd/{int(words[1], 16)}")
+            # A named pipe has a path, but it is no file: another process writes to it.
+            is_pipe = "pipe" in _read(f"/proc/{pid}/task/{task}/wchan")
+            return name, "a pipe" if is_pipe else path
     return name, ""
 
 

@@ -136,6 +136,8 @@ def weigh_evidence(record: LoopRecord) -> dict[str, float]:
     times = record.monitor.read_times()
     waits = record.looks.waits
     count = waits.total()
+    if not times.samples and count < _LEAST_LOOKS:
+        return {"unseen": 1.0}
     if not times.samples:
         times = SampleTimes(0, float(count), float(waits[""]))
     left_s = max(0.0, times.wall_s - times.cpu_s)

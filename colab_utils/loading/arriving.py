@@ -3,16 +3,18 @@ training uses the shards.
 """
 
 import os
+import warnings
 from collections.abc import Collection, Iterator
 from concurrent.futures import CancelledError
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import chain
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
+from weakref import WeakValueDictionary
 
 from colab_utils.drive import DriveLostError, explain_write
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import ShardDataset, ShardFiles, load_shards
 from colab_utils.loading.samples import Transforms
 from colab_utils.places import Place, PlaceLike, open_place, require_local_path
@@ -20,8 +22,9 @@ from colab_utils.processes import start_thread
 from colab_utils.require import require_count
 from colab_utils.shards.copy import COPY_STREAMS, prepare_copy
 from colab_utils.shards.index import INDEX_NAME, ShardIndex, read_index, write_index
-from colab_utils.shards.lock import WRITER_NAME, lock_here
+from colab_utils.shards.lock import WRITER_NAME, hold_folder, lock_here
 from colab_utils.shards.plan import plan_windows
+from colab_utils.shards.verify import find_begun
 from colab_utils.streams import MOST_STREAMS
 
 # Seconds between two checks for shards that have arrived.
@@ -37,6 +40,10 @@ _GRACE_S = 30.0
 # The tables of so many shards are read at the same time. Those of a shard lie at the start of the
 # small file beside it. On a bad day, it takes 606 ms to read them on Drive.
 _READERS = 32
+
+
+# The copies to Drive that this process makes, by their folder.
+_sending = WeakValueDictionary[str, "Arrival"]()
 
 
 class Arrival:
@@ -56,6 +63,8 @@ class Arrival:
         index: the index of the shards.
         seed: seed of the order in which the shards are copied.
         workers: number of shards that are copied at the same time.
+        sends: whether ``target`` is on Drive. Then no other machine may write there, and an error
+            is a warning, too.
 
     Attributes:
         arrived: the numbers of the shards that have arrived.
@@ -74,6 +83,7 @@ class Arrival:
         *,
         seed: int,
         workers: int = COPY_STREAMS,
+        sends: bool = False,
     ) -> None:
         self.target = target
         self.index = index
@@ -82,8 +92,22 @@ class Arrival:
         self.arrived: set[int] = set()
         self._workers = workers
         self._error: ColabUtilsError | None = None
+        self._sends = sends
+        if sends:
+            # A notebook's cell that runs again opens its dataset anew.
+            earlier = _sending.get(str(target))
+            if earlier is not None:
+                earlier.stop()
+            # A folder that takes no files is told at once.
+            with hold_folder(target):
+                pass
         self.copying = prepare_copy(source, target, index)
+        with suppress(ColabUtilsError):
+            # What an earlier copy or writer of the same data left may be replaced.
+            self.copying.overwrite |= find_begun(target, index.fingerprint, {}) is not None
         self._thread = start_thread(self._run, "arrival")
+        if sends:
+            _sending[str(target)] = self
 
     def stop(self) -> None:
         """Stop the copy after the piece that is being copied. A new copy continues there.
@@ -134,6 +158,8 @@ class Arrival:
                 f"{reason}; {len(self.arrived)} of {len(self._order)} shards in "
                 f"{self.target} are safe, and the same call continues there"
             )
+            if self._sends and not self.copying.stop.is_set():
+                warnings.warn(str(self._error), ColabUtilsWarning, stacklevel=1)
 
     def _bring_all(self) -> None:
         """Copy all shards, or wait while another process of this machine copies them.
@@ -141,6 +167,10 @@ class Arrival:
         Raises:
             CancelledError: the copy was stopped.
         """
+        if self._sends:
+            with hold_folder(self.target):
+                self._copy_all()
+            return
         while True:
             with lock_here(self.target) as is_free:
                 if is_free:
@@ -164,8 +194,9 @@ class Arrival:
             with closing(copies):
                 for copied in copies:
                     self.arrived.update(numbers[name] for name, _ in copied)
-        # A writer of these shards that was killed has left it.
-        self.copying.target.remove(WRITER_NAME)
+        if not self._sends:
+            # A writer of these shards that was killed has left it.
+            self.copying.target.remove(WRITER_NAME)
         write_index(self.target, self.index)
 
 

@@ -549,7 +549,7 @@ class Loader:
             "seed": self.seed,
             "shuffle": int(self._order.seed is not None),
             "images": self._order.size,
-            "batch_size": self.batch_size,
+            "batch_size": self._order.batch_size,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,10 +1,12 @@
 """Dense masks, expanded from the bits of packed masks.
 
-The pixels are written on the device that holds the bits, one mask after the other.
+The pixels are written on the device that holds the bits: on the CPU one mask after the other, on a
+GPU by a few operations over all objects at once, in chunks of bounded memory. The small tables for
+these operations are computed on the CPU.
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import repeat
+from itertools import pairwise, repeat
 from math import prod
 from typing import NamedTuple
 
@@ -13,10 +15,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from colab_utils.data.masks import PackedMasks
+from colab_utils.data.masks import PackedMasks, number_within
+from colab_utils.loading.devices import send
+
+Ints = NDArray[np.int64]
 
 # A chunk takes at most this many bytes of memory on each kind of device.
 CHUNK_BYTES = {"cpu": 64_000_000, "cuda": 256_000_000}
+# A pixel takes this many bytes of memory while it is drawn on a GPU.
+DRAWN_BYTES = 64
 
 
 class MaskBits(NamedTuple):
@@ -75,7 +82,7 @@ def expand_masks(
     if dense.is_cpu:
         draw_masks(masks, images)
     else:
-        _draw_on_device(masks, images)
+        _draw_rows(masks, np.array(sizes).reshape(-1, 2).repeat(counts, 0), dense.zero_())
     return images
 
 
@@ -121,22 +128,42 @@ def draw_masks(
             mask[top:bottom, left : left + width] = crop
 
 
-def _draw_on_device(masks: MaskBits, dense: Sequence[Tensor]) -> None:
-    """Draw packed masks into the dense masks of each image, on a GPU.
+def _draw_rows(masks: MaskBits, sizes: Ints, dense: Tensor) -> None:
+    """Draw packed masks into flat dense masks on a GPU, the rows of many objects at once.
 
-    All bits from the first mask to the last one become bytes at once.
+    ``sizes``, [T, 2], holds the height and width of each object's image.
     """
-    starts = masks.offsets.tolist()[: len(masks.crops)]
-    areas = (masks.crops[:, 2:] - masks.crops[:, :2]).prod(1).tolist()
-    ends = [start + -(-area // 8) for start, area in zip(starts, areas, strict=True)]
-    first = min(starts, default=0)
-    bits = masks.bits[first : max(ends, default=0), None]
-    shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=bits.device)
-    pixels = ((bits >> shifts) & 1).flatten()
-    objects = zip(masks.crops.tolist(), starts, areas, strict=True)
-    for image in dense:
-        image.zero_()
-        for mask in image:
-            (left, top, right, bottom), start, area = next(objects)
-            crop = pixels[8 * (start - first) :][:area]
-            mask[top:bottom, left:right] = crop.view(bottom - top, right - left)
+    bits = masks.bits
+    table = _list_rows(masks, sizes)
+    ends = np.cumsum(table[0])
+    begins = ends - table[0]
+    chunk_pixels = CHUNK_BYTES[bits.device.type] // DRAWN_BYTES
+    cuts = np.searchsorted(begins, np.arange(0, table[0].sum() + chunk_pixels, chunk_pixels))
+    for first, last in pairwise(np.unique(cuts).tolist()):
+        part = send(table[:, first:last], bits.device)
+        begin = int(begins[first])
+        length = int(ends[last - 1]) - begin
+        pixel = torch.arange(begin, begin + length, device=bits.device)
+        bit, place = part[1:].repeat_interleave(part[0], 1, output_size=length).add_(pixel)
+        dense[place] = (bits[bit >> 3] >> (7 - (bit & 7)).byte()) & 1
+
+
+def _list_rows(masks: MaskBits, sizes: Ints) -> Ints:
+    """List the rows of all objects.
+
+    Returns:
+        int64 [3, rows]: the width of each row, and two offsets. All pixels of all rows are numbered
+        in order. The number of a pixel plus the first offset is its bit in the packed masks. The
+        number plus the second offset is its place in the dense masks.
+    """
+    left, top, right, bottom = masks.crops.numpy().astype(np.int64).T
+    heights = bottom - top
+    owner = np.repeat(np.arange(len(top)), heights)
+    row = number_within(heights)
+    width = (right - left)[owner]
+    begins = np.cumsum(width) - width
+    areas = sizes.prod(1)
+    image_starts = (np.cumsum(areas) - areas)[owner]
+    places = image_starts + (top[owner] + row) * sizes[owner, 1] + left[owner]
+    first_bits = masks.offsets.numpy()[owner] * 8 + row * width
+    return np.stack([width, first_bits - begins, places - begins])

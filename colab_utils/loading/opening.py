@@ -137,7 +137,8 @@ def open_dataset(
     if is_here:
         shards = _open_shards(ssd, seed, contiguous_labels)
         if target is not None and on_drive is None:
-            _begin(shards, partial(Arrival, ssd, target, shards.index, seed=seed), UNSENT)
+            send = partial(Arrival, ssd, target, shards.index, seed=seed, sends=True)
+            _begin(shards, send, UNSENT)
         return shards
     if drive is not None and on_drive is not None:
         return _open_on_drive(drive, ssd, on_drive, seed, contiguous_labels)

@@ -242,6 +242,7 @@ class Prefetcher:
             ColabUtilsError: A sample was late twice, and ``skips_bad`` is False.
             Exception: A sample raised this error, and ``skips_bad`` is False.
         """
+        self._watched = (-1, -1)
         self._tried.clear()
         self._seed = seed
         self._skips_bad = skips_bad
@@ -448,6 +449,8 @@ class Prefetcher:
     def _finish(self, number: int) -> Loaded:
         buffer = self._sent.pop(number).buffer
         layout, bad, error = self._done.pop(number)
+        self._watched = (-1, -1)
+        self._tried.clear()
         bad = [*self._given_up, *bad]
         self._given_up.clear()
         if layout is None:

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from colab_utils.drive import explain_write
+from colab_utils.drive import explain_write, is_on_drive
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, describe_error
 from colab_utils.files import open_store
 from colab_utils.loading.workers import start_worker
@@ -26,7 +26,7 @@ from colab_utils.shards.copy import Copying
 from colab_utils.shards.index import ShardIndex, ShardInfo, write_index
 from colab_utils.shards.jobs import ShardRun, find_shard, name_shard, write_in_turn
 from colab_utils.shards.lock import hold_folder
-from colab_utils.shards.write import begin_folder, check_bad, join_index
+from colab_utils.shards.write import begin_folder, check_bad, join_index, write_all
 
 # The lowest priority: training goes before.
 _PRIORITY = 19
@@ -95,21 +95,27 @@ class ShardWriter:
             ColabUtilsError: shards cannot be written or sent, or the work was stopped.
         """
         run = self.run
-        done: list[ShardIndex] = []
         with ExitStack() as stack:
             stack.enter_context(hold_folder(run.folder))
             self._try_on_drive(lambda drive: stack.enter_context(hold_folder(drive)))
-            numbers = map(partial(self._fetch, progress.stop), self.order)
-            for index in write_in_turn(run, numbers, progress, streams=self.streams):
-                done.append(index)
-                check_bad(run, done)
-                if index.images:
-                    self._try_on_drive(partial(self._send, progress.stop, index.shards[0]))
-            index = join_index(run, done)
+            index = join_index(run, write_all(run, partial(self._write_once, progress)))
             write_index(run.folder, index)
             self._try_on_drive(lambda drive: write_index(drive, index))
         if self._failure is not None:
             raise self._failure
+
+    def _write_once(self, progress: JobProgress) -> list[ShardIndex]:
+        """Write and send all shards that are not finished; return an index of each shard."""
+        run = self.run
+        done: list[ShardIndex] = []
+        is_patient = is_on_drive(run.images)
+        numbers = map(partial(self._fetch, progress.stop), self.order)
+        for index in write_in_turn(run, numbers, progress, streams=self.streams):
+            done.append(index)
+            check_bad(run, done, is_patient=is_patient)
+            if index.images:
+                self._try_on_drive(partial(self._send, progress.stop, index.shards[0]))
+        return done
 
     def _fetch(self, stop: Any, number: int) -> int:
         """Copy a shard from Drive if an earlier session finished it; return its number."""

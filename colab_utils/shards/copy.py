@@ -15,7 +15,7 @@ import xxhash
 from colab_utils.drive import explain_write, is_on_drive
 from colab_utils.errors import ColabUtilsError, explain_os_error
 from colab_utils.files import open_store
-from colab_utils.places import Place, identify_place, open_place
+from colab_utils.places import Place, find_server, identify_place, open_place
 from colab_utils.progress import show_progress
 from colab_utils.reader import AHEAD_BYTES, Reader
 from colab_utils.shards.index import (
@@ -26,7 +26,7 @@ from colab_utils.shards.index import (
     read_index,
     write_index,
 )
-from colab_utils.shards.lock import remove_leftovers
+from colab_utils.shards.lock import find_writer, remove_leftovers
 from colab_utils.shards.verify import find_fault
 from colab_utils.streams import MOST_STREAMS, require_streams
 from colab_utils.units import format_bytes, format_count
@@ -36,6 +36,7 @@ COPY_STREAMS = 4
 
 # Size of the buffer of each stream. After each buffer, the stream checks whether to stop.
 _PIECE_BYTES = AHEAD_BYTES // MOST_STREAMS
+_REQUEST_BYTES = 2_000_000
 # Copies that are under way at the same time, if their number is measured. Drive's cache keeps a
 # second copy of their files, and so does the memory if the target is a server. A file has 128 MB or
 # less unless you ask for larger ones.
@@ -101,6 +102,10 @@ def copy_shards(
     target = open_place(target)
     streams = require_streams(streams)
     index = read_index(source)
+    if find_writer(open_store(target)):
+        raise ColabUtilsError(
+            f"A preprocess is writing into {target}. Name another folder to copy into."
+        )
     started = perf_counter()
     copying = prepare_copy(source, target, index)
     copied: dict[str, int] = {}
@@ -173,6 +178,8 @@ class Copying:
 
     def copy_file(self, name: str, size: int, checksum: str) -> int:
         """Copy one file unless it is there; return the bytes that were copied."""
+        if self.stop.is_set():
+            raise CancelledError
         with explain_write(self.target.place):
             if not find_fault(self.target, [(name, size, checksum)]):
                 self._bytes_done[name] = size
@@ -212,7 +219,9 @@ class Copying:
 
         One byte more than the file should have shows a file that is too long.
         """
-        piece = memoryview(bytearray(_PIECE_BYTES))
+        # Each request to a server takes time, so these are few.
+        is_far = find_server(self.source.place)
+        piece = memoryview(bytearray(_REQUEST_BYTES if is_far else _PIECE_BYTES))
         offset = 0
         try:
             with self.source.open(name) as file:

@@ -86,7 +86,7 @@ def hold_folder(folder: Place) -> Iterator[None]:
         store.make()
     with lock_here(folder) as is_free:
         with explain_write(folder):
-            writer = _find_writer(store)
+            writer = find_writer(store)
         # It names this machine and this user.
         host = f"{find_host()} {os.getuid()}"
         if not is_free or (writer and host not in writer):
@@ -138,7 +138,7 @@ def lock_here(folder: Place) -> Iterator[bool]:
             yield True
 
 
-def _find_writer(store: Store) -> str:
+def find_writer(store: Store) -> str:
     """Return the mark that a writer touched shortly before; "" if there is none."""
     if abs(_measure_silence_s(store.stamp(WRITER_NAME))) > _SILENT_S:
         return ""

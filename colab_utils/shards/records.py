@@ -219,7 +219,7 @@ def read_image(
         read = partial(read_image, store, dataset, i)
         return cache.read(name_image(store.place, dataset, i), read)
     try:
-        return store.read_listed(dataset.find_image(store.place, i)[0])
+        return store.read(dataset.find_image(store.place, i)[0])
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise ColabUtilsError(MISSING) from None
     except OSError as error:

@@ -90,7 +90,8 @@ def find_begun(folder: Place, fingerprint: str, recipe: dict[str, Any]) -> Shard
     if index is not None and index.fingerprint != fingerprint:
         difference = "of another dataset"
     elif index is not None and not index.recipe.items() >= recipe.items():
-        difference = "made with other settings"
+        names = [name for name in recipe if index.recipe.get(name) != recipe[name]]
+        difference = f"made with other settings ({', '.join(names)})"
     if difference:
         raise ColabUtilsError(
             f"{folder} holds shards {difference}. Name another folder (in a notebook: "

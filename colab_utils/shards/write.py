@@ -6,7 +6,7 @@ ones.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from typing import Literal
 from colab_utils.data.coco import CocoDataset, open_coco
 from colab_utils.data.defects import count_allowed, describe_faults, require_sound_objects
 from colab_utils.data.orientation import Exif
-from colab_utils.drive import explain_write
+from colab_utils.drive import explain_write, is_on_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import open_store
 from colab_utils.machine import count_cores
@@ -45,6 +45,7 @@ from colab_utils.shards.plan import (
     make_recipe,
     plan_recipe,
 )
+from colab_utils.shards.records import MISSING
 from colab_utils.shards.verify import find_begun
 from colab_utils.streams import require_streams
 from colab_utils.units import format_bytes, format_count
@@ -187,7 +188,7 @@ def write_shards(
         run = ShardRun(folder, images, dataset, recipe, max_bad, part)
         with hold_folder(folder) if part is None else nullcontext(), explain_write(folder):
             begin_folder(run)
-            done = _write_all(run, processes, streams)
+            done = write_all(run, partial(_watch, run, processes, streams))
             index = join_index(run, done)
             if part is None:
                 write_index(folder, index)
@@ -222,7 +223,12 @@ def _make_report(index: ShardIndex, dataset: CocoDataset, started_s: float) -> S
 
 
 def begin_folder(run: ShardRun) -> None:
-    """Check that the disk has room for the shards that are missing, and remove the index."""
+    """Check that the disk has room for the shards that are missing, and remove the index.
+
+    The folder is searched for shards again, because another writer may have finished shards of
+    other data in the meantime.
+    """
+    find_begun(run.folder, run.dataset.fingerprint, run.recipe)
     store = open_store(run.folder)
     # A look at each shard would take minutes on a slow Drive.
     tars = store.list_names("shard-*.tar")
@@ -238,18 +244,41 @@ def begin_folder(run: ShardRun) -> None:
         store.remove(name)
 
 
-def _write_all(run: ShardRun, processes: int, streams: int | str) -> list[ShardIndex]:
-    """Write the shards of a run, with a progress bar; return an index of each."""
+def write_all(run: ShardRun, write: Callable[[], list[ShardIndex]]) -> list[ShardIndex]:
+    """Write the shards of a run; return an index of each.
+
+    Args:
+        run: the run.
+        write: writes the shards that are not finished, and returns an index of each shard.
+
+    Raises:
+        ColabUtilsError: if too many images or objects are bad, a shard cannot be written, or the
+            system ended a process.
+    """
+    done = write()
+    skipped = join_index(run, done).skipped
+    missing = [image.file_name for image in skipped if image.reason == MISSING]
+    if open_store(run.images).find_again(missing):
+        # Drive did not show these images for a while. Only their shards are written again.
+        done = write()
+    check_bad(run, done)
+    return done
+
+
+def _watch(run: ShardRun, processes: int, streams: int | str) -> list[ShardIndex]:
+    """Show a progress bar while shards are written; return an index of each."""
     done: list[ShardIndex] = []
     # The largest come first, so that all processes are busy until the end.
     numbers = sorted(run.numbers, key=lambda number: len(run.shards[number]), reverse=True)
     total = sum(len(run.shards[number]) for number in numbers)
+    # A look at the mounts may hang where one of them does.
+    is_patient = is_on_drive(run.images)
     runs = run_jobs(partial(write_in_turn, run, streams=streams), numbers, processes)
     with show_progress("preprocess", total=total, unit="image") as bar, closing(runs):
         for finished, images_done in runs:
             done += finished
             bar.update(images_done - bar.n)
-            check_bad(run, done)
+            check_bad(run, done, is_patient=is_patient)
     return done
 
 
@@ -266,18 +295,19 @@ def join_index(run: ShardRun, done: Iterable[ShardIndex]) -> ShardIndex:
     )
 
 
-def check_bad(run: ShardRun, done: Iterable[ShardIndex]) -> None:
+def check_bad(run: ShardRun, done: Iterable[ShardIndex], *, is_patient: bool = False) -> None:
     """Check that finished shards have no more bad images or objects than are allowed.
 
     Args:
         run: the run, with all images and objects.
         done: the indexes of the finished shards.
+        is_patient: whether to leave out missing images, because Drive may show them later.
 
     Raises:
         ColabUtilsError: if more are bad.
     """
     index = join_index(run, done)
-    skipped = index.skipped
+    skipped = [image for image in index.skipped if not (is_patient and image.reason == MISSING)]
     images = len(run.dataset)
     allowed = count_allowed(images, run.max_bad)
     if len(skipped) > allowed:

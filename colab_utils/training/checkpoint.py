@@ -184,7 +184,8 @@ class CheckpointFolder:
                 f"Checkpoints cannot be read in {self.run}: {error}. Make them readable, move them "
                 "away, or choose another run folder."
             ) from error
-        if torn:
+        # Training goes on without its best weights.
+        if torn and which == "newest":
             raise torn
         return None
 

@@ -12,6 +12,7 @@ from functools import partial
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -22,6 +23,7 @@ from torchvision.ops import box_iou
 from colab_utils.data.sizes import Size
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import PackedBatch
+from colab_utils.loading.devices import send
 from colab_utils.loading.masks import CHUNK_BYTES, MaskBits, expand_masks
 from colab_utils.loading.transforms import check_objects
 from colab_utils.training.layers import use_cpu
@@ -147,11 +149,12 @@ def _make_input(batch: PackedBatch, flips: Sequence[bool]) -> tuple[list[Tensor]
 
 
 def _count_classes(heads: RoIHeads) -> float:
-    """Return the number of classes of the box predictor, the background included. It is infinity
-    for a predictor of an unknown kind.
+    """Return the number of classes of the predictors, the background included. It is infinity for
+    predictors of an unknown kind.
     """
     scores = getattr(heads.box_predictor, "cls_score", None)
-    return getattr(scores, "out_features", math.inf)
+    masks = getattr(heads.mask_predictor, "mask_fcn_logits", None)
+    return min(getattr(scores, "out_features", math.inf), getattr(masks, "out_channels", math.inf))
 
 
 def _compare_boxes(objects: Tensor, boxes: Tensor) -> Tensor:
@@ -210,17 +213,17 @@ def sample_masks(
     """
     device = masks.bits.device
     targets = torch.empty(len(objects), size, size, device=device)
-    owners, places = torch.unique(objects, return_inverse=True)
+    owners, places = np.unique(objects.cpu().numpy(), return_inverse=True)
     # A pixel of a resized mask takes one byte, and four as float32.
     count = max(1, CHUNK_BYTES[device.type] // (math.prod(stored_size) + 5 * math.prod(to_size)))
     for first in range(0, len(owners), count):
-        few = owners[first : first + count].cpu()
+        few = owners[first : first + count]
         part = MaskBits(masks.bits, masks.crops[few], masks.offsets[few])
         [dense] = expand_masks(part, [stored_size], [len(few)])
         if is_flipped:
             dense = dense.flip(2)
         resized = functional.interpolate(dense[:, None], to_size)[:, 0]
-        rows = (places // count == first // count).nonzero()[:, 0]
-        place = places[rows] - first
-        targets[rows] = project_masks_on_boxes(resized, boxes[rows], place, size).float()
+        rows = np.flatnonzero(places // count == first // count)
+        row, place = send(np.stack([rows, places[rows] - first]), device)
+        targets[row] = project_masks_on_boxes(resized, boxes[row], place, size).float()
     return targets

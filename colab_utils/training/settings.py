@@ -59,10 +59,11 @@ class TrainSettings:
 
 
 # Each function is called with the name and the value of a setting, and refuses bad values.
+_require_size = partial(require_count, maximum=10_000)
 _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "model": partial(require_choice, choices=BUILDERS),
-    "min_size": require_count,
-    "max_size": require_count,
+    "min_size": _require_size,
+    "max_size": _require_size,
     "augment": partial(require_choice, choices=(*get_args(Augment), OWN_TRANSFORMS)),
     "batch_size": require_count,
     "learning_rate": partial(require_number, above=0, below=math.inf),

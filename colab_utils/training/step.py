@@ -315,11 +315,16 @@ def join_ranks(device: torch.device) -> Iterator[Ranks]:
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         yield Ranks()
         return
-    distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_PATIENCE)
+    # If the user has made a process group, it is used, and not destroyed afterwards.
+    joins = not distributed.is_initialized()
+    if joins:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        distributed.init_process_group(backend, timeout=_PATIENCE)
     try:
         yield find_ranks()
     finally:
-        distributed.destroy_process_group()
+        if joins:
+            distributed.destroy_process_group()
 
 
 @contextmanager

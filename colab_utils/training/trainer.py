@@ -157,7 +157,7 @@ class Trainer:
             losses=tuple(LossPoint(number, loss) for number, loss in enumerate(self.losses, 1)),
             images_per_second=self.clock.images / self.clock.seconds,
             wait_share=self.clock.read() / self.clock.seconds,
-            checkpoint=str(self.folder.paths.get("newest")),
+            checkpoint=self.ranks.send(str(self.folder.paths.get("newest"))),
             ap=self.ap,
             plan=self.plan,
             best=self.best,
@@ -181,9 +181,13 @@ class Trainer:
         self.clock.end_step()
         self.done += 1
         self._position = self.loader.state_dict()
-        ids = [target["image_id"] for target in targets or ()]
+        # The table of a packed batch would keep the memory of the whole batch.
+        if targets is not None:
+            ids = [int(target["image_id"]) for target in targets]
+        else:
+            ids = [] if batch is None else batch.image_ids.tolist()
         row = torch.stack([loss, self.step.is_skipped.to(loss.dtype)])
-        self._pending.append((row, ids or getattr(images, "image_ids", ids)))
+        self._pending.append((row, ids))
 
     def _choose_flips(self, total: int) -> list[bool] | None:
         """Choose which images of a batch are mirrored, and return the choice for this process.

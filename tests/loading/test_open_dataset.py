@@ -390,7 +390,10 @@ def test_a_session_that_was_killed_goes_on_after_its_last_shard(
     # It may be an `ArrivingShards`, too.
     dataset.wait()
     for place in places.values():
-        assert read_files(place) == read_files(reference)
+        files = read_files(place)
+        # If all was there, the mark of the killed writer stays. Nobody heeds it for long.
+        files.pop(WRITER_NAME, None)
+        assert files == read_files(reference)
     # What was there was not sent again.
     assert all(path.stat().st_mtime_ns == time_ns for path, time_ns in on_drive.items())
 

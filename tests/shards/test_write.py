@@ -404,7 +404,7 @@ def keep_first_shard(folder):
 def test_no_index_names_shards_that_are_not_there_yet(data, undisturbed, folder, monkeypatch):
     shutil.copytree(undisturbed, folder)
     keep_first_shard(folder)
-    monkeypatch.setattr(write, "_write_all", Mock(side_effect=ColabUtilsError("stopped")))
+    monkeypatch.setattr(write, "write_all", Mock(side_effect=ColabUtilsError("stopped")))
     with pytest.raises(ColabUtilsError, match="stopped"):
         run(data, folder)
     assert not list(folder.glob("*index.json"))

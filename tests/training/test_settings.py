@@ -43,7 +43,7 @@ def test_the_size_of_the_images_follows_the_model(model, on_gpu, size):
 
 BAD_VALUES = [
     ("model", "yolo", "model must be one of maskrcnn_resnet50_fpn_v2, "),
-    ("max_size", 0, "expected max_size of 1 or more, found 0"),
+    ("max_size", 0, "expected max_size of 1 or more and of 10,000 or less, found 0"),
     ("augment", "mosaic", "augment must be one of none, flip, own transforms; it is 'mosaic'"),
     ("seed", -1, "expected seed of 0 or more .*found -1"),
     ("steps", 0, "expected steps of 1 or more, found 0"),
