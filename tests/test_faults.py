@@ -218,7 +218,7 @@ def test_images_that_are_gone_are_left_out_after_one_wait(world, monkeypatch):
         "listdir",
         lambda folder: listed.append(folder) or list_folder(folder),
     )
-    with pytest.warns(ColabUtilsWarning, match="Drive does not show 1 of the files"):
+    with pytest.warns(ColabUtilsWarning, match="Drive does not show 2 of the files"):
         report = write_shards(
             world.drive / "images",
             world.drive / "annotations.json",
@@ -228,8 +228,7 @@ def test_images_that_are_gone_are_left_out_after_one_wait(world, monkeypatch):
         )
     skipped = sorted(image.file_name for image in report.skipped)
     assert skipped == [path.name for path in images[:2]]
-    # Both are waited for at the same time, or the second is not waited for.
-    assert listed.count(world.drive / "images") <= 2 * (1 + len(drive.RETRY_WAITS_S))
+    assert listed.count(world.drive / "images") == 1 + len(drive.RETRY_WAITS_S)
 
 
 @every

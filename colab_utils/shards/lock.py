@@ -156,4 +156,7 @@ def _is_written(stamp: FileStamp, host: str, pid: int) -> bool:
     """Return whether the process in a temporary file's name may still be writing the file."""
     if host != find_host():
         return _measure_silence_s(stamp) < _ABANDONED_S
-    return psutil.pid_exists(pid)
+    with suppress(psutil.NoSuchProcess):
+        # A zombie has ended, but its parent has not yet asked for its exit status.
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False

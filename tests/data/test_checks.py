@@ -178,7 +178,7 @@ DEFECTS = [
         lambda d: d.coco["images"].append(d.coco["images"][4]),
         "repeated image id",
         True,
-        11,
+        12,
     ),
     # Nobody knows which image these objects belong to.
     (repeat_id, "repeated image id", True, 10),
