@@ -117,10 +117,12 @@ class Looks:
             self.add("other", "", _leave_loader(seen.stack))
         self.add(phase, kind, () if kind else seen.stack)
         samples = self._monitor.list_samples()
-        for part, kind_there, *stack in self._monitor.take_stacks():
+        stacks = self._monitor.take_stacks()
+        for part, kind_there, *stack in stacks:
             self.add(part, kind_there, stack)
-            if phase == "wait":
-                self.busy[part] += 1
+        # A look counts a part once, however many workers are in it.
+        if phase == "wait":
+            self.busy.update({part for part, *_ in stacks})
         is_own = loading is not thread or (kind == SAMPLE and not samples)
         if is_own and not _QUEUES.search("\n".join(seen.stack)):
             self.waits[find_wait(os.getpid(), loading.native_id or 0)] += 1

@@ -47,7 +47,7 @@ class LoopRecord:
         stalls: Every stall so far.
         left_at_once: Number of passes that the loop left after one batch.
         phase: What the loop does now: "first start", "start" (of a later pass), "wait", "first
-            step", "step" or "between"; "" outside of passes.
+            step", "step", "between", or "away" if it may be another loop; "" outside of passes.
         printed: The batches and the ids of the causes of the last summary that was printed.
     """
 

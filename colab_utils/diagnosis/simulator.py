@@ -346,10 +346,12 @@ class _Clock:
 
 def _draw_times(mean_s: float, cv: float, seed: list[int]) -> list[float]:
     """Return lognormal times with this mean and coefficient of variation."""
+    if not cv:
+        return [mean_s] * _TIMES
     log_variance = math.log1p(cv * cv)
     generator = np.random.default_rng(seed)
     times = generator.lognormal(-log_variance / 2, math.sqrt(log_variance), _TIMES)
-    return [mean_s * time for time in times.tolist()]
+    return (mean_s * times).tolist()
 
 
 class _Run(_Clock):

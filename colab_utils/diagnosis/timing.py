@@ -374,17 +374,6 @@ def measure_spread(repeats: Sequence[float]) -> float:
     return (max(repeats) - min(repeats)) / median(repeats)
 
 
-def find_noise(*spreads: float) -> float:
-    """Return the least difference of two rates that counts, as a share: 5 %, or the largest of the
-    spreads of the two measurements.
-
-    Example:
-        >>> find_noise(0.01, 0.08), find_noise()
-        (0.08, 0.05)
-    """
-    return max((LEAST_NOISE, *spreads))
-
-
 def find_error(seconds: NDArray[np.float64], round_batches: int = 1) -> float:
     """Return the standard error of the mean time of a batch, as a share of the mean.
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from colab_utils.diagnosis.timing import LEAST_NOISE, find_noise, measure_spread
+from colab_utils.diagnosis.timing import LEAST_NOISE, measure_spread
 from colab_utils.errors import ColabUtilsError
 from colab_utils.show.charts import (
     count_batches,
@@ -158,7 +158,10 @@ def _is_faster(row: Content, other: Content) -> bool:
 
 
 def _find_noise(*rows: Content) -> float:
-    return find_noise(*[measure_spread(row["repeats_images_per_second"]) for row in rows])
+    """Return the least difference of these rates that counts, as a share: 5 %, or the largest of
+    their spreads.
+    """
+    return max(LEAST_NOISE, *[measure_spread(row["repeats_images_per_second"]) for row in rows])
 
 
 def find_gain(content: Content) -> tuple[Content, Content]:

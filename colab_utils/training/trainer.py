@@ -5,7 +5,7 @@ import signal
 import threading
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -95,7 +95,7 @@ class Trainer:
         # The losses of the latest steps stay on the device, because reading each one would stall
         # it. Each tensor holds the loss, and 1 if the step was skipped. With it are the ids of the
         # step's images.
-        self._pending: list[tuple[Tensor, Any]] = []
+        self._pending: list[tuple[Tensor, list[int]]] = []
         self._position = loader.state_dict()
         # The number of the signal that asked this run to stop; 0 without one.
         self._signal = 0
@@ -346,13 +346,12 @@ class Trainer:
             else:
                 self._skipped_in_a_row = 0
 
-    def _note_skipped(self, loss: float, ids: Iterable[Any]) -> None:
+    def _note_skipped(self, loss: float, ids: list[int]) -> None:
         """Count a skipped step, warn of the first one, and stop training after too many in a row.
 
         All processes have skipped the same steps, so all of them stop.
         """
-        names = ", ".join(str(int(number)) for number in ids)
-        text = f"step {len(self.losses)}, of the images with the ids {names}"
+        text = f"step {len(self.losses)}, of the images with the ids {', '.join(map(str, ids))}"
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row >= _MOST_SKIPPED:
             raise ColabUtilsError(
