@@ -7,6 +7,9 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 LOWEST := runs/lowest/bin/python
+OVERLAY = runs/overlay/env/$(patsubst %.txt,%,$(notdir $(or $(RUNTIME),now)))
+LISTS := https://raw.githubusercontent.com/googlecolab/backend-info/main
+TODAY := runs/today/today.txt
 
 .PHONY: setup demo slides site workshop badges setup-cells test fuse fuzz lint test-browser test-colab
 .PHONY: test-overlay test-today test-lowest test-formats test-engines stress peers benchmark gpu colab
@@ -63,19 +66,33 @@ test-browser: setup
 		echo "note: no npm: the site's accessibility is not judged"
 	$(RUN) -m pytest -m browser tests/site tests/notebooks/test_browser.py
 
-# What sees versions, and one small notebook, with the small packages of one of Colab's runtimes, such
-# as RUNTIME=2026.04; downloads them once, about 50 MB, to runs/overlay
+# What sees versions, numpy, Pillow and pycocotools above all, and one small notebook, with the small
+# packages of one of Colab's runtimes, such as RUNTIME=2026.04; downloads them once, about 50 MB, to
+# runs/overlay. What takes long sees processes rather than versions
 test-overlay: setup
-	$(RUN) -m tests.colab.run_overlay --runtime "$(or $(RUNTIME),now)"
+	status=0; \
+	$(RUN) -m tests.colab.run_scenarios --overlay --runtime "$(or $(RUNTIME),now)" || status=1; \
+	PYTHONPATH=. CUDA_VISIBLE_DEVICES= $(OVERLAY)/bin/python -m pytest -p no:cacheprovider -W default -n 2 \
+		-k "not (other_processes or memory_does_not_grow or killed)" -m "not clock" \
+		tests/data $(addprefix tests/shards/test_,arrays.py index.py records.py write.py) \
+		$(addprefix tests/loading/test_,batch.py dataset.py masks.py targets.py) || status=1; \
+	exit $$status
 
 # The notebooks with all versions of one of Colab's runtimes, Python's and torch's, too; downloads them
 # once, about 3 GB, to runs/colab
 test-colab: setup
 	$(RUN) -m tests.colab.run_scenarios --runtime "$(or $(RUNTIME),now)"
 
-# Both with the packages that Colab has today; with ISSUE=1 a failure opens an issue on GitHub
+# Both with the packages that Colab has today, by the lists that it publishes
 test-today: setup
-	$(RUN) -m tests.colab.check_today $(if $(ISSUE),--issue)
+	mkdir -p runs/today
+	rm -f $(TODAY)
+	curl --fail --silent --show-error $(addprefix $(LISTS)/,pip-freeze.txt os-info.txt) > runs/today/lists
+	mv runs/today/lists $(TODAY)
+	status=0; \
+	$(MAKE) test-overlay RUNTIME=$(TODAY) || status=1; \
+	$(MAKE) test-colab RUNTIME=$(TODAY) || status=1; \
+	exit $$status
 
 # The tests with the lowest versions that requirements.txt allows; downloads 3 GB to runs/lowest.
 # The newest ones, which make test has, would hide what these do not know yet

@@ -7,13 +7,13 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from colab_utils.errors import ColabUtilsError
 from tests.colab.runtimes import list_requirements
 
-__all__ = ["ROOT", "build_environment", "build_overlay", "lay_over"]
+__all__ = ["ROOT", "build_environment", "lay_over"]
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
@@ -46,49 +46,39 @@ def find_python(version: str) -> str:
     return sys.executable
 
 
-def build_environment(folder: Path, versions: Mapping[str, str]) -> Path:
-    """Make an environment with all of a runtime, once, and return its Python.
-
-    Args:
-        folder: where it lies; made again when the versions change.
-        versions: of the runtime.
-
-    Raises:
-        ColabUtilsError: a package cannot be had.
-    """
-    python = Path(find_python(versions["python"]))
-    return _build(folder, python, list_requirements(versions), make_venv)
-
-
-def build_overlay(folder: Path, versions: Mapping[str, str]) -> Path:
-    """Make an environment with the small packages of a runtime, over the one that runs this, once,
-    and return its Python.
-
-    Args:
-        folder: where it lies; made again when the versions change.
-        versions: of the runtime.
-
-    Raises:
-        ColabUtilsError: a package cannot be had.
-    """
-    requirements = ["--no-deps", *list_requirements(versions, SMALL)]
-    return _build(folder, Path(sys.executable), requirements, lay_over)
-
-
-def _build(
-    folder: Path,
-    python: Path,
-    requirements: Sequence[str],
-    make: Callable[[Path, Path], Path],
+def build_environment(
+    folder: Path, versions: Mapping[str, str], *, is_overlay: bool = False
 ) -> Path:
+    """Make an environment with the packages of a runtime, once, and return its Python.
+
+    Args:
+        folder: where it lies; made again when the versions change.
+        versions: of the runtime.
+        is_overlay: whether it has the small packages alone, and lies over the one that runs this.
+
+    Raises:
+        ColabUtilsError: a package cannot be had.
+    """
+    base = Path(sys.executable if is_overlay else find_python(versions["python"]))
+    requirements = list_requirements(versions, SMALL if is_overlay else None)
+    if is_overlay:
+        requirements.append("--no-deps")
+    python = folder / "bin" / "python"
     installed = folder / "installed.txt"
-    content = "\n".join([str(python), *requirements])
-    if not installed.is_file() or installed.read_text() != content:
-        shutil.rmtree(folder, ignore_errors=True)
-        make(folder, python)
-        _install(folder, requirements)
-        installed.write_text(content)
-    return folder / "bin" / "python"
+    content = "\n".join([str(base), *requirements])
+    if installed.is_file() and installed.read_text() == content:
+        return python
+    shutil.rmtree(folder, ignore_errors=True)
+    make = lay_over if is_overlay else make_venv
+    make(folder, base)
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q"]
+    done = subprocess.run([*pip, "--disable-pip-version-check", *requirements])
+    if done.returncode:
+        raise ColabUtilsError(
+            f"pip could not install the packages of Colab into {folder}. See its lines above."
+        )
+    installed.write_text(content)
+    return python
 
 
 def make_venv(folder: Path, python: Path) -> Path:
@@ -106,24 +96,8 @@ def lay_over(folder: Path, python: Path) -> Path:
         python: of the environment below.
     """
     own_python = make_venv(folder, python)
-    own = _run(own_python, "import sysconfig; print(sysconfig.get_path('purelib'))")
-    below = _run(python, "import sys; print(*sys.path, sep='\\n')").splitlines()
-    packages = [path for path in below if path.endswith("site-packages")]
-    Path(own, "below.pth").write_text("\n".join(packages))
+    script = "import sys\nfor path in sys.path:\n  if path.endswith('site-packages'): print(path)"
+    [own] = folder.glob("lib/python*/site-packages")
+    with open(own / "below.pth", "wb") as below:
+        subprocess.run([python, "-c", script], check=True, stdout=below)
     return own_python
-
-
-def _run(python: Path, code: str) -> str:
-    """Return what some code prints."""
-    done = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True)
-    return done.stdout.strip()
-
-
-def _install(folder: Path, arguments: Sequence[str]) -> None:
-    python = str(folder / "bin" / "python")
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q"]
-    done = subprocess.run([*pip, "--disable-pip-version-check", *arguments])
-    if done.returncode:
-        raise ColabUtilsError(
-            f"pip could not install the packages of Colab into {folder}. See its lines above."
-        )

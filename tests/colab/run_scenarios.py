@@ -1,5 +1,6 @@
 """The five notebooks in the versions of a runtime of Colab's, with a stand-in for ``google.colab``
-that keeps its rules.
+that keeps its rules. With ``--overlay``, only what is small is installed, over the ordinary
+environment with its torch and its Python, and notebook 02 runs there.
 
 Each notebook starts on a machine of its own, as on Colab: an empty /content, and no colab_utils
 until the setup cell installs it. /content needs root; without it, plain folders take its place, and
@@ -11,13 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -25,12 +25,12 @@ from typing import Any
 
 from colab_utils.errors import ColabUtilsError
 from tests.colab.environments import ROOT, build_environment, lay_over
-from tests.colab.runtimes import read_runtime
+from tests.colab.runtimes import read_runtime, read_runtimes
 from tests.notebooks.test_run_notebooks import TINY
 from tools.cells import write_workshop
 from tools.run_notebooks import _list_settings, inject_parameters
 
-__all__ = ["Run", "Scenario", "main", "run_notebook"]
+__all__ = ["main"]
 
 COLAB = Path(__file__).parent
 _CONTENT = Path("/content")
@@ -52,8 +52,6 @@ class Scenario:
     asks: bool = False
     """Whether anybody may be asked at all."""
     notebooks: str = "01 02 03 04 05"
-    lasts: bool = False
-    """Whether Google Drive lasts from one notebook to the next."""
     before: str = ""
     """Code that runs before the first cell."""
     stops: str = ""
@@ -65,9 +63,7 @@ class Scenario:
 _MOUNTED = {"SCENE": "my Drive, my GPU", "USE_GOOGLE_DRIVE": True}
 SCENARIOS = (
     Scenario("bad day", {"SCENE": "bad day", "USE_GOOGLE_DRIVE": False}),
-    Scenario(
-        "my Drive", _MOUNTED, answer="granted", asks=True, notebooks="01 02 03 04 04 05", lasts=True
-    ),
+    Scenario("my Drive", _MOUNTED, answer="granted", asks=True, notebooks="01 02 03 04 04 05"),
     Scenario(
         "declined",
         _MOUNTED,
@@ -93,15 +89,7 @@ SCENARIOS = (
         says="pycocotools",
     ),
 )
-
-
-@dataclass(frozen=True)
-class Run:
-    """A notebook that ran, or did not: what went wrong is in ``faults``, one line each."""
-
-    notebook: Path
-    seconds: float
-    faults: tuple[str, ...]
+OVERLAY = Scenario("overlay", {"USE_GOOGLE_DRIVE": False}, notebooks="02")
 
 
 @contextmanager
@@ -110,31 +98,22 @@ def make_content() -> Iterator[bool]:
     nothing of it is left.
     """
     made = []
+    mounts = subprocess.run(["sh", "-c", "unshare -m true"], capture_output=True).returncode == 0
     try:
-        with suppress(PermissionError):
-            for folder in (_CONTENT, _HOST):
-                if not folder.exists():
-                    folder.mkdir()
-                    made.append(folder)
-        mounts = (
-            _CONTENT.is_dir()
-            and _HOST.is_dir()
-            and os.geteuid() == 0
-            and bool(shutil.which("unshare"))
-        )
-        yield (
-            mounts
-            and subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode == 0
-        )
+        for folder in (_CONTENT, _HOST):
+            if mounts and not folder.exists():
+                folder.mkdir()
+                made.append(folder)
+        yield mounts
     finally:
         for folder in made:
             folder.rmdir()
 
 
 def run_notebook(
-    source: Path, target: Path, scenario: Scenario, python: Path, *, drive: Path, content: bool
-) -> Run:
-    """Run one notebook on a machine of its own.
+    source: Path, target: Path, scenario: Scenario, python: Path, *, drive: str, content: bool
+) -> list[str]:
+    """Run one notebook on a machine of its own; return what went wrong, one line each.
 
     Args:
         source: the notebook, with the wheel in its setup cell.
@@ -193,15 +172,13 @@ def run_notebook(
             "MPLCONFIGDIR": str(target.parent.parent / "fonts"),
             "COLAB_ASKED": str(home / "asked.txt"),
             "COLAB_ANSWER": scenario.answer,
-            "COLAB_DRIVE": str(drive),
+            "COLAB_DRIVE": drive,
         }
-        started = perf_counter()
         done = subprocess.run(
             command, cwd=home / "content", env=environment, capture_output=True, text=True
         )
-        seconds = perf_counter() - started
         asked = (home / "asked.txt").read_text().split() if (home / "asked.txt").exists() else []
-    return Run(target, seconds, tuple(_find_faults(target, scenario, done, asked)))
+    return list(_find_faults(target, scenario, done, asked))
 
 
 def _find_faults(
@@ -236,44 +213,30 @@ def _find_faults(
                 yield f"cell '{name}' warns: {(lines or text.splitlines())[-1][:200]}"
 
 
-def _make_drive(work: Path, scenario: Scenario, *, is_first: bool) -> Path:
-    """Return the folder that stands for Google Drive: new, or that of the notebook before where
-    Drive lasts.
-    """
-    if not scenario.lasts:
-        return Path(tempfile.mkdtemp(prefix="colab-drive-"))
-    drive = work / "drive"
-    if is_first:
-        shutil.rmtree(drive, ignore_errors=True)
-    drive.mkdir(parents=True, exist_ok=True)
-    return drive
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all scenarios from a terminal; returns 0 where nothing went wrong."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.colab.run_scenarios", description=__doc__
     )
-    parser.add_argument(
-        "--work", metavar="DIR", type=Path, default=ROOT / "runs" / "colab", help="runs/colab"
-    )
     parser.add_argument("--runtime", default="now", help="a name of runtimes.txt, or a list: now")
-    parser.add_argument(
-        "--scenarios", metavar="NAME,...", default="", help="some of them, separated by commas"
-    )
+    parser.add_argument("--overlay", action="store_true", help="small packages, and one notebook")
     options = parser.parse_args(arguments)
-    work = options.work.absolute()
+    work = ROOT / "runs" / ("overlay" if options.overlay else "colab")
     # The folder /content is removed then, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         versions = read_runtime(options.runtime)
-        folder = Path(options.runtime).name.removesuffix(".txt")
-        python = build_environment(work / "env" / folder, versions)
+        folder = work / "env" / Path(options.runtime).name.removesuffix(".txt")
+        python = build_environment(folder, versions, is_overlay=options.overlay)
         notebooks = write_workshop(work / "notebooks")
     except ColabUtilsError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    _print_python(python, versions["python"])
+    for name, version in read_runtimes()["now"].items():
+        if versions.get(name, version) != version:
+            print(f"{name}: {versions[name]}, and not {version} as in runtimes.txt")
+    has = subprocess.run([python, "--version"], check=True, capture_output=True, text=True)
+    print(f"{has.stdout.strip()} (Colab has {versions['python']})")
     failed = 0
     count = 0
     with make_content() as content:
@@ -281,35 +244,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(
                 "note: no /content without root: folders take its place, Google Drive is left out"
             )
-        for scenario in SCENARIOS:
-            if options.scenarios and scenario.name not in options.scenarios.split(","):
-                continue
+        for scenario in [OVERLAY] if options.overlay else SCENARIOS:
             if scenario.asks and not content:
                 continue
-            for number in scenario.notebooks.split():
-                source = next(path for path in notebooks if path.name.startswith(number))
-                count += 1
-                drive = _make_drive(work, scenario, is_first=number == "01")
-                target = work / scenario.name.replace(" ", "_") / f"{count:02d}-{source.name}"
-                run = run_notebook(source, target, scenario, python, drive=drive, content=content)
-                failed += bool(run.faults)
-                _print_run(run, f"{scenario.name}: {source.stem}")
+            with tempfile.TemporaryDirectory(prefix="colab-drive-") as drive:
+                for number in scenario.notebooks.split():
+                    source = next(path for path in notebooks if path.name.startswith(number))
+                    count += 1
+                    target = work / scenario.name.replace(" ", "_") / f"{count:02d}-{source.name}"
+                    started = perf_counter()
+                    faults = run_notebook(
+                        source, target, scenario, python, drive=drive, content=content
+                    )
+                    failed += bool(faults)
+                    outcome = "FAILED" if faults else "passed"
+                    title = f"{scenario.name}: {source.stem}"
+                    seconds = perf_counter() - started
+                    print(f"{outcome}  {title} ({seconds:.0f} s)", *faults, sep="\n        ")
     print(f"{count - failed} passed, {failed} failed; the executed notebooks are in {work}")
     return 1 if failed else 0
-
-
-def _print_python(python: Path, wanted: str) -> None:
-    done = subprocess.run([python, "--version"], check=True, capture_output=True, text=True)
-    version = done.stdout.split()[1]
-    is_same = version.split(".")[:2] == wanted.split(".")[:2]
-    print(f"Python {version}", "" if is_same else f"(Colab has {wanted}: there is none here)")
-
-
-def _print_run(run: Run, title: str) -> None:
-    outcome = "FAILED" if run.faults else "passed"
-    print(f"{outcome}  {title} ({run.seconds:.0f} s)", flush=True)
-    for fault in run.faults:
-        print(f"        {fault}")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import pytest
 
 from colab_utils.errors import ColabUtilsError
 from tests.colab.environments import SMALL
-from tests.colab.run_overlay import TESTS
 from tests.colab.runtimes import list_requirements, read_runtime, read_runtimes
 from tools.cells import ROOT
 
@@ -44,5 +43,16 @@ def test_a_runtime_that_nobody_knows_is_refused_with_those_that_are_known():
         read_runtime("2024.01")
 
 
-def test_what_an_overlay_runs_is_there():
-    assert all((ROOT / path).exists() for path in TESTS)
+def test_the_lists_that_colab_publishes_are_read(tmp_path):
+    versions = dict(read_runtime("now"))
+    del versions["commit"], versions["date"]
+    path = tmp_path / "today.txt"
+    packages = [f"{name}=={versions[name]}" for name in versions.keys() - {"python", "torch"}]
+    wheel = f"torch-{versions['torch']}%2Bcpu-cp313-cp313-manylinux_2_28_x86_64.whl"
+    system = f"Ubuntu 22.04.5 LTS\nPython {versions['python']}\n"
+    path.write_text("\n".join([*packages, f"torch @ https://example.org/whl/{wheel}", system]))
+    assert read_runtime(str(path)) == versions
+    # A list of another form is named, and not taken for one without packages.
+    path.write_text(f"numpy 2.1.3\n{system}")
+    with pytest.raises(ColabUtilsError, match="names no aiohttp, fsspec, "):
+        read_runtime(str(path))

@@ -2,8 +2,7 @@
 April 2026. It has what Drive needs; a notebook that imports more of Colab's package stops here.
 
 Nobody sits at a browser here. Whatever asks a person for something writes the question to the file
-COLAB_ASKED, and takes its answer from COLAB_ANSWER: ``granted``, ``declined``, ``timeout`` or
-``enterprise``.
+COLAB_ASKED, and takes its answer from COLAB_ANSWER: ``granted``, ``declined`` or ``timeout``.
 """
 
 from google.colab import drive, errors

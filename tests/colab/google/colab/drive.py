@@ -19,8 +19,6 @@ def mount(mountpoint, force_remount=False, timeout_ms=120000, readonly=False):
         )
     if " " in mountpoint:
         raise ValueError("Mountpoint must not contain a space.")
-    if os.environ["COLAB_ANSWER"] == "enterprise":
-        raise NotImplementedError("google.colab.drive.mount is not supported in Colab Enterprise.")
     _message.blocking_request(
         "request_auth", request={"authType": "dfs_ephemeral"}, timeout_sec=int(timeout_ms / 1000)
     )
@@ -40,10 +38,7 @@ def mount(mountpoint, force_remount=False, timeout_ms=120000, readonly=False):
         )
     os.makedirs(mountpoint, exist_ok=True)
     for name in ("MyDrive", "Shareddrives", ".shortcut-targets-by-id"):
-        os.makedirs(
-            os.path.join(os.environ["COLAB_DRIVE"], name),
-            exist_ok=True,
-        )
+        os.makedirs(os.path.join(os.environ["COLAB_DRIVE"], name), exist_ok=True)
     options = ["-o", "ro,bind"] if readonly else ["--bind"]
     subprocess.run(
         ["mount", *options, os.environ["COLAB_DRIVE"], mountpoint],
