@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import pickle
-import shutil
 import signal
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -69,21 +68,13 @@ def prepare() -> Iterator[tuple[Originals, Path]]:
     at the end.
     """
     memory = Path("/dev/shm")
-    folder = Path(
-        tempfile.mkdtemp(prefix="colab_utils-fuzz-", dir=memory if memory.is_dir() else None)
-    )
-    made = folder / "made.pickle"
-    try:
-        process = multiprocessing.get_context("fork").Process(
-            target=make_originals, args=(folder / "made", made)
-        )
-        process.start()
-        process.join()
-        if process.exitcode:
-            raise SystemExit("the data to mutate could not be made")
-        yield pickle.loads(made.read_bytes()), folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(
+        prefix="colab_utils-fuzz-", dir=memory if memory.is_dir() else None
+    ) as name:
+        folder = Path(name)
+        with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+            originals = pool.submit(make_originals, folder / "made").result()
+        yield originals, folder
 
 
 def describe(results: list[Result], seed: int) -> str:

@@ -26,7 +26,7 @@ from colab_utils.shards.verify import verify_shards
 from tests.fuzz import mutate
 from tests.fuzz.originals import HEIGHT, WIDTH, read_tree, store, write_tree
 from tests.fuzz.pool import Case
-from tests.fuzz.truth import Truth, WrongDataError, compare_record, compare_sample, shrink
+from tests.fuzz.truth import Truth, WrongDataError, compare_record, compare_sample
 
 
 def _begin(case: Case) -> dict[str, Any]:
@@ -83,10 +83,8 @@ def _judge_json(case: Case, images: Path, path: Path) -> list[str]:
     dataset = ShardDataset(shards)
     for i, number in enumerate(dataset.image_ids.tolist()):
         expected = truth(number)
-        shrunk = shrink(expected, 800, 1333)
-        if storage != "keep" and shrunk is not expected:
+        if storage == "shrink" and max(expected.pixels.shape) > 800:
             # A changed header has made the image larger than training needs.
-            compare_sample(*dataset[i], shrunk, dataset.category_ids, pixels=False)
             continue
         compare_sample(*dataset[i], expected, dataset.category_ids)
         compare_record(dataset.record(i), expected)
@@ -212,12 +210,12 @@ def zip_members(case: Case) -> None:
     """Change its members: names, kinds, order, content."""
     content = case.originals.export
     for _ in range(case.rng.randint(1, 2)):
-        edit = case.rng.choice([mutate.change_member, _edit_export])
+        edit = case.rng.choice([mutate.change_bytes, _edit_export])
         content = mutate.change_zip(case.rng, content, edit)
     _judge_zip(case, content)
 
 
-def _edit_export(rng: Random, name: str, content: bytes) -> bytes:
+def _edit_export(rng: Random, content: bytes) -> bytes:
     try:
         coco = json.loads(content)
     except ValueError:

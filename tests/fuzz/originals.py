@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import pickle
 import tarfile
 import warnings
 import zipfile
@@ -91,8 +90,8 @@ def store(images: Path, annotations: Path, shards: Path, **settings: Any) -> Any
         )
 
 
-def make_originals(folder: Path, pickled: Path) -> None:
-    """Make them in a process of its own, whose threads are not forked, and leave them pickled."""
+def make_originals(folder: Path) -> Originals:
+    """Make them; threads that this starts must not be forked."""
     import torch
 
     # A forked process has lost OpenMP's threads, and would wait for them for ever.
@@ -111,7 +110,7 @@ def make_originals(folder: Path, pickled: Path) -> None:
         for name, content in made.dataset.items():
             archive.writestr(zipfile.ZipInfo(f"export/{name}"), content, zipfile.ZIP_DEFLATED)
     made.export = file.getvalue()
-    pickled.write_bytes(pickle.dumps(made))
+    return made
 
 
 def read_tree(folder: Path) -> Tree:

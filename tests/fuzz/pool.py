@@ -41,25 +41,10 @@ MEGABYTES = 1024
 # A process runs this many cases, because what they leave in memory ends with it.
 _BATCH = 100
 _ROOT = Path(__file__).parents[2]
-_WRITES = {
-    "os.mkdir",
-    "os.remove",
-    "os.rmdir",
-    "os.rename",
-    "os.link",
-    "os.symlink",
-    "os.truncate",
-    "os.chmod",
-}
-_PROGRAMS = {
-    "os.system",
-    "os.exec",
-    "os.posix_spawn",
-    "os.spawn",
-    "subprocess.Popen",
-    "socket.connect",
-    "os.fork",
-}
+_WRITES = re.compile(r"os\.(mkdir|remove|rmdir|rename|link|symlink|truncate|chmod)")
+_PROGRAMS = re.compile(
+    r"os\.(system|exec|posix_spawn|spawn|fork)|subprocess\.Popen|socket\.connect"
+)
 
 
 class Outside(BaseException):
@@ -112,10 +97,8 @@ Kinds = dict[str, tuple[int, Callable[[Case], object]]]
 def pick_case(seed: int, number: int, kinds: Kinds) -> tuple[str, random.Random]:
     """Return the kind of a case and its random numbers: the same on every machine."""
     rng = random.Random(f"{seed} {number}")
-    return rng.choices(
-        list(kinds),
-        [weight for weight, _ in kinds.values()],
-    )[0], rng
+    weights = [weight for weight, _ in kinds.values()]
+    return rng.choices(list(kinds), weights)[0], rng
 
 
 @dataclass
@@ -184,10 +167,7 @@ def _work(
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "case").mkdir(parents=True)
-    os.dup2(
-        os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC),
-        2,
-    )
+    os.dup2(os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     faulthandler.enable(file=2)
     # What looks damaged is read again after a second, and most cases look so.
@@ -225,16 +205,12 @@ class _Guard:
     def _look(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self.on:
             return
-        if event in _PROGRAMS:
+        if _PROGRAMS.fullmatch(event):
             self._refuse(event)
         elif event == "open":
             changes = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-            self._check_path(
-                event,
-                arguments[0],
-                reads=not (arguments[2] or 0) & changes,
-            )
-        elif event in _WRITES:
+            self._check_path(event, arguments[0], reads=not (arguments[2] or 0) & changes)
+        elif _WRITES.fullmatch(event):
             # A link may name anything.
             for path in arguments[1:] if event == "os.symlink" else arguments:
                 self._check_path(event, path, reads=False)
@@ -304,12 +280,8 @@ def _name_bug(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1]
     for frame in frames:
-        if isinstance(error, WrongDataError):
-            # Which comparison found the difference says more than where it is raised.
-            is_telling = frame.name.startswith("_judge")
-        else:
-            is_telling = "/colab_utils/" in frame.filename
-        if is_telling:
+        # Which comparison found a difference says more than where it is raised.
+        if frame.name.startswith("_judge") or "/colab_utils/" in frame.filename:
             last = frame
     place = f"{Path(last.filename).name} {last.name}"
     message = re.sub(r"\d+", "N", str(error).partition("\n")[0])

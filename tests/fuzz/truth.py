@@ -13,7 +13,6 @@ from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image, ImageOps
 from pycocotools import mask as coco_mask
 
@@ -233,57 +232,18 @@ def compare(actual: Any, expected: Any, what: str) -> None:
         raise WrongDataError(f"{what} differ\n{actual!s:.300}\n{expected!s:.300}")
 
 
-def shrink(expected: Expected, min_size: int, max_size: int) -> Expected:
-    """Resize as torchvision's Mask R-CNN does, but never enlarge: masks by the nearest pixel."""
-    height, width = expected.pixels.shape[:2]
-    scale = min(
-        1.0,
-        min_size / min(height, width),
-        max_size / max(height, width),
-    )
-    if scale == 1:
-        return expected
-    new_height = max(1, int(height * scale))
-    new_width = max(1, int(width * scale))
-    image = Image.fromarray(expected.pixels).resize(
-        (new_width, new_height), Image.Resampling.BILINEAR, reducing_gap=3.0
-    )
-    x_scale = new_width / width
-    y_scale = new_height / height
-    annotations = []
-    for annotation in expected.annotations:
-        dense = torch.from_numpy(annotation["mask"].copy())[None, None].float()
-        mask = torch.nn.functional.interpolate(dense, size=(new_height, new_width))
-        x, y, box_width, box_height = annotation["bbox"]
-        changed = {
-            "mask": mask[0, 0].byte().numpy(),
-            "bbox": [
-                x * x_scale,
-                y * y_scale,
-                box_width * x_scale,
-                box_height * y_scale,
-            ],
-            "area": annotation["area"] * x_scale * y_scale,
-        }
-        annotations.append(annotation | changed)
-    return Expected(np.asarray(image), annotations)
-
-
 def compare_sample(
     image: Any,
     target: dict[str, Any],
     expected: Expected,
     category_ids: dict[int, int],
-    *,
-    pixels: bool = True,
 ) -> None:
     """Compare a sample with what is expected by torchvision's contract: crowds and boxes without
     area are left out.
     """
     height, width = expected.pixels.shape[:2]
     compare(image.shape, (3, height, width), "sizes")
-    if pixels:
-        compare(image.permute(1, 2, 0), expected.pixels, "pixels")
+    compare(image.permute(1, 2, 0), expected.pixels, "pixels")
     rows = [row for row in expected.annotations if not row["iscrowd"]]
     boxes, kept = find_corners([row["bbox"] for row in rows], height, width)
     rows = [row for row, keep in zip(rows, kept, strict=True) if keep]
