@@ -24,7 +24,6 @@ from torch.utils.data import (
 )
 
 from colab_utils.data.coco import write_subset
-from colab_utils.data.sizes import plan_sizes
 from colab_utils.diagnosis.simulator import Loop, forecast_rate
 from colab_utils.diagnosis.stages import SAMPLED_IMAGES, LoadingStages
 from colab_utils.diagnosis.timing import (
@@ -67,20 +66,15 @@ FIXES = {
         "loose files on the local SSD",
         "Copy the files there by many streams: copy_images(FOLDER, SSD, annotations=FILE)",
     ),
-    "shards": ("shards on the local SSD", "Run preprocess, then copy"),
+    "shards": (
+        "shards on the local SSD",
+        "Run preprocess, which shrinks images that are larger than training needs, then copy",
+    ),
     "packed_masks": (
         "shards on the local SSD, masks packed",
         "Load shards on the local SSD with make_loader: masks stay packed",
     ),
-    "resize": (
-        "shards on the local SSD, images resized once",
-        "Let preprocess shrink the images that are larger than training needs",
-    ),
 }
-# The image sizes that training needs, in pixels: the defaults of `write_shards`.
-_SIDES = {"min_size": 800, "max_size": 1333}
-# Resizing is a fix only if it leaves at most this share of the pixels.
-_SMALLER = 0.9
 # A diagnosis ends with an error if one batch takes longer than this.
 TIMEOUT_S = 60.0
 # The emulated step of a trial keeps at least this share of a core busy.
@@ -182,72 +176,60 @@ class Situation:
     restart_s: float = 0.0
     """Seconds that the loop waits when workers start again; 0 if they stay."""
 
-    @property
-    def epoch_batches(self) -> float:
-        """Return the number of batches in an epoch; infinite if the epoch is endless."""
-        with suppress(TypeError):
-            return max(1, len(self.loader))
-        return inf
 
-    def make_placeholder(self) -> EmulatedStep | None:
-        """Return the step of a trial: an emulated one, because a trial must not train your model.
+class _Plan(NamedTuple):
+    """A fix that applies."""
 
-        It takes as long as your step takes on batches in memory, and keeps as much of a core busy.
-        """
-        if self.step is None or isinstance(self.step, EmulatedStep):
-            return self.step
-        step_s = self.cached.step_s
-        busy = self.cached.step_cpu_s / max(sum(step_s), 1e-9)
-        return EmulatedStep(1000 * fmean(step_s), min(max(busy, _LEAST_BUSY), 1.0))
+    id: str
+    loop: Loop
+    """The loop with this fix. The model takes it as numbers, and a trial as settings."""
+    form: str = ""
+    """Form of the images, a key of `_Model.forms`; empty if they stay as they are."""
+    packs: bool = False
+    """Whether `make_loader` loads, even if your loader is a ``DataLoader``."""
+    more: str = ""
+    """What is added to the sentence of the fix."""
 
 
 @contextmanager
 def open_like(
-    now: Situation, dataset: Any = None, *, packs: bool = False, **changes: Any
+    loader: Any, loop: Loop, dataset: Any = None, *, packs: bool = False
 ) -> Iterator[Any]:
-    """Open a loader like yours for a trial, with one change.
+    """Open a loader like yours for a trial, with the settings of a loop.
 
     Args:
-        now: What is known of your loader.
+        loader: Your loader.
+        loop: Its workers, its prefetch, its order, and whether its workers start again count here.
+            For `make_loader`, only the first two do.
         dataset: Other data, repeated until an epoch has as many images as yours; None keeps yours.
         packs: Whether to use `make_loader` even if your loader is a ``DataLoader``.
-        changes: Attributes of your ``DataLoader`` that change. For `make_loader`, only
-            ``num_workers`` and ``prefetch_factor`` count.
 
     Raises:
         ColabUtilsError: your dataset is iterable, and no other is given. It shares out its samples
             to the workers itself.
     """
-    loader = now.loader
-    workers = count_workers(loader)
-    batch_size = now.loop.batch_size
-    changes = {
-        "dataset": loader.dataset,
-        "num_workers": workers,
-        "prefetch_factor": count_prefetch(loader),
-        "persistent_workers": not workers or getattr(loader, "persistent_workers", False),
-        **changes,
-    }
+    changes: dict[str, Any] = {}
+    data = loader.dataset
     if dataset is not None:
         # Each image comes once before any comes again, always in the same random order.
-        images = int(min(now.epoch_batches, _MANY)) * batch_size
+        images = int(min(loop.epoch_batches, _MANY)) * loop.batch_size
         order = np.random.default_rng(0).permutation(len(dataset))
         data = Subset(dataset, np.resize(order, images).tolist())
         sampler = SequentialSampler(data)
-        changes.update(dataset=data, sampler=sampler)
+        changes["sampler"] = sampler
         if getattr(loader, "batch_sampler", None) is not None:
-            batches = BatchSampler(sampler, batch_size, False)
-            changes.update(batch_size=batch_size, batch_sampler=batches)
-    elif isinstance(loader.dataset, IterableDataset):
+            changes["batch_size"] = loop.batch_size
+            changes["batch_sampler"] = BatchSampler(sampler, loop.batch_size, False)
+    elif isinstance(data, IterableDataset):
         raise ColabUtilsError("an iterable dataset divides its samples among the workers itself")
     if packs or isinstance(loader, Loader):
         # The GPU expands packed masks, but only if the program uses it already.
         device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
         rebuilt = make_loader(
-            changes["dataset"],
-            batch_size=batch_size,
-            workers=changes["num_workers"],
-            prefetch=changes["prefetch_factor"],
+            data,
+            batch_size=loop.batch_size,
+            workers=loop.workers,
+            prefetch=loop.prefetch,
             device=getattr(loader, "device", device),
             deliver=getattr(loader, "deliver", "dense"),
             shuffle=dataset is None,
@@ -258,20 +240,16 @@ def open_like(
     # A copy keeps all attributes of your loader. A new DataLoader would have only those that are
     # passed to it.
     like = copy(loader)
-    vars(like).update(_iterator=None, **changes)
+    vars(like).update(
+        changes,
+        _iterator=None,
+        dataset=data,
+        num_workers=loop.workers,
+        prefetch_factor=loop.prefetch,
+        in_order=loop.in_order,
+        persistent_workers=loop.start_s == 0,
+    )
     yield like
-
-
-class _Plan(NamedTuple):
-    """A fix that applies."""
-
-    id: str
-    loop: Loop
-    """The loop with this fix, by the model."""
-    options: dict[str, Any] | str
-    """Options of `open_like` for a trial, or why there can be none."""
-    more: str = ""
-    """What is added to the sentence of the fix."""
 
 
 def find_fixes(now: Situation) -> list[Fix]:
@@ -290,12 +268,11 @@ def find_fixes(now: Situation) -> list[Fix]:
         show_progress("diagnose: fixes", unit="fix") as bar,
     ):
         model = _Model(now, Path(folder))
-        own_rate = max(model.forecast(model.loop)[0], now.loop.images_per_second)
-        options = {}
+        plans = {}
         fixes = []
-        for plan in _plan_fixes(model):
-            options[plan.id] = plan.options
-            fixes.append(_forecast_fix(model, plan, own_rate))
+        for plan in model.plan_fixes():
+            plans[plan.id] = plan
+            fixes.append(model.forecast_fix(plan))
             bar.update()
         ranked = rank_fixes(fixes)
         count = len(ranked) if now.verify else int(ranked[0].is_gain)
@@ -303,46 +280,10 @@ def find_fixes(now: Situation) -> list[Fix]:
         while len(tried) < min(count, len(ranked)):
             fix = ranked[len(tried)]
             bar.set_postfix_str(f"trying {fix.name}")
-            tried.append(_try_out(now, fix, options[fix.id], own_rate))
+            tried.append(model.try_out(fix, plans[fix.id]))
             if not tried[-1].is_confirmed:
                 count = max(count, 1 + _MORE_TRIALS)
     return [*rank_fixes(tried), *rank_fixes(ranked[len(tried) :])]
-
-
-def _forecast_fix(model: "_Model", plan: _Plan, own_rate: float) -> Fix:
-    """Forecast a fix, and say what it wins."""
-    name, sentence = FIXES[plan.id]
-    rate, error = model.forecast(plan.loop)
-    fix = Fix(plan.id, name, "", rate, None, error, rate / own_rate)
-    gain = "" if fix.is_gain else "no sure gain, "
-    gain += f"about {rate:.1f} images/s (give or take {error:.0%})"
-    return replace(fix, sentence=f"{sentence}{plan.more}: {gain}.")
-
-
-def _try_out(now: Situation, fix: Fix, options: dict[str, Any] | str, own_rate: float) -> Fix:
-    """Try a fix. The trial has an emulated step, or your own one with ``now.verify``.
-
-    A trial makes a new loader and begins at its first batch.
-    """
-    step = now.step if now.verify else now.make_placeholder()
-    try:
-        if isinstance(options, str):
-            raise ColabUtilsError(options)
-        with open_like(now, **options) as loader:
-            times = time_batches(
-                WatchedLoader(loader, TIMEOUT_S, "raise"),
-                step,
-                batches=max(_TRIAL_BATCHES, 2 * count_workers(loader)),
-                max_s=_TRIAL_SHARE * now.seconds,
-                # A single round of slow workers says little.
-                least=2 * max(1, count_workers(loader)),
-            )
-    except Exception as error:
-        # A trial that fails must not lose the results that the diagnosis has so far.
-        why = describe_error(error).removesuffix(".")
-        return replace(fix, sentence=f"{fix.sentence} It could not be tried: {why}.")
-    rate = times.images_per_second
-    return replace(fix, measured_images_per_second=rate, gain=rate / own_rate)
 
 
 def rank_fixes(fixes: Sequence[Fix]) -> list[Fix]:
@@ -351,48 +292,8 @@ def rank_fixes(fixes: Sequence[Fix]) -> list[Fix]:
     """
     enough = (1 - LEAST_NOISE) * max((fix.images_per_second for fix in fixes), default=0.0)
     order = [*FIXES]
-    by_cost = sorted(fixes, key=lambda fix: order.index(fix.id))
     # What is more than enough does not count.
-    return sorted(by_cost, key=lambda fix: -min(enough, fix.images_per_second))
-
-
-def _plan_fixes(model: "_Model") -> Iterator[_Plan]:
-    """Yield each fix that applies, the least effort for you first."""
-    loader = model.now.loader
-    workers = model.loop.workers
-    is_loose = model.own_form == "loose"
-    if model.now.restart_s:
-        loop = replace(model.loop, start_s=0.0)
-        yield _Plan("persistent_workers", loop, {"persistent_workers": True})
-    if workers > 1 and getattr(loader, "in_order", False):
-        yield _Plan("any_order", replace(model.loop, in_order=False), {"in_order": False})
-    if model.is_remote and is_loose and not model.reads_ahead:
-        wide = copy(loader.dataset)
-        wide.streams = "auto"
-        loop = model.make_loop(workers, packs=True)
-        yield _Plan("streams", loop, {"dataset": wide, "packs": True})
-    count = model.choose_workers()
-    more = f"={count}, not {workers}"
-    if workers == 0 and isinstance(loader, DataLoader):
-        more += ", and persistent_workers=True"
-    yield _Plan("workers", model.make_loop(count), {"num_workers": count}, more)
-    if workers:
-        prefetch = 2 * model.loop.prefetch
-        loop = replace(model.loop, prefetch=prefetch)
-        more = f": {prefetch}, not {model.loop.prefetch}"
-        yield _Plan("prefetch", loop, {"prefetch_factor": prefetch}, more)
-    # The other fixes bring the images to the local disk, in their form or in another one.
-    for id, form, packs, applies in (
-        ("local_files", "loose", False, is_loose and model.is_remote),
-        ("shards", "shards", False, is_loose or model.is_remote),
-        ("packed_masks", "shards", True, model.own_form and not isinstance(loader, Loader)),
-        ("resize", "resized", False, model.pixels <= _SMALLER),
-    ):
-        if applies:
-            options: Any = model.problem
-            if form in model.forms:
-                options = {"dataset": model.forms[form], "packs": packs}
-            yield _Plan(id, model.make_loop(workers, form, packs=packs), options)
+    return sorted(fixes, key=lambda fix: (-min(enough, fix.images_per_second), order.index(fix.id)))
 
 
 class _Model:
@@ -400,13 +301,15 @@ class _Model:
 
     Attributes:
         now: What is known of your loop.
+        step: The step of a trial: an emulated one, because a trial must not train your model. It
+            takes as long as your step takes on batches in memory, and keeps as much of a core busy.
         loop: Your loop.
-        forms: A few of your images on the local disk, in each form that a fix has.
+        own_rate: Its images per second: the larger of what was measured and what the model gives.
+        forms: A few of your images on the local disk, in each form that a fix has. "streams" are
+            your images where they are, for a reader with many streams.
         problem: Why a form is missing.
         own_form: The form of your images; empty for a dataset that is not of this package.
         is_remote: Whether your images come over a network.
-        reads_ahead: Whether your workers read files of later batches.
-        pixels: Share of the pixels that training needs.
     """
 
     def __init__(self, now: Situation, folder: Path) -> None:
@@ -417,38 +320,46 @@ class _Model:
         if isinstance(dataset, CocoFolder | ShardDataset):
             self.own_form = "loose" if isinstance(dataset, CocoFolder) else "shards"
         self.is_remote = bool(self.own_form) and is_remote(dataset.folder)
-        self.reads_ahead = isinstance(loader, Loader) and loader.reads_ahead
-        self.pixels = _count_pixels(dataset, now.timed.indices)
         self.forms: dict[str, Any] = {}
         self.problem = ""
         try:
             # A real Drive has cached the images by now, and would read them fast.
             with read_at_full_speed():
-                self._copy_sample(folder)
+                self._copy_sample(dataset, folder)
         except Exception as error:
             self.problem = describe_error(error).removesuffix(".")
         self._costs: dict[Any, _Cost] = {}
         cores = measure_cores()
         # What an emulated step takes on a busy machine is no length of its own.
-        step = now.make_placeholder() or EmulatedStep(_NO_STEP_MS)
+        if isinstance(now.step, EmulatedStep):
+            self.step = now.step
+        elif now.step is None:
+            self.step = EmulatedStep(_NO_STEP_MS)
+        else:
+            step_s = now.cached.step_s
+            busy = now.cached.step_cpu_s / max(sum(step_s), 1e-9)
+            self.step = EmulatedStep(1000 * fmean(step_s), min(max(busy, _LEAST_BUSY), 1.0))
+        epoch_batches = inf
+        with suppress(TypeError):
+            epoch_batches = max(1, len(loader))
+        workers = count_workers(loader)
         self._base = Loop(
-            count_workers(loader),
-            step.step_ms / 1000,
+            workers,
+            self.step.step_ms / 1000,
             prefetch=count_prefetch(loader),
             batch_size=now.loop.batch_size,
             cores=_ALL_BUSY * cores,
             in_order=getattr(loader, "in_order", True),
-            busy=step.busy,
+            busy=self.step.busy,
             read_ahead=0,
-            epoch_batches=now.epoch_batches,
+            epoch_batches=epoch_batches,
         )
         self._handoff = self._find_handoff()
-        loop = self.make_loop(count_workers(loader))
+        loop = self.make_loop(workers)
         # The wait for workers that start again ends with the loading of a batch.
         load_s = loop.batch_size * (fmean(loop.read_s) / loop.streams + loop.work_s)
         load_s += loop.handoff_s
         self._base = replace(self._base, start_s=max(0.0, now.restart_s - load_s))
-        self.loop = replace(loop, start_s=self._base.start_s)
         self._errors = np.array(
             [
                 max((cost.error for cost in self._costs.values()), default=LEAST_NOISE),
@@ -457,43 +368,104 @@ class _Model:
                 max(0.0, 1 - cores / count_cores()),
             ]
         )
+        rate = now.loop.images_per_second
         used = now.loop.cpu_s / now.loop.batch_s.sum()
-        if loop.workers > 1 and used > _FULL * cores:
-            part = now.loop.images_per_second / self.forecast(self.loop)[0]
-            self._base = replace(self._base, cores=min(1.0, part) * self.loop.cores)
-            self.loop = replace(self.loop, cores=self._base.cores)
+        if workers > 1 and used > _FULL * cores:
+            part = rate / self.forecast(self.make_loop(workers))[0]
+            self._base = replace(self._base, cores=min(1.0, part) * self._base.cores)
+        self.loop = self.make_loop(workers)
+        self.own_rate = max(self.forecast(self.loop)[0], rate)
 
-    def _copy_sample(self, folder: Path) -> None:
+    def _copy_sample(self, dataset: Any, folder: Path) -> None:
         """Copy a few images to the local disk, as loose files and as shards. Of shards, the first
         one is copied.
         """
-        dataset = self.now.loader.dataset
         if isinstance(dataset, ShardDataset):
-            self.forms["shards"] = dataset
             if self.is_remote:
                 part = replace(dataset.index, shards=dataset.index.shards[:1], partial=True)
                 Copying(dataset.folder, folder, overwrite=False).copy_shard(*part.shards)
                 write_index(folder, part)
-                self.forms["shards"] = ShardDataset(folder)
-        if not isinstance(dataset, CocoFolder):
-            return
-        count = max(1, int(_SAMPLED_BYTES / max(self.now.timed.file_bytes, 1)))
-        chosen = self.now.timed.indices[:count]
-        loose = copy(dataset)
-        loose.cache = FileCache(folder / "images")
-        for index in chosen:
-            loose.read(index)
-        self.forms["loose"] = Subset(loose, chosen)
-        annotations = write_subset(dataset.coco, chosen, folder / "sample.json")
-        recipes: dict[str, dict[str, Any]] = {"shards": {"storage": "keep"}}
-        if self.pixels <= _SMALLER:
-            recipes["resized"] = _SIDES
-        for form, recipe in recipes.items():
-            shards = folder / form
-            write_shards(
-                dataset.folder, annotations, shards=shards, workers=1, max_bad=1.0, **recipe
-            )
-            self.forms[form] = ShardDataset(shards)
+                dataset = ShardDataset(folder)
+            self.forms["shards"] = dataset
+        if isinstance(dataset, CocoFolder):
+            self.forms["streams"] = copy(dataset)
+            self.forms["streams"].streams = "auto"
+            count = max(1, int(_SAMPLED_BYTES / max(self.now.timed.file_bytes, 1)))
+            chosen = self.now.timed.indices[:count]
+            loose = copy(dataset)
+            loose.cache = FileCache(folder / "images")
+            for index in chosen:
+                loose.read(index)
+            self.forms["loose"] = Subset(loose, chosen)
+            annotations = write_subset(dataset.coco, chosen, folder / "sample.json")
+            shards = folder / "shards"
+            write_shards(dataset.folder, annotations, shards=shards, workers=1, max_bad=1.0)
+            self.forms["shards"] = ShardDataset(shards)
+
+    def plan_fixes(self) -> Iterator[_Plan]:
+        """Yield each fix that applies, the least effort for you first."""
+        loader = self.now.loader
+        loop = self.loop
+        workers = loop.workers
+        is_ours = isinstance(loader, Loader)
+        is_loose = self.own_form == "loose"
+        if self.now.restart_s:
+            yield _Plan("persistent_workers", replace(loop, start_s=0.0))
+        if workers > 1 and getattr(loader, "in_order", False):
+            yield _Plan("any_order", replace(loop, in_order=False))
+        if self.is_remote and is_loose and not (is_ours and loader.reads_ahead):
+            yield _Plan("streams", self.make_loop(workers, packs=True), "streams", packs=True)
+        count = self.choose_workers()
+        more = f"={count}, not {workers}"
+        if workers == 0 and isinstance(loader, DataLoader):
+            more += ", and persistent_workers=True"
+        yield _Plan("workers", self.make_loop(count), more=more)
+        if workers:
+            more = f": {2 * loop.prefetch}, not {loop.prefetch}"
+            yield _Plan("prefetch", replace(loop, prefetch=2 * loop.prefetch), more=more)
+        # The other fixes bring the images to the local disk, in their form or in another one.
+        if self.is_remote and is_loose:
+            yield _Plan("local_files", self.make_loop(workers, "loose"), "loose")
+        if self.is_remote or is_loose:
+            yield _Plan("shards", self.make_loop(workers, "shards"), "shards")
+        if self.own_form and not is_ours:
+            packed = self.make_loop(workers, "shards", packs=True)
+            yield _Plan("packed_masks", packed, "shards", packs=True)
+
+    def forecast_fix(self, plan: _Plan) -> Fix:
+        """Forecast a fix, and say what it wins."""
+        name, sentence = FIXES[plan.id]
+        rate, error = self.forecast(plan.loop)
+        fix = Fix(plan.id, name, "", rate, None, error, rate / self.own_rate)
+        gain = "" if fix.is_gain else "no sure gain, "
+        gain += f"about {rate:.1f} images/s (give or take {error:.0%})"
+        return replace(fix, sentence=f"{sentence}{plan.more}: {gain}.")
+
+    def try_out(self, fix: Fix, plan: _Plan) -> Fix:
+        """Try a fix. The trial has an emulated step, or your own one with ``now.verify``.
+
+        A trial makes a new loader and begins at its first batch.
+        """
+        now = self.now
+        try:
+            if plan.form and plan.form not in self.forms:
+                raise ColabUtilsError(self.problem)
+            dataset = self.forms.get(plan.form)
+            with open_like(now.loader, plan.loop, dataset, packs=plan.packs) as loader:
+                times = time_batches(
+                    WatchedLoader(loader, TIMEOUT_S, "raise"),
+                    now.step if now.verify else self.step,
+                    batches=max(_TRIAL_BATCHES, 2 * count_workers(loader)),
+                    max_s=_TRIAL_SHARE * now.seconds,
+                    # A single round of slow workers says little.
+                    least=2 * max(1, count_workers(loader)),
+                )
+        except Exception as error:
+            # A trial that fails must not lose the results that the diagnosis has so far.
+            why = describe_error(error).removesuffix(".")
+            return replace(fix, sentence=f"{fix.sentence} It could not be tried: {why}.")
+        rate = times.images_per_second
+        return replace(fix, measured_images_per_second=rate, gain=rate / self.own_rate)
 
     def make_loop(self, workers: int, form: str = "", *, packs: bool = False) -> Loop:
         """Return your loop with so many workers, and with a local form of your images if one is
@@ -546,18 +518,11 @@ class _Model:
         now = self.now
         key = (form, packs)
         if form in self.forms and key not in self._costs:
-            with (
-                suppress(Exception),
-                open_like(
-                    now, self.forms[form], packs=packs, num_workers=1, persistent_workers=True
-                ) as like,
-            ):
-                self._costs[key] = _measure_cost(
-                    like,
-                    min(SAMPLED_IMAGES, len(self.forms[form])),
-                    now.loop.batch_size,
-                    now.seconds,
-                )
+            images = self.forms[form]
+            loop = replace(self._base, workers=1, start_s=0.0)
+            with suppress(Exception), open_like(now.loader, loop, images, packs=packs) as like:
+                sample = min(SAMPLED_IMAGES, len(images))
+                self._costs[key] = _measure_cost(like, sample, loop.batch_size, now.seconds)
         return self._costs.get(key, _Cost(now.loop.cpu_ms_per_image / 1000))
 
     def choose_workers(self) -> int:
@@ -648,11 +613,3 @@ def measure_cores(seconds: float = 0.2) -> float:
     with ThreadPoolExecutor(len(cores)) as pool:
         list(pool.map(burn, cores))
     return max(0.1, (process_time() - began_s) / seconds)
-
-
-def _count_pixels(dataset: Any, indices: Sequence[int]) -> float:
-    """Return the share of the pixels of these images that training needs."""
-    if not isinstance(dataset, CocoFolder) or not indices:
-        return 1.0
-    sizes = dataset.coco.sizes[[*indices]]
-    return float(plan_sizes(sizes, **_SIDES).prod(1).sum() / max(sizes.prod(1).sum(), 1))

@@ -20,6 +20,7 @@ from colab_utils.diagnosis.fixes import (
     open_like,
     rank_fixes,
 )
+from colab_utils.diagnosis.simulator import Loop
 from colab_utils.diagnosis.stages import LoadingStages, time_stages
 from colab_utils.diagnosis.timing import BatchTimes, time_batches
 from colab_utils.errors import ColabUtilsError
@@ -110,9 +111,7 @@ def slow_folder(tiny_dataset):
 
 @pytest.mark.clock
 @pytest.mark.parametrize("plain", [True, False], ids=["torch's DataLoader", "make_loader"])
-def test_each_fix_of_a_slow_folder_is_forecast_and_measured(monkeypatch, slow_folder, plain):
-    # Images of 160 x 128 pixels become 40 x 32.
-    monkeypatch.setattr(fixes, "_SIDES", {"min_size": 32, "max_size": 64})
+def test_each_fix_of_a_slow_folder_is_forecast_and_measured(slow_folder, plain):
     if plain:
         loader = DataLoader(slow_folder, batch_size=2, collate_fn=collate)
     else:
@@ -120,7 +119,7 @@ def test_each_fix_of_a_slow_folder_is_forecast_and_measured(monkeypatch, slow_fo
     now = _look_at(loader, verify=True)
     fixes_by_id = _find(now)
     own = {"streams", "packed_masks"} if plain else {"streams"}
-    nearer = {"local_files", "shards", "resize", *own}
+    nearer = {"local_files", "shards", *own}
     assert set(fixes_by_id) == nearer | {"workers"}
     for id in nearer:
         fix = fixes_by_id[id]
@@ -252,18 +251,20 @@ def test_a_trial_keeps_what_the_loader_was_given():
     batches = BatchSampler(RandomSampler(range(64)), 8, drop_last=False)
     options = {"collate_fn": collate, "num_workers": 1, "prefetch_factor": 3, "timeout": 50}
     loader = DataLoader(Samples(), batch_sampler=batches, **options)
-    now = _look_at(loader)
-    with open_like(now, num_workers=2) as tried:
+    loop = Loop(2, 0.0, prefetch=6, batch_size=8, epoch_batches=len(loader))
+    with open_like(loader, loop) as tried:
         assert (tried.batch_sampler, tried.collate_fn) == (batches, collate)
-        assert (tried.num_workers, tried.prefetch_factor, tried.timeout) == (2, 3, 50)
-    with open_like(now, [1, 2, 3], prefetch_factor=6) as tried:
-        assert (tried.batch_size, tried.num_workers, tried.prefetch_factor) == (8, 1, 6)
+        assert (tried.num_workers, tried.prefetch_factor, tried.timeout) == (2, 6, 50)
+        assert tried.persistent_workers
+        assert tried.in_order
+    loop = replace(loop, in_order=False, start_s=0.1)
+    with open_like(loader, loop, [1, 2, 3]) as tried:
+        assert not tried.persistent_workers
+        assert not tried.in_order
         # An epoch is as long as yours, and ends as yours does.
-        assert len(tried) == len(loader) == 8
+        assert (tried.batch_size, len(tried)) == (8, 8)
         # Each of the three comes once before any comes again.
         assert sorted(tried.dataset[index] for index in range(3)) == [1, 2, 3]
-    with open_like(now, persistent_workers=True) as tried:
-        assert tried.persistent_workers
 
 
 @pytest.mark.parametrize(
@@ -283,7 +284,7 @@ def test_workers_are_chosen_for_the_limit(tries, wait_ms, cpu_ms, step_ms, now, 
 
 
 def test_of_fixes_that_are_as_good_the_one_that_costs_least_comes_first():
-    rates = {"resize": 100.0, "workers": 96.0, "packed_masks": 97.0, "shards": 60.0, "prefetch": 59}
+    rates = {"packed_masks": 100.0, "workers": 96.0, "shards": 60.0, "prefetch": 59.0}
     candidates = [Fix(id, id, "", rate) for id, rate in rates.items()]
-    order = ["workers", "packed_masks", "resize", "shards", "prefetch"]
+    order = ["workers", "packed_masks", "shards", "prefetch"]
     assert [fix.id for fix in rank_fixes(candidates)] == order
