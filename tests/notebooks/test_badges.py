@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from colab_utils.errors import ColabUtilsError
-from tools.cells import ROOT, build_wheel, find_slugs, list_files, read_slug, set_badges, set_title
+from tools.cells import ROOT, build_wheel, find_slugs, list_files, read_slug, set_badges
 from tools.publish_notebooks import main, publish_notebooks
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -59,12 +59,6 @@ def test_set_badges_changes_ours_and_leaves_others(tmp_path):
         assert set_badges(tmp_path, slug) == []
 
 
-def test_a_title_has_a_badge_where_there_is_a_repository():
-    title = f"# 1. A\n\n{BADGE.format('OWNER/REPO')}"
-    assert set_title(title, "me/fast") == f"# 1. A\n\n{BADGE.format('me/fast')}"
-    assert set_title(title, "OWNER/REPO") == "# 1. A"
-
-
 @pytest.mark.parametrize(
     "slug",
     [
@@ -76,12 +70,8 @@ def test_a_title_has_a_badge_where_there_is_a_repository():
         "https://github.com/me/fast",
         # The clone address ends like this.
         "me/fast.git",
-        # On GitHub, owners start with a letter or a digit.
-        "-me/fast",
         # This is a path.
         "me/..",
-        # The name contains a space.
-        "me/fa st",
         # A regular expression would replace the end of this.
         "me/fast\\1",
     ],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import statistics
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
@@ -80,7 +79,6 @@ class Code:
         self.lines = [line for line in lines if line and not line.startswith("#")]
         plain = re.sub(r"^(\s*)[%!].*$", r"\1pass", source, flags=re.MULTILINE)
         self.tree = ast.parse(plain)
-        self.nodes = count_nodes(self.tree)
 
 
 def list_codes(sources):
@@ -90,12 +88,6 @@ def list_codes(sources):
 @pytest.fixture
 def codes(sources):
     return list_codes(sources)
-
-
-@pytest.fixture
-def own_codes(codes):
-    """The cells of this notebook alone: the setup is that of all."""
-    return [code for code in codes if code.id != "setup"]
 
 
 def test_the_folder_holds_these_five():
@@ -165,8 +157,8 @@ def test_labs_are_folded_on_opening(sources, spine, notebook):
 
 
 def test_a_class_can_run_the_spine(name, sources, spine):
-    assert len(spine) < len(sources)
-    _, most_cells, most_lines, most_words = BUDGETS[name]
+    all_cells, most_cells, most_lines, most_words = BUDGETS[name]
+    assert len(spine) < len(sources) <= all_cells
     texts = [source for kind, source, _ in spine if kind == "markdown"]
     # A check of a sentence is not read, and the words of a drawing are read in its place.
     unread = r"<!--.*?-->|!\[[^]]*\]\(data:[^)]*\)"
@@ -182,29 +174,11 @@ def test_time_and_runtime_type_are_said(sources):
     assert "**Runtime type:**" in sources[1][1]
 
 
-def test_the_number_of_cells_keeps_its_budget(name, sources, codes):
-    assert 25 <= len(sources) <= BUDGETS[name][0]
-    assert 0.65 <= (len(sources) - len(codes)) / len(codes) <= 1.5
-
-
-def test_the_code_keeps_its_budget(own_codes):
-    # The technique is shown as code, and not called by name.
-    assert 20 <= statistics.median(code.nodes for code in own_codes) <= 91
-    # Each cell prints what it measured, and an f-string holds many nodes.
-    lines = sum(len(code.lines) for code in own_codes)
-    assert round(sum(code.nodes for code in own_codes) / lines, 1) <= 6.7
-    for code in own_codes:
-        assert max(map(len, code.source.splitlines())) <= 120, code.source
-        for node in ast.walk(code.tree):
-            if isinstance(node, ast.FunctionDef):
-                assert count_nodes(node) <= 110, node.name
-
-
 def test_what_is_read_is_short_and_plain_python(codes):
     for code in codes:
         if not code.is_open:
             continue
-        assert code.nodes <= 170 or code.is_script, code.source
+        assert count_nodes(code.tree) <= 170 or code.is_script, code.source
         assert len(code.lines) <= (45 if code.is_script else 12), code.source
         assert max(map(len, code.source.splitlines())) <= 92, code.source
         assert not list(find_packed_lines(code.tree)), code.source
@@ -256,14 +230,6 @@ def test_relative_links_lead_somewhere(prose):
     assert links
     for link in links:
         assert (FOLDER / link).is_file(), link
-
-
-def test_links_lead_on(name, prose):
-    position = NAMES.index(name)
-    assert position == 0 or ("Previous: [" in prose and f"({NAMES[position - 1]}.ipynb)" in prose)
-    assert position == len(NAMES) - 1 or (
-        "Next: [" in prose and f"({NAMES[position + 1]}.ipynb)" in prose
-    )
 
 
 def test_the_scene_the_signature_figure_and_the_measuring_function_are_everywhere(name, codes):

@@ -80,9 +80,8 @@ def assert_same_trace(spans, trace, seconds):
 
 def test_random_settings_give_the_batches_of_python():
     generator = random.Random(0)
-    settings = [draw_setting(generator) for _ in range(300)]
+    settings = [draw_setting(generator) for _ in range(150)]
     runs = simulate_in_node(settings)
-    assert len(runs) == 300
     total = 0
     for setting, run in zip(settings, runs, strict=True):
         expected = simulate(**setting)
@@ -97,7 +96,7 @@ def test_random_settings_give_the_batches_of_python():
         for spans, trace in zip(lanes, (*expected.loads, expected.steps), strict=True):
             assert_same_trace(spans, trace, setting["seconds"])
     # Settings under which nothing is trained would prove nothing.
-    assert total > 6_000
+    assert total > 3_000
 
 
 def test_the_settings_of_the_first_page_give_the_batches_that_it_tells():

@@ -36,8 +36,7 @@ def count_rounds(asked: Kills) -> int:
     """Kill the copy so many times; return in how many rounds."""
     source = make_source(asked.folder / "drive", asked.chance)
     slow_down(source, PROFILE)
-    words = f"copy --images {source} --streams {STREAMS} --to".split()
-    rounds = kill_rounds(asked, lambda target: [*words, str(target)])
+    rounds = kill_rounds(asked, f"copy --images {source} --streams {STREAMS} --to")
     assert snapshot(asked.folder / "undisturbed") == snapshot(source)
     return rounds
 

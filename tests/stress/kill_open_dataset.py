@@ -9,7 +9,6 @@ Exits 1 at the first difference.
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import subprocess
@@ -21,7 +20,7 @@ from colab_utils.course.sample_data import BuiltinDataset, make_dataset
 from colab_utils.shards.lock import WRITER_NAME
 from colab_utils.shards.write import write_shards
 from tests.snapshots import snapshot
-from tests.stress.kill_preprocess import Kills, kill_session, run_kills
+from tests.stress.kill_preprocess import Kills, kill_session, run_kills, start_session
 
 SESSION = """
 import sys
@@ -48,19 +47,6 @@ open_dataset(images, annotations, drive=drive, ssd=ssd).wait()
 """
 
 
-def start_session(data: BuiltinDataset, folder: Path) -> subprocess.Popen[str]:
-    """Start to train, or go on."""
-    places = [folder / name for name in ("drive", "ssd", "run")]
-    return subprocess.Popen(
-        [sys.executable, "-c", SESSION, data.images, data.annotations, *places],
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},
-    )
-
-
 def wait_for_writing(session: subprocess.Popen[str], folder: Path) -> bool:
     """Wait until a session writes shards; False where it has ended before."""
     while session.poll() is None:
@@ -81,7 +67,8 @@ def run_round(data: BuiltinDataset, folder: Path, chance: random.Random, most_ki
     kills = 0
     while True:
         before = list_shards(folder)
-        session = start_session(data, folder)
+        places = [folder / name for name in ("drive", "ssd", "run")]
+        session = start_session("-c", SESSION, data.images, data.annotations, *places)
         after_s = chance.uniform(0, 4) if kills < most_kills else 300
         if not wait_for_writing(session, folder):
             after_s = 300

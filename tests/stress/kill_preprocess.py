@@ -29,14 +29,15 @@ from tests.snapshots import snapshot
 SHARD_MB = 0.05
 
 
-def start_session(command: list[str]) -> subprocess.Popen[str]:
-    """Start a command of the package in a group of its own, which `kill_session` ends."""
+def start_session(*command: str | Path) -> subprocess.Popen[str]:
+    """Start Python in a group of its own, which `kill_session` ends."""
     return subprocess.Popen(
-        [sys.executable, "-m", "colab_utils", *command],
+        [sys.executable, *command],
         start_new_session=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},
     )
 
 
@@ -90,18 +91,19 @@ def run_kills(description: str | None, default: int, count_rounds: Callable[[Kil
     return 0
 
 
-def kill_rounds(asked: Kills, make_command: Callable[[Path], list[str]]) -> int:
+def kill_rounds(asked: Kills, command: str) -> int:
     """Run a command undisturbed, then kill it so many times; return in how many rounds.
 
     Args:
         asked: how many kills, and where. The undisturbed run is left in ``undisturbed``.
-        make_command: returns the command that fills a folder.
+        command: of the package; the folder that it fills follows.
 
     Raises:
         AssertionError: something is lost, or looks finished that is not.
     """
+    words = ["-m", "colab_utils", *command.split()]
     began_s = time.perf_counter()
-    kill_session(start_session(make_command(asked.folder / "undisturbed")), 300, asked.chance)
+    kill_session(start_session(*words, asked.folder / "undisturbed"), 300, asked.chance)
     undisturbed_s = time.perf_counter() - began_s
     expected = snapshot(asked.folder / "undisturbed")
     kills = 0
@@ -112,7 +114,7 @@ def kill_rounds(asked: Kills, make_command: Callable[[Path], list[str]]) -> int:
         while is_killed:
             share = asked.chance.uniform(0.3, 1.05)
             after_s = share * undisturbed_s if kills < asked.count else 300
-            is_killed = kill_session(start_session(make_command(target)), after_s, asked.chance)
+            is_killed = kill_session(start_session(*words, target), after_s, asked.chance)
             kills += is_killed
             left = {name: data for name, data in snapshot(target).items() if name[0] != "."}
             left.pop("writer.txt", None)
@@ -130,8 +132,7 @@ def count_rounds(asked: Kills) -> int:
     data = asked.folder / "data"
     make_dataset(data, n=60, width=160, height=128, objects=(1, 4), workers=1)
     files = f"--images {data}/images --annotations {data}/annotations.json"
-    words = f"preprocess {files} --storage keep --shard-mb {SHARD_MB} --shards".split()
-    return kill_rounds(asked, lambda target: [*words, str(target)])
+    return kill_rounds(asked, f"preprocess {files} --storage keep --shard-mb {SHARD_MB} --shards")
 
 
 if __name__ == "__main__":
