@@ -1,10 +1,12 @@
 """Unpack a COCO export from a zip, on Drive or behind a URL."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from http.client import HTTPException
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO
 from urllib.error import HTTPError
 from urllib.parse import quote
 from urllib.request import urlopen
@@ -16,7 +18,7 @@ from colab_utils.data.coco import read_coco
 from colab_utils.data.decoding import name_kind
 from colab_utils.data.image_paths import list_files, list_meanings, take_base_name
 from colab_utils.drive import explain_write
-from colab_utils.errors import MACHINE_FAULTS, ColabUtilsError
+from colab_utils.errors import MACHINE_FAULTS, ColabUtilsError, describe_error
 from colab_utils.machine import require_space
 from colab_utils.places import require_local_path
 from colab_utils.progress import show_progress
@@ -27,8 +29,6 @@ _PIECE_BYTES = 1_000_000
 _SILENT_S = 60.0
 # A zip in which more than this share of the images is missing is no whole export.
 _FEW_MISSING = 0.1
-# A message lists at most this many names.
-_NAMED = 9
 
 
 def is_archive(source: str) -> bool:
@@ -44,7 +44,7 @@ def is_archive(source: str) -> bool:
 def unpack_dataset(source: str, folder: Path, annotations: str = "") -> tuple[Path, Path]:
     """Unpack a COCO export: its annotations, and the images that they name.
 
-    A zip at a URL is downloaded to the disk first, and removed when it is unpacked. What was
+    A zip at a URL is downloaded to the disk first, and is gone when it is unpacked. What was
     unpacked as a whole is found by the next call.
 
     Args:
@@ -67,20 +67,23 @@ def unpack_dataset(source: str, folder: Path, annotations: str = "") -> tuple[Pa
     """
     folder = require_local_path(folder)
     is_url = source.lower().startswith(("http://", "https://"))
-    path = folder / "download.zip" if is_url else require_local_path(source)
-    if not is_url and not path.is_file():
-        raise ColabUtilsError(f"There is no zip at {path}. Check IMAGES.")
-    version = 0 if is_url else path.stat().st_mtime_ns
+    version = 0
+    if not is_url:
+        path = require_local_path(source)
+        if not path.is_file():
+            raise ColabUtilsError(f"There is no zip at {path}. Check IMAGES.")
+        version = path.stat().st_mtime_ns
     target = folder / xxhash.xxh3_64_hexdigest(os.fsencode(f"{source} {version}"))
-    # The folder gets its name last. If it exists, everything was unpacked.
-    partial_target = Path(f"{target}.part")
     if not target.is_dir():
+        # The folder gets its name last. If it exists, everything was unpacked.
+        partial_target = Path(f"{target}.part")
         with explain_write(target):
             partial_target.mkdir(parents=True, exist_ok=True)
             try:
-                if is_url:
-                    _download(source, path)
-                _extract(path, partial_target)
+                with TemporaryFile(dir=folder) if is_url else open(path, "rb") as file:
+                    if is_url:
+                        _download(source, file)
+                    _extract(file, partial_target)
             except (ColabUtilsError, *MACHINE_FAULTS):
                 raise
             # zipfile and urllib raise all kinds of errors. Those with a number are the disk's, or
@@ -90,12 +93,14 @@ def unpack_dataset(source: str, folder: Path, annotations: str = "") -> tuple[Pa
                     error.close()
                 if getattr(error, "errno", None) and not isinstance(error, ConnectionError):
                     raise
+                # An error of an address may quote a password in it.
+                is_address = isinstance(error, HTTPException)
+                reason = type(error).__name__ if is_address else describe_error(error)
                 raise ColabUtilsError(
-                    f"The zip at {source} cannot be read: {_explain(error, path)}"
+                    f"The zip at {source} cannot be read: {reason}. Check IMAGES and the network. "
+                    "If the zip is not whole, copy it again. If it has a password or a rare "
+                    "compression, zip it anew with `zip -r`."
                 ) from None
-            finally:
-                if is_url:
-                    path.unlink(missing_ok=True)
             partial_target.rename(target)
     files = [*list_files(target)]
     text = _choose_annotations(files, annotations, source)
@@ -104,40 +109,26 @@ def unpack_dataset(source: str, folder: Path, annotations: str = "") -> tuple[Pa
     return target / _find_folder(files, text, *names[:1]), target / text
 
 
-def _download(url: str, path: Path) -> None:
+def _download(url: str, file: IO[bytes]) -> None:
     # Names with spaces and letters of any language are allowed in an address.
     address = quote(url, safe=":/?#[]@!$&'()*+,;=%~")
-    with urlopen(address, timeout=_SILENT_S) as answer, open(path, "wb") as file:
+    with urlopen(address, timeout=_SILENT_S) as answer:
         pieces = iter(partial(answer.read, _PIECE_BYTES), b"")
         count = int(answer.headers.get("Content-Length") or 0) // _PIECE_BYTES
         for piece in show_progress("download", pieces, total=count, unit="MB"):
             file.write(piece)
 
 
-def _explain(error: Exception, path: Path) -> str:
-    """Say why a zip cannot be unpacked, and what to do."""
-    if path.is_file():
-        with open(path, "rb") as file:
-            head = file.read(_PIECE_BYTES)
-        # A damaged zip begins like a whole one.
-        kind = name_kind(head)
-        if kind and not head.startswith(b"PK"):
-            return f"it is {kind}. Then name the zip, or the folder with its images."
-    # An error of an address may quote a password in it.
-    is_silent = isinstance(error, HTTPException) or not str(error)
-    return (
-        f"{type(error).__name__ if is_silent else error}. Check IMAGES and the network. If the zip "
-        "is not whole, copy it again. If it has a password or a rare compression, zip it anew with "
-        "`zip -r`."
-    )
-
-
-def _extract(file: Path, target: Path) -> None:
+def _extract(file: IO[bytes], target: Path) -> None:
     """Unpack a zip. Backslashes in names separate folders, as in unzip.
 
     zipfile compares checksums, writes no links, and leaves out of names what would lead out of the
     folder.
     """
+    file.seek(0)
+    kind = name_kind(file.read(_PIECE_BYTES))
+    if kind and not kind.startswith("a zip"):
+        raise ValueError(f"it is {kind}. Then name the zip, or the folder with its images")
     with _open_zip(file) as archive:
         members = archive.infolist()
         needed = sum(info.file_size for info in members)
@@ -147,7 +138,7 @@ def _extract(file: Path, target: Path) -> None:
             archive.extract(info, target)
 
 
-def _open_zip(file: Path) -> ZipFile:
+def _open_zip(file: IO[bytes]) -> ZipFile:
     """Open a zip. macOS writes names in UTF-8 without saying so."""
     try:
         return ZipFile(file, metadata_encoding="utf-8")
@@ -166,7 +157,7 @@ def _choose_annotations(files: Sequence[str], annotations: str, source: str) -> 
     if len(texts) != 1:
         raise ColabUtilsError(
             f"{len(texts)} files in {source} are {annotations or 'a .json'}: it holds "
-            f"{_list_names(texts or files)}. Name in ANNOTATIONS the JSON that you mean, or "
+            f"{', '.join(texts or files):.300}. Name in ANNOTATIONS the JSON that you mean, or "
             "export COCO instances."
         )
     return texts[0]
@@ -179,14 +170,10 @@ def _require_images(names: Sequence[str], files: Sequence[str], source: str) -> 
     if len(missing) > _FEW_MISSING * len(names):
         raise ColabUtilsError(
             f"{len(missing):,} of the {len(names):,} images of the JSON are not in {source}, which "
-            f"holds {_list_names(files)}. If it is one of several zips, or holds another "
+            f"holds {', '.join(files):.300}. If it is one of several zips, or holds another "
             "archive, unpack all of them and name the folder. If not, name another JSON in "
             "ANNOTATIONS, or zip it again with its images, names in UTF-8."
         )
-
-
-def _list_names(names: Iterable[str]) -> str:
-    return ", ".join([*names][:_NAMED])
 
 
 def _find_folder(files: Sequence[str], text: str, name: str = "") -> str:
@@ -196,9 +183,8 @@ def _find_folder(files: Sequence[str], text: str, name: str = "") -> str:
     cases, return "", which stands for the whole zip: `CocoDataset.find_image` finds images by their
     base names there, and `check` names those that it cannot tell apart.
     """
-    end = name.replace("\\", "/")
-    folders = [path.removesuffix(end) for path in files if f"/{path}".endswith(f"/{end}")]
-    own = text[: text.rfind("/") + 1]
-    if own in folders:
-        return own
-    return folders[0] if len(folders) == 1 else ""
+    end = "/" + name.replace("\\", "/")
+    folders = {path.removesuffix(end[1:]) for path in files if f"/{path}".endswith(end)}
+    if len(folders) > 1:
+        folders &= {text[: text.rfind("/") + 1]}
+    return folders.pop() if folders else ""
