@@ -3,7 +3,7 @@
 The report names each kind of defect, says what it leads to, and has statistics of the data.
 """
 
-import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
@@ -42,9 +42,6 @@ _WORST = 10
 # images' widths and heights (`_CORNER`), then the outlines may have been drawn on smaller images.
 _FEW_OBJECTS = 8
 _CORNER = 0.5
-# Number of images that a process takes at a time. The number is large, because each such part is
-# slow twice: it starts with few streams, and at its end only its slowest file is left.
-_PART_IMAGES = 4000
 # Photos that the report draws both as stored and as EXIF turns them, if nothing decides.
 _DRAWN_TURNS = 2
 # The worst images are those with the highest scores. A serious defect adds this much to the score
@@ -72,17 +69,6 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class DatasetStatistics:
-    """Hold counts of the objects that have a mask; crowds are left out."""
-
-    objects: int
-    classes: dict[str, int]
-    """Number of objects of each class, the most frequent class first."""
-    advice: tuple[str, ...]
-    """Sentences that say what to do."""
-
-
-@dataclass(frozen=True)
 class DatasetReport:
     """Report what :func:`check_dataset` found."""
 
@@ -91,7 +77,12 @@ class DatasetReport:
     ok: bool
     """Whether every image can be used: no problem is more than a note."""
     problems: tuple[Problem, ...]
-    statistics: DatasetStatistics
+    objects: int
+    """Number of objects that have a mask; crowds are left out."""
+    classes: dict[str, int]
+    """How many of these objects each class has, the most frequent class first."""
+    advice: str
+    """What to do about images with very many objects; empty if there are none."""
     worst: dict[int, tuple[str, ...]]
     """The ten images with the worst defects: a dict from the image id to the kinds of its defects.
     """
@@ -108,13 +99,11 @@ class DatasetReport:
         verdict = "ok" if self.ok else "has problems"
         images = format_count(self.images, "image")
         lines = [f"{images}, {format_count(self.annotations, 'annotation')}: {verdict}"]
-        for problem in (*self.repairs, *self.problems):
-            lines.append(
-                f"  {problem.count:,} x {problem.kind} ({problem.effect}), "
-                f"such as {problem.examples[0]}"
-            )
-        lines += [f"  {sentence}" for sentence in self.statistics.advice]
-        return "\n".join(lines)
+        lines += [
+            f"{problem.count:,} x {problem.kind} ({problem.effect}), such as {problem.examples[0]}"
+            for problem in (*self.repairs, *self.problems)
+        ]
+        return "\n  ".join(filter(None, [*lines, self.advice]))
 
 
 def check_dataset(
@@ -164,13 +153,15 @@ def inspect_images(images: Place, dataset: CocoDataset, *, deep: bool = False) -
     """
     require_folder(images)
     total = len(dataset)
-    size = min(_PART_IMAGES, math.ceil(total / count_cores()) or 1)
-    parts = [range(total)[start : start + size] for start in range(0, total, size)]
+    cores = count_cores()
+    # Each process has one part, because the start and the end of a part are slow: reading starts
+    # with few streams, and at last only the slowest file is left.
+    parts = [range(start, total, cores) for start in range(min(cores, total))]
     work = partial(_inspect_parts, images, dataset, deep)
     findings: dict[int, Findings] = {}
     with (
         show_progress("check", total=total, unit="image") as bar,
-        closing(run_jobs(work, parts, count_cores())) as runs,
+        closing(run_jobs(work, parts, cores)) as runs,
     ):
         for finished, images_done in runs:
             for part in finished:
@@ -228,10 +219,7 @@ def _sum_up(dataset: CocoDataset, findings: Sequence[Findings]) -> DatasetReport
     for i, finding in enumerate(findings):
         for kind, text in finding.defects:
             examples[kind].append(text)
-            if kind in SERIOUS:
-                scores[i] += _SERIOUS_SCORE
-            elif kind != "image without objects":
-                scores[i] += 1
+            scores[i] += _SERIOUS_SCORE if kind in SERIOUS else kind != "image without objects"
     objects = np.concatenate([np.zeros((0, 3)), *(finding.objects for finding in findings)])
     for kind, text in [*_find_in_all(dataset), *_find_corner(objects[:, 1:])]:
         examples[kind].append(text)
@@ -240,31 +228,23 @@ def _sum_up(dataset: CocoDataset, findings: Sequence[Findings]) -> DatasetReport
         for kind, effect in EFFECTS.items()
         if examples[kind]
     )
-    worst = {}
-    for i, _ in scores.most_common(_WORST):
-        worst[int(dataset.image_ids[i])] = tuple(dict(findings[i].defects))
-    return DatasetReport(
-        images=len(dataset),
-        annotations=len(dataset.ids) + len(dataset.unknown_images),
-        ok=SERIOUS.isdisjoint(problem.kind for problem in problems),
-        problems=problems,
-        statistics=_measure(dataset, findings, objects),
-        worst=worst,
-    )
-
-
-def _measure(
-    dataset: CocoDataset, findings: Sequence[Findings], objects: NDArray[np.float64]
-) -> DatasetStatistics:
-    """Return the statistics of a dataset, by the names of its categories."""
     names = {category["id"]: category["name"] for category in dataset.categories}
     classes = Counter(dict.fromkeys(names.values(), 0))
     classes.update(names[number] for number in objects[:, 0].tolist())
     per_image = np.array([len(finding.objects) for finding in findings])
-    return DatasetStatistics(
+    return DatasetReport(
+        images=len(dataset),
+        annotations=len(dataset.ids) + len(dataset.strangers["unknown image"]),
+        ok=SERIOUS.isdisjoint(problem.kind for problem in problems),
+        problems=problems,
         objects=len(objects),
         classes=dict(classes.most_common()),
-        advice=tuple(filter(None, [describe_full_images(per_image)])),
+        advice=describe_full_images(per_image),
+        worst={
+            int(dataset.image_ids[i]): tuple(dict(findings[i].defects))
+            for i, score in scores.most_common(_WORST)
+            if score
+        },
     )
 
 
@@ -283,8 +263,8 @@ def _find_in_all(dataset: CocoDataset) -> Iterator[Defect]:
     kind = "many crowds" if has_many_crowds(dataset) else "crowd"
     for _ in range(crowds):
         yield kind, f"{crowds:,} of {total:,} objects are crowds and left out"
-    for _ in range(dataset.ignored):
-        yield "annotation to ignore", f"{dataset.ignored:,} annotations have 'ignore'"
+    for _ in re.finditer(r'"ignore"\s*:\s*"?1\b', dataset.text):
+        yield "annotation to ignore", "annotations have 'ignore'"
     yield from _find_in_categories(dataset)
 
 
@@ -301,10 +281,9 @@ def _find_corner(ends: NDArray[np.float64]) -> Iterator[Defect]:
 
 def _find_in_ids(dataset: CocoDataset) -> Iterator[Defect]:
     """Yield the defects of the ids of images and annotations."""
-    for number in dataset.repeated_ids.tolist():
-        yield "repeated image id", f"id {number}: only its first image gets the annotations"
-    for number in dataset.unknown_images.tolist():
-        yield "unknown image", f"annotation {number}"
+    for kind in ("repeated image id", "unknown image"):
+        for number in dataset.strangers[kind].tolist():
+            yield kind, f"id {number}"
     numbers, counts = np.unique(dataset.ids, return_counts=True)
     for number in numbers[counts > 1].tolist():
         yield "repeated annotation id", f"id {number}"
@@ -312,7 +291,7 @@ def _find_in_ids(dataset: CocoDataset) -> Iterator[Defect]:
 
 def _find_in_categories(dataset: CocoDataset) -> Iterator[Defect]:
     """Yield the defects of the categories."""
-    if dataset.is_federated:
+    if '"not_exhaustive_category_ids"' in dataset.text:
         yield "classes not looked for", "images have not_exhaustive_category_ids, as LVIS's"
     alike = defaultdict[str, list[str]](list)
     for category in dataset.categories:

@@ -40,7 +40,7 @@ class CocoDataset:
     """Hold a COCO dataset's annotations, grouped by image; make one with :func:`read_coco`.
 
     There are I images and A annotations. An annotation whose image is not in the file is not
-    counted in A; its id is in ``unknown_images``. If several images have the same id, the first one
+    counted in A; its id is in ``strangers``. If several images have the same id, the first one
     gets the annotations.
     """
 
@@ -70,18 +70,12 @@ class CocoDataset:
     """Base names that images in several folders have. Such a name alone does not say which image
     is meant.
     """
-    repeated_ids: NDArray[np.int64]
-    """The id of each image whose id an earlier image has, too. If three images share an id, it is
-    listed twice.
+    strangers: dict[str, NDArray[np.int64]]
+    """Ids by kinds of `EFFECTS`. "repeated image id": the id of each image whose id an earlier
+    image has, too; if three images share an id, it is listed twice. "unknown image": the
+    annotations whose image is unknown. "unknown category": the annotations whose image is known,
+    but whose category is unknown.
     """
-    unknown_images: NDArray[np.int64]
-    """Ids of the annotations whose image is unknown."""
-    unknown_categories: NDArray[np.int64]
-    """Ids of the annotations whose image is known, but whose category is unknown."""
-    ignored: int = 0
-    """Number of annotations in the file that are marked by ``ignore``, which is not read."""
-    is_federated: bool = False
-    """Whether some classes were not looked for in all images, as in LVIS."""
 
     def __len__(self) -> int:
         return len(self.image_ids)
@@ -281,11 +275,11 @@ def _group_annotations(columns: Columns, text: str, fingerprint: str) -> CocoDat
         text=text,
         spans=rows[:, 4:].copy(),
         shared_names=_find_shared_names(columns.names),
-        repeated_ids=np.delete(images[:, 0], [*index_of.values()]),
-        unknown_images=strangers,
-        unknown_categories=rows[~has_category, 0],
-        ignored=columns.ignored,
-        is_federated=columns.is_federated,
+        strangers={
+            "repeated image id": np.delete(images[:, 0], [*index_of.values()]),
+            "unknown image": strangers,
+            "unknown category": rows[~has_category, 0],
+        },
     )
 
 
@@ -312,25 +306,15 @@ def open_coco(images: PlaceLike, annotations: PlaceLike) -> CocoDataset:
     """
     require_folder(images)
     dataset = read_coco(annotations)
-    _refuse_strangers(annotations, dataset)
+    for kind, ids in dataset.strangers.items():
+        if ids.size:
+            raise ColabUtilsError(
+                f"{annotations} has {ids.size:,} x {kind}, such as {ids[0]}. See `check`, which "
+                "repairs them (--repair OUT.json)."
+            )
     for text in _list_warnings(images, annotations, dataset):
         warnings.warn(text, ColabUtilsWarning, stacklevel=3)
     return dataset
-
-
-def _refuse_strangers(annotations: PlaceLike, dataset: CocoDataset) -> None:
-    """Refuse a dataset that has annotations whose image or category is unclear."""
-    strangers = {
-        ("image", "with the id of another image"): dataset.repeated_ids,
-        ("annotation", "of an unknown image"): dataset.unknown_images,
-        ("annotation", "of an unknown category"): dataset.unknown_categories,
-    }
-    for (noun, fault), ids in strangers.items():
-        if ids.size:
-            raise ColabUtilsError(
-                f"{annotations} has {format_count(ids.size, noun)} {fault}, such as id {ids[0]}. "
-                "See `check`, which repairs them (--repair OUT.json)."
-            )
 
 
 def _list_warnings(

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from colab_utils.data.decoding import name_kind
-from colab_utils.data.fields import read_crowd, to_integer
+from colab_utils.data.fields import read_field, to_integer
 from colab_utils.data.image_paths import take_base_name
 from colab_utils.data.segmentations import Entry
 from colab_utils.errors import DAMAGE, ColabUtilsError, escape, explain_os_error
@@ -27,10 +27,6 @@ _MEMORY_OF_JSON = 2.5
 _LONGEST_NAME = 4096
 UNREADABLE = -(2**63)
 """Stands for an image or category id that is no number. No real id has this value."""
-_NAME_INSTANCES = (
-    "Name the instances file (such as instances_train2017.json), or export the "
-    "dataset as COCO instances: see docs/FORMATS.md."
-)
 # JSON formats other than COCO. Each pattern matches the path of a key: "annotations/result" is the
 # key "result" of the first annotation.
 _FORMATS = {
@@ -64,10 +60,6 @@ class Columns:
         """
         self.categories: dict[int, str] = {}
         """The name of each category, by its id."""
-        self.ignored = 0
-        """Annotations that are marked by ``ignore``."""
-        self.is_federated = False
-        """Whether some classes were not looked for in all images, as in LVIS."""
 
     def add(self, section: str, entry: Any, span: tuple[int, int]) -> None:
         """Add an entry of a section; ``span`` says where its text starts and ends."""
@@ -92,12 +84,9 @@ class Columns:
             )
 
     def _add_image(self, image: Entry) -> None:
-        url = image.get("coco_url")
         name = image.get("file_name")
-        if not name and isinstance(url, str) and "://" in url:
-            name = take_base_name(url)
-        if name is None:
-            raise ValueError("no 'file_name'")
+        if not name and image.get("coco_url"):
+            name = take_base_name(image["coco_url"])
         if not isinstance(name, str) or len(name) > _LONGEST_NAME:
             raise TypeError(
                 f"a file_name that is not text, or longer than a path may be: {name!r:.60}"
@@ -107,7 +96,6 @@ class Columns:
         sizes = [to_integer(image.get(side) or 0, side, bits=31) for side in ("height", "width")]
         number = to_integer(image.get("id"), "image_id")
         self.names.append(name)
-        self.is_federated = self.is_federated or "not_exhaustive_category_ids" in image
         self.images.extend((number, *sizes))
 
     def _add_annotation(self, entry: Entry, span: tuple[int, int]) -> None:
@@ -117,15 +105,16 @@ class Columns:
         id is no number (such as a UUID), the annotation's place among all annotations, from 1, is
         used as its id.
         """
-        ids = {"id": len(self.rows) // 6 + 1, "image_id": UNREADABLE, "category_id": UNREADABLE}
-        for name in ids:
+        row = {
+            "id": len(self.rows) // 6 + 1,
+            "image_id": UNREADABLE,
+            "category_id": UNREADABLE,
+            "iscrowd": 0,
+        }
+        for name in row:
             with suppress(*DAMAGE):
-                ids[name] = to_integer(entry.get(name), name)
-        is_crowd = 0
-        with suppress(*DAMAGE):
-            is_crowd = read_crowd(entry.get("iscrowd"))
-        self.rows.extend((*ids.values(), is_crowd, *span))
-        self.ignored += entry.get("ignore") in (1, "1")
+                row[name] = read_field(entry, name)
+        self.rows.extend((*row.values(), *span))
 
 
 class _Reader:
@@ -158,29 +147,20 @@ class _Reader:
         value, self.position = _decode(self._text, self.position)
         return value
 
-    def is_next(self, *characters: str) -> bool:
-        """Return whether one of these characters is the next one."""
-        return self._text.startswith(characters, self.position)
-
     def read_entries(self, opening: str) -> Iterator[Any]:
         """Read a list or an object behind its opening mark. Yield where the value of each entry is
         to be read: its key in an object, None in a list.
         """
         closing = "}" if opening == "{" else "]"
-        mark = self.read_mark(closing) if self.is_next(closing) else ","
+        is_empty = self._text.startswith(closing, self.position)
+        mark = self.read_mark(closing) if is_empty else ","
         while mark != closing:
             key = None
             if closing == "}":
-                if not self.is_next('"'):
-                    raise json.JSONDecodeError("expected a name", "", self.position)
                 key = self.read_value()
                 self.read_mark(":")
             yield key
             mark = self.read_mark("," + closing)
-
-
-class _OtherFormatError(ColabUtilsError):
-    """The text is no JSON, or lacks a list of COCO. It may be another tool's format."""
 
 
 def read_content(path: Place) -> bytes:
@@ -226,61 +206,62 @@ def read_columns(text: str) -> Columns:
     reader = _Reader(text)
     columns = Columns()
     try:
-        _read_sections(reader, columns)
+        for section in _find_entries(reader):
+            start = reader.position
+            entry = reader.read_value()
+            try:
+                columns.add(section, entry, (start, reader.position))
+            except DAMAGE as error:
+                name = entry.get("id") if isinstance(entry, dict) else entry
+                known = repr(name) if isinstance(name, int | float | str) else "?"
+                raise ColabUtilsError(
+                    f"an entry of '{section}' (id {known:.40}) with {error}. "
+                    "Export the dataset again as COCO instances."
+                ) from None
         if reader.position < len(text):
             raise json.JSONDecodeError("expected nothing more", "", reader.position)
     except RecursionError:
-        raise ColabUtilsError("JSON that is nested too deeply. Export or copy it again.") from None
-    except _OtherFormatError as error:
-        raise ColabUtilsError(_name_format(text) or str(error)) from None
+        reason = "JSON that is nested too deeply. Export or copy it again."
+    except json.JSONDecodeError as error:
+        reason = (
+            f"text that is not JSON, or not that of COCO, at character {error.pos:,} of "
+            f"{len(text):,}. The file may be incomplete: export or copy it again."
+        )
     except ValueError as error:
-        place = getattr(error, "pos", reader.position)
-        raise ColabUtilsError(
-            _name_format(text)
-            or f"text that is not JSON at character {place:,} of {len(text):,}. "
-            "The file may be incomplete, or not JSON at all: export or copy it again."
-        ) from None
-    return columns
+        reason = str(error)
+    else:
+        return columns
+    raise ColabUtilsError(_name_format(text) or reason)
 
 
-def _read_sections(reader: _Reader, columns: Columns) -> None:
-    """Add each entry of the three lists."""
+def _find_entries(reader: _Reader) -> Iterator[str]:
+    """Yield the section of each entry of the three lists where its value is to be read.
+
+    Each list may also be an object that has each entry by its id, as LIVECell's.
+    """
     opening = reader.read_mark("{[")
     if opening == "[":
-        raise _OtherFormatError(
+        raise ValueError(
             "it is a list. Name the instances file: a list holds results, or one part of a dataset."
         )
     keys = set[str]()
     for key in reader.read_entries(opening):
         # If a name occurs twice, other readers of JSON silently keep only its last value.
         if key in keys:
-            raise ColabUtilsError(f"it has {key} twice. Make one list of both.")
+            raise ValueError(f"it has {key} twice. Make one list of both.")
         keys.add(key)
         if key in _SECTIONS:
-            _read_list(reader, key, columns)
+            for _ in reader.read_entries(reader.read_mark("[{")):
+                yield key
         else:
             reader.read_value()
     missing = [key for key in _SECTIONS if key not in keys]
     if missing:
-        raise _OtherFormatError(f"no list of {' and '.join(missing)}. {_NAME_INSTANCES}")
-
-
-def _read_list(reader: _Reader, section: str, columns: Columns) -> None:
-    """Read the entries of a list, or of an object that has each entry by its id, as LIVECell's."""
-    if not reader.is_next("[", "{"):
-        raise _OtherFormatError(f"no list of {section}. {_NAME_INSTANCES}")
-    for _ in reader.read_entries(reader.read_mark("[{")):
-        start = reader.position
-        entry = reader.read_value()
-        try:
-            columns.add(section, entry, (start, reader.position))
-        except DAMAGE as error:
-            name = entry.get("id") if isinstance(entry, dict) else entry
-            known = repr(name) if isinstance(name, int | float | str) else "?"
-            raise ColabUtilsError(
-                f"an entry of '{section}' (id {known:.40}) with {error}. "
-                "Export the dataset again as COCO instances."
-            ) from None
+        raise ValueError(
+            f"no list of {' and '.join(missing)}. Name the instances file (such as "
+            "instances_train2017.json), or export the dataset as COCO instances: see "
+            "docs/FORMATS.md."
+        )
 
 
 def _name_format(text: str) -> str:

@@ -14,8 +14,8 @@ Defect = tuple[str, str]
 """The kind of a defect, and a text that says where it is and what was found."""
 EFFECTS = {
     "no images": "stops preprocess: name a JSON that lists images",
-    "repeated image id": "stops preprocess",
-    "unknown image": "stops preprocess",
+    "repeated image id": "stops preprocess: its first image would get all annotations",
+    "unknown image": "stops preprocess: these annotations belong to no image",
     "unknown category": "stops preprocess",
     "unsafe file_name": "image is skipped",
     "missing image": "image is skipped",

@@ -23,7 +23,7 @@ _CROWD_TEXTS = {"0": 0, "1": 1, "false": 0, "true": 1}
 def read_field(entry: Entry, name: str) -> Any:
     """Return one value of an annotation as COCO has it.
 
-    Numbers may be written as text. The value is None if an id, a box or an area is missing.
+    Numbers may be written as text. The value is None if a box or an area is missing.
 
     Raises:
         ValueError: if the value is not of the kind that COCO has in this field. TypeError,
@@ -38,16 +38,13 @@ def read_field(entry: Entry, name: str) -> Any:
         return value
     if name == "iscrowd":
         return read_crowd(value)
-    if value is None and name in ("id", "bbox", "area"):
+    if name not in ("bbox", "area"):
+        return to_integer(value, name)
+    if value is None:
         return None
     if name == "bbox":
         return _read_box(value)
-    if name == "area":
-        return float(_to_number(value, name, limit=_LARGEST_NUMBER))
-    # Some tools write a UUID as id.
-    if name == "id" and isinstance(value, str):
-        return value
-    return to_integer(value, name)
+    return float(_to_number(value, name, limit=_LARGEST_NUMBER))
 
 
 def read_crowd(value: Any) -> int:
@@ -84,7 +81,6 @@ def read_annotation(entry: Entry, height: int, width: int) -> Entry:
         ValueError: as `read_field` does.
         ColabUtilsError: if there is neither a box nor a mask to derive it from.
     """
-    read_field(entry, "id")
     names = ("image_id", "category_id", "bbox", "area", "iscrowd", "segmentation")
     annotation = {name: read_field(entry, name) for name in names}
     box = annotation["bbox"]

@@ -101,7 +101,7 @@ def repair_annotations(
     dataset = read_coco(annotations)
     headers = [findings.header for findings in inspect_images(folder, dataset, deep=deep)]
     repair = _Repair(dataset, headers, as_objects=crowds == "objects")
-    for number in dataset.unknown_images.tolist():
+    for number in dataset.strangers["unknown image"].tolist():
         repair.mended["annotation without an image left out"].append(f"annotation {number}")
     entries = list(repair.mend_images())
     objects = repair.objects

@@ -267,6 +267,7 @@ def test_each_defect_has_a_name_and_a_cure(dataset, spoil, kind, serious, kept, 
         if problem.kind == kind:
             named = (
                 "annotation",
+                "id ",
                 dataset.coco["images"][4]["file_name"],
                 dataset.coco["categories"][-1]["name"],
             )
@@ -303,8 +304,8 @@ def test_a_good_dataset_has_only_harmless_problems(tiny_dataset, coco_mini):
     rows = json.loads(coco_mini.annotations.read_text())["annotations"]
     assert (report.images, report.annotations) == (80, len(rows))
     objects = [row for row in rows if not row["iscrowd"]]
-    classes = report.statistics.classes
-    assert report.statistics.objects == len(objects) == sum(classes.values())
+    classes = report.classes
+    assert report.objects == len(objects) == sum(classes.values())
     assert next(iter(classes)) == "person"
     assert classes["person"] == sum(row["category_id"] == 1 for row in objects)
 
@@ -323,7 +324,7 @@ def test_masks_painted_with_cvat_are_crowds_unless_taken_as_objects(dataset):
     assert not dataset.repaired.exists()
     repaired = dataset.repair(crowds="objects")
     assert repaired.ok
-    assert repaired.statistics.objects == 31
+    assert repaired.objects == 31
     assert [(repair.kind, repair.count) for repair in repaired.repairs] == [
         ("iscrowd written anew", 31)
     ]
@@ -362,7 +363,7 @@ def test_repair_of_what_tools_write(dataset):
     """Numbers as text, flat polygons, parts of two points, ids as text, a box and an area that are
     missing.
     """
-    original = dataset.check().statistics
+    original = dataset.check().classes
     rows = dataset.objects
     for row in rows:
         if isinstance(row["segmentation"], list):
@@ -373,7 +374,7 @@ def test_repair_of_what_tools_write(dataset):
     rows[1]["segmentation"] = [rows[1]["segmentation"], [1, 2, 3, 4]]
     report = dataset.repair()
     assert report.ok
-    assert report.statistics == original
+    assert report.classes == original
     assert {repair.kind for repair in report.repairs} == {
         "segmentation written anew",
         "bbox written anew",

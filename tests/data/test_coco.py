@@ -98,6 +98,7 @@ def test_every_encoding_of_json_gives_the_same_names(path, encoding):
         ({"id": "9007199254740993"}, "id", 9007199254740993),
         # The row stands in for an id that is no number.
         ({"id": "3f2b-uuid"}, "id", 1),
+        ({"id": 1.5}, "id", 1),
         ({"image_id": "7", "category_id": "90.0"}, "image_id", 7),
         ({"bbox": ["0", 0.5, "4.25", 4]}, "bbox", [0, 0.5, 4.25, 4]),
         ({"area": "16.5"}, "area", 16.5),
@@ -132,7 +133,6 @@ def test_odd_but_readable_entries_are_read(path, changes, key, expected):
         ({"bbox": [10**400, 2, 3, 4]}, "finite numbers"),
         ({"bbox": None, "segmentation": []}, "no bbox, and no mask to derive it from"),
         ({"area": "big"}, "area 'big' where"),
-        ({"id": 1.5}, "id 1.5 where COCO has an integer"),
         # This was once read as a crowd, without a word.
         ({"iscrowd": 4}, "iscrowd 4 where COCO has 0 or 1"),
     ],
@@ -178,11 +178,11 @@ def test_images_of_the_same_id_are_refused_with_the_way_out(path):
     """The first has the annotations; who reads images is told of `check`."""
     images = [*make_coco()["images"], {"id": 7, "file_name": "d.jpg", "height": 6, "width": 8}]
     dataset = read(path, make_coco(images=images))
-    assert dataset.repeated_ids.tolist() == [7]
+    assert dataset.strangers["repeated image id"].tolist() == [7]
     assert [len(dataset.annotations(i)) for i in range(3)] == [1, 0, 0]
     with pytest.raises(
         ColabUtilsError,
-        match=r"has 1 image with the id of another image, such as id 7\. See `check`.*--repair",
+        match=r"has 1 x repeated image id, such as 7\. See `check`.*--repair",
     ):
         open_coco(path.parent, path)
 
@@ -213,10 +213,10 @@ WHOLE = json.dumps(make_coco()).encode()
         (WHOLE[:-1] + b', "annotations": []}', "annotations twice"),
         (name_image(file_name=5000 * "a"), "longer than a path may be"),
         # The number has more digits than Python reads.
-        (b'{"info": ' + b"1" * 5000 + b"}", "text that is not JSON"),
-        ({"images": 5, "annotations": [], "categories": []}, "no list of images"),
+        (b'{"info": ' + b"1" * 5000 + b"}", "5000 digits"),
+        ({"images": 5, "annotations": [], "categories": []}, "not that of COCO, at character 11 "),
         (make_coco(categories={"90": "car"}), "'categories' (id 'car') with str where"),
-        (name_image(file_name=None), "no 'file_name'"),
+        (name_image(file_name=None), "a file_name that is not text"),
         (name_image(file_name="\ud800"), "'images' (id 7)"),
         (name_image(id=7.5), "id 7.5 where"),
         (name_image(height=2**40), "'images' (id 7)"),
@@ -229,7 +229,7 @@ WHOLE = json.dumps(make_coco()).encode()
             "an integer (below 2**63)",
         ),
         # A file of a tool that was cut is no JSON first of all.
-        (b'{"version": "5.0", "imagePath": "a.jpg", "shapes": [', "not JSON at character"),
+        (b'{"version": "5.0", "imagePath": "a.jpg", "shapes": [', "not JSON, or"),
         # Outlines of a competition, one image a line.
         (
             b'{"id": "a", "annotations": [{"coordinates": [[[4, 4]]]}]}\n{"id": "b"}\n',
@@ -327,7 +327,7 @@ def test_no_address_leads_out_of_the_folder(tmp_path, name):
 
 def test_cut_short_anywhere_is_told(path):
     for length in range(7, len(WHOLE), 7):
-        with pytest.raises(ColabUtilsError, match=r"not JSON at character|no list of"):
+        with pytest.raises(ColabUtilsError, match=r"not JSON, or|no list of"):
             read(path, WHOLE[:length])
 
 
@@ -529,7 +529,7 @@ def test_ids_of_images_in_text_are_numbers_only_if_they_are_written_so(path, nam
     dataset = read(path, make_coco(images=[{"id": name, "file_name": name} for name in names]))
     assert len(set(dataset.image_ids.tolist())) == count
     assert (dataset.image_ids[2] == 110) == ("110" in names[2])
-    assert dataset.repeated_ids.size == 3 - count
+    assert dataset.strangers["repeated image id"].size == 3 - count
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def test_a_crowd_without_area_is_serious_whatever_their_share(export):
     assert not export.repair().ok
     report = export.repair(crowds="objects")
     assert report.ok
-    assert report.statistics.objects == 44
+    assert report.objects == 44
     annotation = export.read_repaired()[0]
     assert (annotation["iscrowd"], annotation["area"]) == (0, SQUARE_PIXELS - 25)
 
