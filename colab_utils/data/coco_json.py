@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from colab_utils.data.decoding import name_kind
-from colab_utils.data.fields import read_field, to_integer
+from colab_utils.data.fields import read_sound_fields, to_integer
 from colab_utils.data.image_paths import take_base_name
 from colab_utils.data.segmentations import Entry
 from colab_utils.errors import DAMAGE, ColabUtilsError, escape, explain_os_error
@@ -111,9 +111,7 @@ class Columns:
             "category_id": UNREADABLE,
             "iscrowd": 0,
         }
-        for name in row:
-            with suppress(*DAMAGE):
-                row[name] = read_field(entry, name)
+        read_sound_fields(entry, row)
         self.rows.extend((*row.values(), *span))
 
 

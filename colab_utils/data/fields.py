@@ -7,7 +7,7 @@ from typing import Any
 
 from colab_utils.data.masks import encode_segmentation, measure_mask
 from colab_utils.data.segmentations import Entry, count_numbers
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import DAMAGE, ColabUtilsError
 from colab_utils.files import hash_bytes
 
 # Integers must be smaller than this to fit into int64.
@@ -45,6 +45,16 @@ def read_field(entry: Entry, name: str) -> Any:
     if name == "bbox":
         return _read_box(value)
     return float(_to_number(value, name, limit=_LARGEST_NUMBER))
+
+
+def read_sound_fields(entry: Entry, fields: dict[str, Any]) -> dict[str, Any]:
+    """Read some fields of an annotation; a field that is not as COCO has it keeps its value in
+    ``fields``.
+    """
+    for name in fields:
+        with suppress(*DAMAGE):
+            fields[name] = read_field(entry, name)
+    return fields
 
 
 def read_crowd(value: Any) -> int:

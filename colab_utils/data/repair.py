@@ -16,7 +16,7 @@ import numpy as np
 
 from colab_utils.data.checks import DatasetReport, Problem, check_dataset, inspect_images
 from colab_utils.data.coco import CocoDataset, read_coco, write_coco
-from colab_utils.data.fields import read_field
+from colab_utils.data.fields import read_sound_fields
 from colab_utils.data.image_checks import Header
 from colab_utils.data.masks import encode_segmentation, measure_mask
 from colab_utils.data.object_checks import (
@@ -36,15 +36,15 @@ from colab_utils.data.segmentations import (
 )
 from colab_utils.data.sizes import Size
 from colab_utils.drive import explain_write
-from colab_utils.errors import DAMAGE, ColabUtilsError, escape
+from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.files import require_new
 from colab_utils.places import PlaceLike, open_place, require_local_path
 
 # Swapped sides are mended if at least this share of the images has them. Square images do not
 # count.
 _NEARLY_ALL = 0.9
-# The fields of an annotation that hold numbers.
-_FIELDS = ("category_id", "iscrowd", "bbox", "area")
+# What becomes of the images that are not mended.
+_LEFT_OUT = "images left out whole, so that no object becomes background"
 
 
 class _LostImageError(Exception):
@@ -102,10 +102,11 @@ def repair_annotations(
     headers = [findings.header for findings in inspect_images(folder, dataset, deep=deep)]
     repair = _Repair(dataset, headers, as_objects=crowds == "objects")
     for number in dataset.strangers["unknown image"].tolist():
-        repair.mended["annotation without an image left out"].append(f"annotation {number}")
+        repair.note("annotation without an image left out", f"annotation {number}")
     entries = list(repair.mend_images())
     objects = repair.objects
-    apart = len(repair.mended.get(APART, ()))
+    repairs = repair.list_repairs()
+    apart = sum(problem.count for problem in repairs if problem.kind == APART)
     if 4 * apart > len(objects):
         raise ColabUtilsError(
             f"{apart:,} of {len(objects):,} boxes lie elsewhere than their outlines, so "
@@ -113,19 +114,17 @@ def repair_annotations(
             "y, RLE with runs along columns. Export the outlines again. If they are right, remove "
             "the boxes."
         )
-    if not repair.has_objects:
-        reasons = [f"{len(names):,} x {kind}" for kind, names in repair.lost.items()]
-        if objects:
-            reasons.append(f"{len(objects):,} x crowd")
+    if not any(b'"iscrowd": 0' in text for text in objects):
+        reasons = [f"{problem.count:,} x {problem.kind}" for problem in repairs]
         raise ColabUtilsError(
             f"{annotations} has no object to keep: no object has both a usable mask and an image "
-            f"in {folder} ({', '.join(reasons)}). Name the right "
+            f"in {folder} ({', '.join([*reasons, f'{len(objects):,} x crowd'])}). Name the right "
             "image folder, mend the defects that `check` reports, or use --crowds objects."
         )
     with explain_write(output.parent):
         write_coco(output, entries, objects, dataset.categories)
     report = check_dataset(folder, output, deep=deep, exif=exif)
-    return replace(report, repairs=tuple(repair.list_repairs()))
+    return replace(report, repairs=repairs)
 
 
 class _Repair:
@@ -139,25 +138,26 @@ class _Repair:
         self._as_objects = as_objects
         self.objects: list[bytes] = []
         """The annotations that are kept, as JSON."""
-        self.has_objects = False
-        self.mended = defaultdict[str, list[str]](list)
-        """The images or annotations with each kind of repair."""
-        self.lost = defaultdict[str, list[str]](list)
-        """The images that were left out, by the reason."""
+        self._names = defaultdict[tuple[str, str], list[str]](list)
+        """The images or annotations with each kind of repair, by the kind and its effect."""
         self._categories = {category["id"] for category in dataset.categories}
         self._ids = dataset.ids
         if len(np.unique(dataset.ids)) < len(dataset.ids):
             self._ids = np.arange(1, len(dataset.ids) + 1)
         for i in _find_swapped(dataset, headers):
             dataset.sizes[i] = headers[i].size
-            self.mended["width and height swapped"].append(escape(dataset.file_name(i)))
+            self.note("width and height swapped", dataset.file_name(i))
 
-    def list_repairs(self) -> Iterator[Problem]:
-        """Yield each kind of repair, with its number and examples."""
-        left_out = "images left out whole, so that no object becomes background"
-        for effect, repairs in (("mended", self.mended), (left_out, self.lost)):
-            for kind, names in repairs.items():
-                yield Problem(kind, len(names), tuple(names[:5]), effect)
+    def note(self, kind: str, name: str, effect: str = "mended") -> None:
+        """Note one repair, with the name of what it concerns."""
+        self._names[kind, effect].append(escape(name))
+
+    def list_repairs(self) -> tuple[Problem, ...]:
+        """Return each kind of repair, with its number and examples."""
+        return tuple(
+            Problem(kind, len(names), tuple(names[:5]), effect)
+            for (kind, effect), names in self._names.items()
+        )
 
     def mend_images(self) -> Iterator[Entry]:
         """Yield the entry of each image that is kept, and keep its annotations in ``objects``.
@@ -177,17 +177,14 @@ class _Repair:
                     raise _LostImageError("id of several images")
                 entry, size = self._mend_entry(group)
                 objects = self._mend_objects(group, entry["id"], size, changes)
-            except _LostImageError as error:
-                self.lost[str(error)].append(escape(name))
-            except RecursionError:
-                self.lost["bad annotation"].append(escape(name))
-            else:
-                for change in changes + _list_changes(dataset.image(group[0]), entry):
-                    self.mended[change].append(escape(name))
-                # As text, they take a quarter of the memory.
-                self.objects += [json.dumps(annotation).encode() for annotation in objects]
-                self.has_objects |= any(not annotation["iscrowd"] for annotation in objects)
-                yield entry
+            except (_LostImageError, RecursionError) as error:
+                self.note(str(error), name, _LEFT_OUT)
+                continue
+            for change in changes + _list_changes(dataset.image(group[0]), entry):
+                self.note(change, name)
+            # As text, they take a quarter of the memory.
+            self.objects += [json.dumps(annotation).encode() for annotation in objects]
+            yield entry
 
     def _mend_entry(self, group: list[int]) -> tuple[Entry, Size]:
         """Mend an image's entry by its file. Return it with the height and width of its masks."""
@@ -197,7 +194,7 @@ class _Repair:
         if not all(header.size):
             raise _LostImageError(header.defects[0][0])
         is_same = len(np.unique(self._dataset.sizes[group], axis=0)) == 1
-        if not is_same or (all(size) and header.compare(size) == "misfit"):
+        if not is_same or header.compare(size) == "misfit":
             raise _LostImageError("size mismatch")
         moved = dict(header.defects).get("found by base name", "")
         # A backslash comes from `escape`: the name has characters that we write into no JSON. Then
@@ -242,11 +239,10 @@ class _Repair:
         Raises:
             _LostImageError: if it has an area, but no usable mask.
         """
-        values = {name: _try_field(entry, name) for name in _FIELDS}
+        fields = ("category_id", "iscrowd", "bbox", "area")
+        values: Entry = read_sound_fields(entry, dict.fromkeys(fields))
         box = values["bbox"]
-        if values["category_id"] not in self._categories:
-            raise _LostImageError("unknown category")
-        if values["iscrowd"] is None:
+        if values["category_id"] not in self._categories or values["iscrowd"] is None:
             raise _LostImageError("bad annotation")
         if self._as_objects:
             values["iscrowd"] = 0
@@ -289,29 +285,17 @@ def _find_swapped(dataset: CocoDataset, headers: Sequence[Header]) -> list[int]:
         total += header.size != header.size[::-1]
         if size == header.size[::-1] and header.compare(size) == "misfit":
             swapped.append(i)
-    is_usual = len(swapped) >= _NEARLY_ALL * total
-    return swapped if is_usual and all(_fit(dataset, i, headers[i].size) for i in swapped) else []
-
-
-def _fit(dataset: CocoDataset, i: int, size: Size) -> bool:
-    """Return whether all polygons lie in an image of this size, and all RLE is made for it."""
     misfits = {"object without mask", "bad mask", "polygon beyond the image"}
-    for annotation in dataset.read_annotations(i)[0]:
-        defects, _ = check_object(annotation, size)
-        if not misfits.isdisjoint(dict(defects)):
-            return False
-    return True
+    for i in swapped:
+        for annotation in dataset.read_annotations(i)[0]:
+            defects, _ = check_object(annotation, headers[i].size)
+            if not misfits.isdisjoint(dict(defects)):
+                return []
+    return swapped if len(swapped) >= _NEARLY_ALL * total else []
 
 
 def _list_changes(old: Entry, new: Entry) -> list[str]:
     return [f"{name} written anew" for name in new if old.get(name) != new[name]]
-
-
-def _try_field(entry: Entry, name: str) -> Any:
-    try:
-        return read_field(entry, name)
-    except DAMAGE:
-        return None
 
 
 def _mend_outline(outline: Any, size: Size) -> Any:
