@@ -35,11 +35,6 @@ MOST_PIXELS = 112_000_000
 one takes at most 1 GB of memory, because Pillow uses 4 bytes for each pixel.
 """
 
-_NPY_HEADER = re.compile(
-    rb"\x93NUMPY\x01\x00..\{'descr': '([<>|][a-z]\d+)', 'fortran_order': False, 'shape': \(([\d, "
-    rb"]*)\), \} *\n",
-    re.DOTALL,
-)
 # Messages ask for one scale for all images. If each image had its own scale, the same value would
 # become another colour in each of them.
 _SCALE = "-scale 0 MAX IN OUT, where MAX is the largest value of all your images"
@@ -425,35 +420,6 @@ def name_kind(data: Encoded) -> str:
         if re.match(kind, head, re.IGNORECASE | re.DOTALL):
             return name
     return ""
-
-
-def read_npy_header(data: Encoded) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
-    """Read the header of a ``.npy`` file that begins with ``data``.
-
-    A regular expression reads it here. numpy parses it as Python code, which takes longer than
-    reading the pixels. In several threads at once, Python 3.11's parser of Python code sometimes
-    fails with SystemError; see https://github.com/pytest-dev/pytest/issues/10763.
-
-    Returns:
-        The byte at which the values start, their shape, and their dtype.
-
-    Raises:
-        ValueError: if this is no header that ``numpy.save`` writes for numbers in C order.
-
-    Example:
-        >>> file = io.BytesIO()
-        >>> np.save(file, np.zeros((2, 3), np.float32))
-        >>> read_npy_header(file.getvalue())
-        (128, (2, 3), dtype('float32'))
-    """
-    header = _NPY_HEADER.match(data)
-    if header is None or header.end() != 10 + int.from_bytes(data[8:10], "little"):
-        raise ValueError("a header that is not numpy's")
-    shape = tuple(int(part) for part in header[2].decode().split(",") if part.strip())
-    try:
-        return header.end(), shape, np.dtype(header[1].decode())
-    except TypeError:
-        raise ValueError(f"no type of numbers called {header[1]!r}") from None
 
 
 @cache

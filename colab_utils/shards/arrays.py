@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from colab_utils.data.decoding import read_npy_header
 from colab_utils.data.masks import pack_masks
 from colab_utils.errors import DAMAGE, ColabUtilsError, UnavailableError
 from colab_utils.files import Store, hash_bytes
@@ -41,9 +40,9 @@ _START_BYTES = 16
 _MOST_ARRAYS_BYTES = 1e10
 
 
-# A number of bytes that is enough for the header that ``numpy.save`` writes before a table.
-_NPY_HEADER_BYTES = 256
-
+# The bytes that ``numpy.save`` writes before a table. numpy would read them as Python code, which
+# takes longer, and sometimes fails in several threads of Python 3.11.
+_NPY_HEADER_BYTES = 128
 
 IMAGE_TABLES = {
     "image_ids": "i8",
@@ -73,6 +72,10 @@ OBJECT_TABLES = {
     "mask_bytes": "i8",
 }
 """The same for the tables of objects."""
+
+_CODES = {**IMAGE_TABLES, **OBJECT_TABLES, "mask_ends": "i8"}
+# numpy would read these codes as Python code at each call, too.
+_ROWS = {name: np.dtype(code) for name, code in _CODES.items()}
 
 # The tables in the order of the file. It has where the masks end in place of ``mask_bytes``.
 _IN_FILE = (
@@ -138,8 +141,8 @@ def join_records(records: Iterable[ShardArrays]) -> ShardArrays:
 def _make_arrays(rows: Mapping[str, Any], bits: NDArray[np.uint8]) -> ShardArrays:
     """Return the rows of each table as an array of its dtype and shape."""
     tables: ShardArrays = {"bits": bits}
-    for name, code in (IMAGE_TABLES | OBJECT_TABLES).items():
-        row = np.dtype(code)
+    for name in IMAGE_TABLES | OBJECT_TABLES:
+        row = _ROWS[name]
         tables[name] = np.array(rows[name], row.base).reshape(-1, *row.shape)
     return tables
 
@@ -243,19 +246,22 @@ def load_arrays(store: Store, shard: ShardInfo) -> ShardArrays:
         bits_start = len(start) + len(tables)
         if size - bits_start != head["bits_bytes"]:
             raise ValueError("cut short")
-        return {**_split_tables(tables), "bits": bits_start}
+        return {**_split_tables(tables, head["images"]), "bits": bits_start}
 
 
-def _split_tables(data: bytes) -> ShardArrays:
+def _split_tables(data: bytes, images: int) -> ShardArrays:
     """Return the tables of an arrays file by name, as views of ``data``."""
-    tables = {}
+    tables: ShardArrays = {}
     place = 0
     for name in _IN_FILE:
-        header_bytes, shape, dtype = read_npy_header(data[place : place + _NPY_HEADER_BYTES])
-        place += header_bytes
-        table = np.frombuffer(data, dtype, math.prod(shape), place).reshape(shape)
-        tables[name] = table
-        place += table.nbytes
+        rows = images
+        if name not in IMAGE_TABLES:
+            rows = tables["counts"].sum() + (name == "mask_ends")
+        place += _NPY_HEADER_BYTES
+        tables[name] = np.frombuffer(data, _ROWS[name], rows, place)
+        place += tables[name].nbytes
+    if place != len(data):
+        raise ValueError("tables of another size")
     tables["mask_bytes"] = np.diff(tables.pop("mask_ends"))
     return tables
 

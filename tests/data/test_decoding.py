@@ -1,16 +1,11 @@
-"""Headers of ``.npy`` files, read without Python's parser; and JPEGs by torchcodec, by torchvision
-and without either.
-"""
+"""JPEGs by torchcodec, by torchvision and without either."""
 
-import gc
 import io
 import os
 import struct
 import sys
 import threading
-import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from importlib.util import find_spec
 from types import ModuleType
@@ -26,64 +21,11 @@ from colab_utils.data.decoding import (
     decode_pixels,
     guard_pillow,
     load_jpeg_decoder,
-    read_npy_header,
 )
 from colab_utils.data.orientation import decode_upright
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.shards.records import store_image
 from tests.pictures import make_exif, make_png, save
-
-
-def dump(array):
-    file = io.BytesIO()
-    np.save(file, array)
-    return file.getvalue()
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (7,), (0, 4), (2, 3, 3)])
-@pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.int64, np.float32])
-def test_headers_are_those_of_numpy(shape, dtype):
-    data = dump(np.ones(shape, dtype))
-    start, *result = read_npy_header(data)
-    assert result == [shape, np.dtype(dtype)]
-    assert len(data) - start == np.ones(shape, dtype).nbytes
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"\x93NUMPY",
-        dump(np.ones(3))[:60],
-        dump(np.asfortranarray(np.ones((2, 3)))),
-        dump(np.ones(3)).replace(b"<f8", b"<q9"),
-        dump(np.ones(3)).replace(b"NUMPY\x01", b"NUMPY\x02"),
-    ],
-    ids=["empty", "magic only", "cut short", "by columns", "unknown type", "another version"],
-)
-def test_other_headers_are_refused(data):
-    with pytest.raises(ValueError, match=r"header|type"):
-        read_npy_header(data)
-
-
-def test_threads_do_not_disturb_each_other():
-    data = dump(np.ones((2, 3), np.float32))
-    before = gc.get_threshold()
-
-    def give_way(*_):
-        # Another thread runs in the middle of whatever allocates, and Python's own parser fails at
-        # that.
-        time.sleep(1e-5)
-
-    gc.callbacks.append(give_way)
-    gc.set_threshold(10)
-    try:
-        with ThreadPoolExecutor(8) as pool:
-            result = set(pool.map(lambda _: read_npy_header(data), range(5000)))
-    finally:
-        gc.callbacks.remove(give_way)
-        gc.set_threshold(*before)
-    assert result == {(128, (2, 3), np.dtype(np.float32))}
 
 
 def decode_as_torchcodec(source, *, mode="RGB"):
