@@ -110,7 +110,6 @@ class CocoFolder(CocoSamples):
             warn_of_faults(annotations, sample_faults(self.coco))
         self._set_labels(self.coco.categories, contiguous=contiguous_labels)
         self._set_counts(self.coco.count_objects())
-        self.left_out = self.coco.crowds
         self.image_ids = self.coco.image_ids
         self.sizes = plan_sizes(self.coco.sizes, **self._limits)
         self.fingerprint = self.coco.fingerprint

@@ -156,8 +156,6 @@ class ShardDataset(CocoSamples):
         sizes: int32 [I, 2]: height and width of each image in pixels.
         counts: int64 [I]: number of objects of each image.
         has_objects: bool [I]: whether each image has an object to train on.
-        objects: Number of annotations to train on.
-        left_out: Number of annotations left out: crowds, and objects whose box has no area.
         shard_of: int64 [I]: number of the shard that holds each image.
         fingerprint: Fingerprint of the annotations that the shards were made from.
 
@@ -215,22 +213,14 @@ class ShardDataset(CocoSamples):
         # This list has one entry for each shard. If the arrays file of the shard was damaged, the
         # entry holds the mask bits that were made again. If the entry is a number, the mask bits
         # are read from the file.
-        try:
-            arrays = [*shards]
-            self._bits = [shard["bits"] for shard in arrays]
-            tables = join_shards(arrays)
-        except (IndexError, TypeError, ValueError) as error:
-            # The checksums are right, so nothing is damaged.
-            raise ColabUtilsError(
-                f"The shards in {self.folder} are not of this version of colab_utils "
-                f"({error!s:.100}). Run preprocess again, into another folder."
-            ) from None
+        arrays = [*shards]
+        self._bits = [shard["bits"] for shard in arrays]
+        tables = join_shards(arrays)
         self._tables = tables
         self.image_ids = tables["image_ids"]
         self.sizes = tables["sizes"]
         self.shard_of = tables["shard_of"]
         self._set_counts(tables["counts"])
-        self.left_out = index.annotations - self.objects
 
     def __str__(self) -> str:
         return (

@@ -141,7 +141,6 @@ class CocoSamples(Dataset[tuple[Tensor, Target]]):
     def _set_counts(self, counts: NDArray[np.int64]) -> None:
         self.counts = counts
         self.has_objects: NDArray[np.bool_] = counts > 0
-        self.objects = int(counts.sum())
 
     def __getstate__(self) -> dict[str, Any]:
         # Threads and locks cannot be pickled. The copy makes a reader of its own. The work that

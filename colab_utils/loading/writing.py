@@ -98,7 +98,7 @@ class ShardWriter:
         with ExitStack() as stack:
             stack.enter_context(hold_folder(run.folder))
             self._try_on_drive(lambda drive: stack.enter_context(hold_folder(drive)))
-            index = join_index(run, write_all(run, partial(self._write_once, progress)))
+            index = write_all(run, partial(self._write_once, progress))
             write_index(run.folder, index)
             self._try_on_drive(lambda drive: write_index(drive, index))
         if self._failure is not None:
@@ -112,7 +112,7 @@ class ShardWriter:
         numbers = map(partial(self._fetch, progress.stop), self.order)
         for index in write_in_turn(run, numbers, progress, streams=self.streams):
             done.append(index)
-            check_bad(run, done, is_patient=is_patient)
+            check_bad(run, join_index(run, done), is_patient=is_patient)
             if index.images:
                 self._try_on_drive(partial(self._send, progress.stop, index.shards[0]))
         return done

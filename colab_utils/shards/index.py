@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from colab_utils.drive import guard_drive
 from colab_utils.errors import DAMAGE, ColabUtilsError, explain_os_error
@@ -19,9 +19,6 @@ FORMAT_NAME = "colab_utils shards"
 FORMAT_VERSION = 2
 
 INDEX_NAME = "index.json"
-
-TRAIN_INDEX_NAME = "train-index.json"
-"""The index by which RF-DETR reads the same shards."""
 
 Storage = Literal["keep", "shrink"]
 """How a shard stores images: "keep" keeps their size, and "shrink" shrinks the larger ones once."""
@@ -56,9 +53,10 @@ class ShardInfo:
 
     def files(self) -> tuple[tuple[str, int, str], ...]:
         """Return (file name, bytes, checksum) of the tar and of its arrays."""
-        tar = (self.name, self.bytes, self.xxh3_64)
-        arrays = (self.arrays_name, self.arrays_bytes, self.arrays_xxh3_64)
-        return tar, arrays
+        return (
+            (self.name, self.bytes, self.xxh3_64),
+            (self.arrays_name, self.arrays_bytes, self.arrays_xxh3_64),
+        )
 
 
 @dataclass(frozen=True)
@@ -89,11 +87,6 @@ class ShardIndex:
     def images(self) -> int:
         """Return the number of images in all shards."""
         return sum(shard.images for shard in self.shards)
-
-    @property
-    def annotations(self) -> int:
-        """Return the number of annotations in all shards, including those left out of training."""
-        return sum(shard.annotations for shard in self.shards)
 
     @property
     def bytes(self) -> int:
@@ -173,9 +166,8 @@ def _parse_index(raw: Any, folder: Place) -> ShardIndex:
         f"The index in {folder} is not one of {FORMAT_NAME} that this version reads. Update "
         "colab_utils, or run preprocess again, into another folder."
     )
-    if not isinstance(raw, dict):
-        raise unknown
-    if (raw.get("format"), raw.get("format_version")) != (FORMAT_NAME, FORMAT_VERSION):
+    is_ours = isinstance(raw, dict) and raw.get("format") == FORMAT_NAME
+    if not is_ours or raw.get("format_version") != FORMAT_VERSION:
         raise unknown
     checksum = raw.pop("xxh3_64")
     if checksum != hash_bytes(_to_text(raw)):
@@ -187,8 +179,6 @@ def _parse_index(raw: Any, folder: Place) -> ShardIndex:
         arrays_name = shard.name.replace(".tar", ".arrays")
         if not _TAR_NAME.fullmatch(shard.name) or shard.arrays_name != arrays_name:
             raise ValueError(f"files {shard.name!r} and {shard.arrays_name!r}")
-    if index.recipe["storage"] not in get_args(Storage):
-        raise unknown
     return index
 
 
@@ -206,7 +196,7 @@ def make_index(raw: dict[str, Any]) -> ShardIndex:
 
 
 def write_index(folder: Place, index: ShardIndex) -> None:
-    """Write ``train-index.json``, then ``index.json``, each under a temporary name first."""
+    """Write ``index.json``, under a temporary name first."""
     content = {
         "format": FORMAT_NAME,
         "format_version": FORMAT_VERSION,
@@ -217,21 +207,7 @@ def write_index(folder: Place, index: ShardIndex) -> None:
     if not index.faults:
         del content["faults"]
     content["xxh3_64"] = hash_bytes(_to_text(content))
-    train_content = {
-        "version": 1,
-        "split": "train",
-        "shards": [shard.name for shard in index.shards],
-        "num_samples": index.images,
-        "categories": index.categories,
-        # RF-DETR leaves out others that are named as a group of categories. Here none is.
-        "annotated_category_ids": [category["id"] for category in index.categories],
-        # Labels are the ids of categories, as those of a `ShardDataset` are.
-        "category_ids": "raw",
-        "samples_per_shard": [shard.images for shard in index.shards],
-    }
-    store = open_store(folder)
-    for name, entries in ((TRAIN_INDEX_NAME, train_content), (INDEX_NAME, content)):
-        store.write(name, json.dumps(entries, indent=1).encode())
+    open_store(folder).write(INDEX_NAME, json.dumps(content, indent=1).encode())
 
 
 def _to_text(content: dict[str, Any]) -> bytes:

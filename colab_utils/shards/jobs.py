@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,15 +42,6 @@ def name_shard(number: int) -> str:
         'shard-000003.tar'
     """
     return f"shard-{number:06d}.tar"
-
-
-class ShardJob(NamedTuple):
-    """The images that become one shard."""
-
-    name: str
-    """Name of the tar to write."""
-    dataset: CocoDataset
-    """The images of this shard alone."""
 
 
 @dataclass(frozen=True)
@@ -102,51 +93,31 @@ def write_in_turn(
     folder = open_store(run.folder, progress.stop)
     finished: list[ShardIndex] = []
 
-    def list_files() -> Iterator[tuple[ShardJob, int]]:
+    def list_files() -> Iterator[tuple[str, CocoDataset, int]]:
         for number in numbers:
-            job = ShardJob(name_shard(number), run.dataset.select(run.shards[number]))
+            name = name_shard(number)
+            dataset = run.dataset.select(run.shards[number])
             with explain_write(run.folder):
-                index = find_shard(folder, job.name, run)
-            if index is not None and are_still_bad(index, run.images, job.dataset):
-                progress.add(len(job.dataset))
+                index = find_shard(folder, name, run)
+            if index is not None and are_still_bad(index, run.images, dataset):
+                progress.add(len(dataset))
                 finished.append(index)
             else:
-                yield from ((job, i) for i in range(len(job.dataset)))
+                yield from ((name, dataset, i) for i in range(len(dataset)))
 
-    def read(file: tuple[ShardJob, int]) -> bytes:
-        job, i = file
-        return read_image(images, job.dataset, i, cache=run.cache)
+    def read(file: tuple[str, CocoDataset, int]) -> bytes:
+        _, dataset, i = file
+        return read_image(images, dataset, i, cache=run.cache)
 
     with (
         closing(Reader(read, images, streams=streams)) as reader,
         closing(reader.read_all(list_files())) as readings,
     ):
-        for job, files in groupby(readings, key=lambda reading: reading.name[0]):
-            yield _write_shard(run, job, files, progress)
+        for (name, dataset), files in groupby(readings, key=lambda reading: reading.name[:2]):
+            yield _write_shard(run, name, dataset, files, progress)
             while finished:
                 yield finished.pop()
     yield from finished
-
-
-def _write_shard(
-    run: ShardRun, job: ShardJob, files: Iterable[Reading], progress: JobProgress
-) -> ShardIndex:
-    """Write a shard; return an index of it.
-
-    The arrays are written before the tar. Their head holds the checksum of the tar. A shard whose
-    images are all bad has no tar: its arrays tell that it is done.
-    """
-    tar, arrays = _build_shard(run, job, files, progress)
-    index = describe_shard(arrays)
-    # If the run was stopped, this raises an error: another run may be writing already.
-    progress.add(0)
-    # Arrays come first, since a tar without arrays could be a file of the user.
-    with explain_write(run.folder):
-        store = open_store(run.folder, progress.stop)
-        store.write(index.shards[0].arrays_name, arrays)
-        if index.images:
-            store.write(job.name, *tar)
-    return index
 
 
 def find_shard(store: Store, name: str, run: ShardRun) -> ShardIndex | None:
@@ -187,10 +158,18 @@ def are_still_bad(index: ShardIndex, images: Place, dataset: CocoDataset) -> boo
         )
 
 
-def _build_shard(
-    run: ShardRun, job: ShardJob, files: Iterable[Reading], progress: JobProgress
-) -> tuple[list[bytes], bytes]:
-    """Build a shard in memory; return the pieces of its tar and the content of its arrays file."""
+def _write_shard(
+    run: ShardRun,
+    name: str,
+    dataset: CocoDataset,
+    files: Iterable[Reading],
+    progress: JobProgress,
+) -> ShardIndex:
+    """Build a shard in memory, and write it; return an index of it.
+
+    The arrays are written before the tar. Their head holds the checksum of the tar. A shard whose
+    images are all bad has no tar: its arrays tell that it is done.
+    """
     # The pieces stay in a list: joining them would copy them, and they are megabytes.
     tar: list[bytes] = []
     tar_bytes = 0
@@ -200,16 +179,16 @@ def _build_shard(
     faults = Counter[str]()
     for i, reading in enumerate(files):
         progress.add(1)
-        sample = try_sample(reading.take, job.dataset, i, run.recipe)
+        sample = try_sample(reading.take, dataset, i, run.recipe)
         if isinstance(sample, SkippedImage):
             skipped.append(sample)
             if run.cache is not None:
                 # Once the file is repaired, its bytes must be read anew.
-                run.cache.forget(name_image(run.images, job.dataset, i))
+                run.cache.forget(name_image(run.images, dataset, i))
             continue
         starts = []
-        for name, data in sample.files.items():
-            header, padding = frame_file(name, len(data))
+        for member, data in sample.files.items():
+            header, padding = frame_file(member, len(data))
             starts.append(tar_bytes + len(header))
             tar_bytes = starts[-1] + len(data) + len(padding)
             tar += [header, data, padding]
@@ -218,10 +197,10 @@ def _build_shard(
         faults.update(sample.faults)
     tar.append(bytes(2 * tarfile.BLOCKSIZE))
     head = {
-        "fingerprint": job.dataset.fingerprint,
+        "fingerprint": dataset.fingerprint,
         "recipe": run.recipe,
-        "name": job.name,
-        "images": len(job.dataset) - len(skipped),
+        "name": name,
+        "images": len(records),
         "annotations": annotations,
         "bytes": tar_bytes + len(tar[-1]),
         "xxh3_64": hash_bytes(*tar),
@@ -229,4 +208,14 @@ def _build_shard(
     }
     if faults:
         head["faults"] = dict(faults)
-    return tar, dump_arrays(head, join_records(records))
+    arrays = dump_arrays(head, join_records(records))
+    index = describe_shard(arrays)
+    # If the run was stopped, this raises an error: another run may be writing already.
+    progress.add(0)
+    # Arrays come first, since a tar without arrays could be a file of the user.
+    with explain_write(run.folder):
+        store = open_store(run.folder, progress.stop)
+        store.write(index.shards[0].arrays_name, arrays)
+        if index.images:
+            store.write(name, *tar)
+    return index

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from colab_utils.errors import ColabUtilsError
@@ -86,18 +85,18 @@ def find_begun(folder: Place, fingerprint: str, recipe: dict[str, Any]) -> Shard
             made with other settings than the recipe has.
     """
     index = inspect_folder(folder)
-    difference = ""
-    if index is not None and index.fingerprint != fingerprint:
+    if index is None:
+        return None
+    names = [name for name in recipe if index.recipe.get(name) != recipe[name]]
+    difference = f"made with other settings ({', '.join(names)})"
+    if index.fingerprint != fingerprint:
         difference = "of another dataset"
-    elif index is not None and not index.recipe.items() >= recipe.items():
-        names = [name for name in recipe if index.recipe.get(name) != recipe[name]]
-        difference = f"made with other settings ({', '.join(names)})"
-    if difference:
-        raise ColabUtilsError(
-            f"{folder} holds shards {difference}. Name another folder (in a notebook: "
-            "DRIVE_FOLDER), or delete these."
-        )
-    return index
+    elif not names:
+        return index
+    raise ColabUtilsError(
+        f"{folder} holds shards {difference}. Name another folder (in a notebook: "
+        "DRIVE_FOLDER), or delete these."
+    )
 
 
 def verify_shards(folder: str | Place) -> VerifyReport:
@@ -117,7 +116,13 @@ def verify_shards(folder: str | Place) -> VerifyReport:
     """
     store = open_store(folder)
     index = read_index(store.place)
-    reader = Reader(partial(_check_shard, store), store, streams=_STREAMS)
+
+    def check(shard: ShardInfo) -> tuple[ShardInfo, str]:
+        # Drive may not show a file for a while.
+        store.find_again(name for name, _, _ in shard.files())
+        return shard, find_fault(store, shard.files())
+
+    reader = Reader(check, store, streams=_STREAMS)
     bad = []
     with (
         closing(reader),
@@ -133,13 +138,6 @@ def verify_shards(folder: str | Place) -> VerifyReport:
             bar.set_postfix_str(str(store.retries), refresh=False)
     bad.sort(key=lambda shard: shard.shard)
     return VerifyReport(len(index.shards), index.images, tuple(bad))
-
-
-def _check_shard(store: Store, shard: ShardInfo) -> tuple[ShardInfo, str]:
-    """Return a shard, and what is wrong with it, or ""."""
-    # Drive may not show a file for a while.
-    store.find_again(name for name, _, _ in shard.files())
-    return shard, find_fault(store, shard.files())
 
 
 def find_fault(store: Store, files: Iterable[tuple[str, int, str]]) -> str:

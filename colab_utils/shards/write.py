@@ -27,7 +27,6 @@ from colab_utils.require import require_count, require_max_bad, require_part
 from colab_utils.shards.copy import COPY_STREAMS
 from colab_utils.shards.index import (
     INDEX_NAME,
-    TRAIN_INDEX_NAME,
     ShardIndex,
     SkippedImage,
     Storage,
@@ -188,8 +187,7 @@ def write_shards(
         run = ShardRun(folder, images, dataset, recipe, max_bad, part)
         with hold_folder(folder) if part is None else nullcontext(), explain_write(folder):
             begin_folder(run)
-            done = write_all(run, partial(_watch, run, processes, streams))
-            index = join_index(run, done)
+            index = write_all(run, partial(_watch, run, processes, streams))
             if part is None:
                 write_index(folder, index)
     return _make_report(index, dataset, started_s)
@@ -240,12 +238,11 @@ def begin_folder(run: ShardRun) -> None:
         "name another folder, or store smaller images (--min-size)",
     )
     store.make()
-    for name in (INDEX_NAME, TRAIN_INDEX_NAME):
-        store.remove(name)
+    store.remove(INDEX_NAME)
 
 
-def write_all(run: ShardRun, write: Callable[[], list[ShardIndex]]) -> list[ShardIndex]:
-    """Write the shards of a run; return an index of each.
+def write_all(run: ShardRun, write: Callable[[], list[ShardIndex]]) -> ShardIndex:
+    """Write the shards of a run; return the index of their folder.
 
     Args:
         run: the run.
@@ -255,14 +252,13 @@ def write_all(run: ShardRun, write: Callable[[], list[ShardIndex]]) -> list[Shar
         ColabUtilsError: if too many images or objects are bad, a shard cannot be written, or the
             system ended a process.
     """
-    done = write()
-    skipped = join_index(run, done).skipped
-    missing = [image.file_name for image in skipped if image.reason == MISSING]
+    index = join_index(run, write())
+    missing = [image.file_name for image in index.skipped if image.reason == MISSING]
     if open_store(run.images).find_again(missing):
         # Drive did not show these images for a while. Only their shards are written again.
-        done = write()
-    check_bad(run, done)
-    return done
+        index = join_index(run, write())
+    check_bad(run, index)
+    return index
 
 
 def _watch(run: ShardRun, processes: int, streams: int | str) -> list[ShardIndex]:
@@ -278,7 +274,7 @@ def _watch(run: ShardRun, processes: int, streams: int | str) -> list[ShardIndex
         for finished, images_done in runs:
             done += finished
             bar.update(images_done - bar.n)
-            check_bad(run, done, is_patient=is_patient)
+            check_bad(run, join_index(run, done), is_patient=is_patient)
     return done
 
 
@@ -295,18 +291,17 @@ def join_index(run: ShardRun, done: Iterable[ShardIndex]) -> ShardIndex:
     )
 
 
-def check_bad(run: ShardRun, done: Iterable[ShardIndex], *, is_patient: bool = False) -> None:
+def check_bad(run: ShardRun, index: ShardIndex, *, is_patient: bool = False) -> None:
     """Check that finished shards have no more bad images or objects than are allowed.
 
     Args:
         run: the run, with all images and objects.
-        done: the indexes of the finished shards.
+        index: the index of the finished shards.
         is_patient: whether to leave out missing images, because Drive may show them later.
 
     Raises:
         ColabUtilsError: if more are bad.
     """
-    index = join_index(run, done)
     skipped = [image for image in index.skipped if not (is_patient and image.reason == MISSING)]
     images = len(run.dataset)
     allowed = count_allowed(images, run.max_bad)
@@ -362,33 +357,21 @@ def finish_shards(
     begun = find_begun(folder, dataset.fingerprint, {})
     if begun is None:
         raise ColabUtilsError(f"There are no shards in {folder}. Write their parts first.")
-    index = _confirm_finished(folder, begun, images, dataset)
-    if index is None:
-        run = ShardRun(folder, images, dataset, begun.recipe, max_bad)
-        done = _find_all(run)
-        check_bad(run, done)
-        with explain_write(folder):
-            index = join_index(run, done)
-            write_index(folder, index)
-            remove_leftovers(open_store(folder))
-    return _make_report(index, dataset, started_s)
-
-
-def _find_all(run: ShardRun) -> list[ShardIndex]:
-    """Return an index of each shard.
-
-    Raises:
-        ColabUtilsError: if shards are missing, or have another recipe than the first one.
-    """
-    store = open_store(run.folder)
+    run = ShardRun(folder, images, dataset, begun.recipe, max_bad)
+    store = open_store(folder)
     names = [name_shard(number) for number in run.numbers]
     with ThreadPool(COPY_STREAMS) as pool:
-        indexes = list(pool.map(lambda name: find_shard(store, name, run), names))
-    missing = [str(number) for number, index in enumerate(indexes) if index is None]
+        shown = list(pool.map(lambda name: find_shard(store, name, run), names))
+    missing = [str(number) for number, shard in enumerate(shown) if shard is None]
     if missing:
         raise ColabUtilsError(
-            f"{len(missing):,} of {len(names):,} shards are missing in {run.folder}, or were "
+            f"{len(missing):,} of {len(names):,} shards are missing in {folder}, or were "
             f"made with other settings: number {', '.join(missing)}. Write their parts, "
             "or all parts, again: finished shards are left as they are. Then finish again."
         )
-    return [index for index in indexes if index is not None]
+    index = join_index(run, filter(None, shown))
+    check_bad(run, index)
+    with explain_write(folder):
+        write_index(folder, index)
+        remove_leftovers(store)
+    return _make_report(index, dataset, started_s)

@@ -72,7 +72,10 @@ class CheckpointFolder:
     def __init__(self, run: PlaceLike) -> None:
         self.run = open_place(run)
         place = str(self.run.absolute()).encode(errors="surrogatepass")
-        self.waiting = _find_own_folder() / hash_bytes(place)
+        # The folder in which checkpoints of all runs wait.
+        own = Path(tempfile.gettempdir(), f"colab_utils-checkpoints-{os.getuid()}")
+        own.mkdir(mode=0o700, exist_ok=True)
+        self.waiting = own / hash_bytes(place)
         self.paths: dict[Which, Place] = {}
 
     def prepare(self, *, anew: bool) -> None:
@@ -108,13 +111,17 @@ class CheckpointFolder:
                 stay as they are.
         """
         name = f"{_PREFIXES[which]}-{step:08d}.pt"
-        content = pack_state({**state, "step": step})
+        # The content is made in memory, because a file on Drive must be written once, from its
+        # first byte to its last.
+        data = io.BytesIO()
+        torch.save({**state, "step": step}, data)
+        parts = (data.getbuffer(), _make_seal(data.getbuffer()))
         try:
             # Training goes on, so nothing is waited for.
-            self._write(self.run / name, which, *content, is_patient=False)
+            self._write(self.run / name, which, *parts, is_patient=False)
         except (OSError, UnavailableError) as error:
             with explain_write(self.waiting):
-                self._write(self.waiting / name, which, *content)
+                self._write(self.waiting / name, which, *parts)
             text = (
                 f"{describe_error(error)} So checkpoint {name} waits in {self.waiting}. Another "
                 "try is made later, and at the end of the run"
@@ -272,22 +279,6 @@ class CheckpointWriter:
         self._thread.shutdown()
 
 
-def pack_state(state: State) -> tuple[memoryview, bytes]:
-    """Return the content of a file that holds a state, and the seal to write after it.
-
-    Example:
-        >>> content, seal = pack_state({"step": 120})
-        >>> bytes(content[:2]), seal[:14]
-        (b'PK', b'colab_utils 2 ')
-    """
-    # The content is made in memory, because a file on Drive must be written once, from its first
-    # byte to its last.
-    data = io.BytesIO()
-    torch.save(state, data)
-    content = data.getbuffer()
-    return content, _make_seal(content)
-
-
 def _make_seal(content: bytes | memoryview) -> bytes:
     return _SEAL + hash_bytes(content).encode()
 
@@ -311,13 +302,6 @@ def _read_sealed(path: Place) -> bytes:
 
     read = partial(open_store(path).read, path, most_bytes=_MOST_BYTES, at_full_speed=True)
     return parse_file(path, read, check_seal)
-
-
-def _find_own_folder() -> Path:
-    """Return the folder in which checkpoints of all runs wait."""
-    folder = Path(tempfile.gettempdir(), f"colab_utils-checkpoints-{os.getuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return folder
 
 
 def _list_files(store: Store, which: Which) -> list[Place]:

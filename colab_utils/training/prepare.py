@@ -274,7 +274,10 @@ def plan_memory(
     if settings.batch_size:
         own = -(-settings.batch_size // step.ranks.count)
         tries = [(own, parts) for parts in (1, 2, 4, MOST_PARTS) if parts <= own]
-    limit = _find_limit(step)
+    free = torch.cuda.mem_get_info(step.device)[0] + torch.cuda.memory_reserved(step.device)
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    # The optimiser's first step makes one or two averages of each gradient, which stay in memory.
+    limit = free - 2 * trained
     buffers = [buffer.clone() for buffer in model.buffers()]
     try:
         for images, step.parts in tries:
@@ -321,17 +324,6 @@ def _make_batch(dataset: ShardDataset | CocoFolder, indices: Sequence[int]) -> P
     blank = SimpleNamespace(describe=dataset.describe, read_into=_draw_black)
     shape, memory = write_batch(blank, indices, lambda size: np.empty(size, np.uint8))
     return open_batch(torch.from_numpy(memory), shape)
-
-
-def _find_limit(step: TrainingStep) -> int:
-    """Return the bytes of the GPU's memory that a batch may take.
-
-    The optimiser's first step makes one or two averages of each gradient, which stay in memory. The
-    bytes of two are subtracted.
-    """
-    free, _ = torch.cuda.mem_get_info(step.device)
-    trained = sum(p.nbytes for p in step.model.parameters() if p.requires_grad)
-    return free + torch.cuda.memory_reserved(step.device) - 2 * trained
 
 
 def _find_heaviest(sizes: NDArray[np.integer], counts: NDArray[np.integer]) -> NDArray[np.int64]:

@@ -217,9 +217,7 @@ def train(
                 loader.load_state_dict(data.match_state(state["loader"], state["plan"]["order"]))
             plan = make_plan(step, settings, data, loader, first_step=state["step"] if state else 0)
             loader.expects_pass = plan.steps - plan.first_step > loader.left
-            trainer = Trainer(plan, step, loader, folder, data, ends_s=ends_s)
-            if state:
-                trainer.load_state(state)
+            trainer = Trainer(plan, step, loader, folder, data, state=state, ends_s=ends_s)
             if ranks.is_first:
                 folder.prepare(anew=resume == "never")
         return trainer.run(log if ranks.is_first else None)

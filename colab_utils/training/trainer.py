@@ -4,7 +4,6 @@ import math
 import signal
 import threading
 import warnings
-from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, replace
@@ -53,8 +52,9 @@ class Trainer:
     """Trains a run step by step, and keeps its state: the model, the optimiser, the place in the
     order of the images, and the losses. ``train`` makes the trainer.
 
-    With ``ends_s``, a time from `time.perf_counter`, it stops so early that its last checkpoint is
-    written by then.
+    It goes on after the steps of ``state``, a checkpoint, from which the step and the loader have
+    loaded their parts. It stops so early that its last checkpoint is written by ``ends_s``, a time
+    from `time.perf_counter`.
     """
 
     def __init__(
@@ -65,7 +65,8 @@ class Trainer:
         folder: CheckpointFolder,
         data: OpenData,
         *,
-        ends_s: float = math.inf,
+        state: State | None,
+        ends_s: float,
     ) -> None:
         self.plan = plan
         self.step = step
@@ -80,14 +81,13 @@ class Trainer:
             "class_names": dict(data.dataset.class_names),
             "category_ids": dict(data.dataset.category_ids),
         }
-        self.clock = LoopClock()
         # Images, seconds of waiting and seconds of the wall clock, up to the last line of the log.
         self._measured = (0, 0.0, 0.0)
-        self.done = 0
-        self._saved_step = 0
-        self._logged_step = 0
         # The loss of each step. That of a skipped step may be no finite number.
-        self.losses: list[float] = []
+        self.losses: list[float] = state["losses"].tolist() if state else []
+        self.done = len(self.losses)
+        self._saved_step = self.done
+        self._logged_step = self.done
         self.ap: AveragePrecision | None = None
         self.best: AveragePrecision | None = None
         self.skipped = 0
@@ -101,9 +101,18 @@ class Trainer:
         self._signal = 0
         self._is_evaluating = False
         self._ends_s = ends_s
-        # The seconds of the latest steps, waits included.
-        self._steps_s = deque[float](maxlen=_AGREE_STEPS)
         self._evaluation_s = 0.0
+        if state and self.done >= plan.steps:
+            text = (
+                f"the run of {state['path']} is finished: all of its {plan.steps} steps are done, "
+                "so nothing is trained. Pass more steps or epochs (STEPS), another run folder "
+                "(RUN_NAME), or resume='never' to start anew."
+            )
+            warnings.warn(text, ColabUtilsWarning, stacklevel=3)
+        if state and self.validation and self.ranks.is_first:
+            best = folder.read("best")
+            if best and best["validation"] == self.validation.fingerprint:
+                self.best = AveragePrecision(**best["ap"])
 
     def run(self, log: Log | None) -> TrainReport:
         """Train until the plan's last step or the end of the budget, evaluate, and return a report.
@@ -125,7 +134,7 @@ class Trainer:
             batches = chain.from_iterable(repeat(self.loader))
             while self.done < self.plan.steps:
                 self._seed()
-                asked_s = self.clock.ask()
+                self.clock.ask()
                 batch = next(batches)
                 self.clock.receive(self.loader.total)
                 self._train(batch)
@@ -138,7 +147,6 @@ class Trainer:
                 is_due = self.writer.is_due(self.done) or (is_first and self._ends_s < math.inf)
                 if is_due:
                     self.save()
-                self._steps_s.append(perf_counter() - asked_s)
                 if self._stop_if_asked():
                     break
                 if epoch_ended and self.done < self.plan.steps:
@@ -176,7 +184,11 @@ class Trainer:
             group["lr"] = rate
         images, targets = batch if isinstance(batch, tuple) else (batch, None)
         total = self.loader.total
-        flips = self._choose_flips(total)
+        flips = None
+        if self.plan.augment == "flip":
+            # All processes draw the same numbers, and each takes those of its images.
+            draws = np.random.default_rng([self.plan.seed, self.done]).random(total) < 0.5
+            flips = draws[self.ranks.rank :: self.ranks.count].tolist()
         loss = self.step(images, targets=targets, flips=flips, total=total)
         self.clock.end_step()
         self.done += 1
@@ -188,17 +200,6 @@ class Trainer:
             ids = [] if batch is None else batch.image_ids.tolist()
         row = torch.stack([loss, self.step.is_skipped.to(loss.dtype)])
         self._pending.append((row, ids))
-
-    def _choose_flips(self, total: int) -> list[bool] | None:
-        """Choose which images of a batch are mirrored, and return the choice for this process.
-
-        ``total`` is the number of images over all processes.
-        """
-        if self.plan.augment != "flip":
-            return None
-        draws = np.random.default_rng([self.plan.seed, self.done]).random(total) < 0.5
-        flips: list[bool] = draws[self.ranks.rank :: self.ranks.count].tolist()
-        return flips
 
     def _seed(self) -> None:
         """Seed torch's random numbers from the seed, the step and the process.
@@ -305,29 +306,6 @@ class Trainer:
                 with suppress(DriveLostError):
                     self.folder.send_waiting()
 
-    def load_state(self, state: State) -> None:
-        """Take the step, the losses and the best precision so far from a checkpoint.
-
-        The step and the loader have loaded their own parts of the checkpoint before.
-        """
-        self.losses = state["losses"].tolist()
-        self.done = len(self.losses)
-        if self.done >= self.plan.steps:
-            text = (
-                f"the run of {state['path']} is finished: all of its {self.plan.steps} steps are "
-                "done, so nothing is trained. Pass more steps or epochs (STEPS), another run "
-                "folder (RUN_NAME), or resume='never' to start anew."
-            )
-            warnings.warn(text, ColabUtilsWarning, stacklevel=3)
-        self._saved_step = self.done
-        self._logged_step = self.done
-        self._position = self.loader.state_dict()
-        if self.validation is None or not self.ranks.is_first:
-            return
-        best = self.folder.read("best")
-        if best and best["validation"] == self.validation.fingerprint:
-            self.best = AveragePrecision(**best["ap"])
-
     def _fetch_losses(self) -> None:
         """Read the losses of the latest steps from the device.
 
@@ -418,7 +396,8 @@ class Trainer:
         # Asking the other processes takes time, so it is done every few steps.
         if self.done % steps and self.done < self.plan.steps:
             return False
-        is_over = not self._has_time(steps * max(self._steps_s, default=0.0))
+        step_s = self.clock.seconds / max(1, self.done - self.plan.first_step)
+        is_over = not self._has_time(steps * step_s)
         number, is_over = max(self.ranks.gather((self._signal, is_over)))
         if number:
             _interrupt(number)
