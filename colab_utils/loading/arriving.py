@@ -19,13 +19,11 @@ from colab_utils.loading.dataset import ShardDataset, ShardFiles, load_shards
 from colab_utils.loading.samples import Transforms
 from colab_utils.places import Place, PlaceLike, open_place, require_local_path
 from colab_utils.processes import start_thread
-from colab_utils.require import require_count
 from colab_utils.shards.copy import COPY_STREAMS, prepare_copy
 from colab_utils.shards.index import INDEX_NAME, ShardIndex, read_index, write_index
 from colab_utils.shards.lock import WRITER_NAME, hold_folder, lock_here
 from colab_utils.shards.plan import plan_windows
 from colab_utils.shards.verify import find_begun
-from colab_utils.streams import MOST_STREAMS
 
 # Seconds between two checks for shards that have arrived.
 _POLL_S = 0.02
@@ -62,7 +60,6 @@ class Arrival:
         target: the folder to copy into.
         index: the index of the shards.
         seed: seed of the order in which the shards are copied.
-        workers: number of shards that are copied at the same time.
         sends: whether ``target`` is on Drive. Then no other machine may write there, and an error
             is a warning, too.
 
@@ -82,7 +79,6 @@ class Arrival:
         index: ShardIndex,
         *,
         seed: int,
-        workers: int = COPY_STREAMS,
         sends: bool = False,
     ) -> None:
         self.target = target
@@ -90,7 +86,6 @@ class Arrival:
         self.windows = plan_windows(index.recipe, len(index.shards), seed)
         self._order = [*chain(*self.windows)]
         self.arrived: set[int] = set()
-        self._workers = workers
         self._error: ColabUtilsError | None = None
         self._sends = sends
         if sends:
@@ -190,7 +185,7 @@ class Arrival:
         shards = self.index.shards
         numbers = {shard.name: number for number, shard in enumerate(shards)}
         for window in self._order[:1], self._order[1:]:
-            copies = self.copying.run([shards[number] for number in window], self._workers)
+            copies = self.copying.run([shards[number] for number in window], COPY_STREAMS)
             with closing(copies):
                 for copied in copies:
                     self.arrived.update(numbers[name] for name, _ in copied)
@@ -272,7 +267,6 @@ class ArrivingShards(ShardDataset):
     Args:
         source: folder of shards, usually on Drive; or its URL, such as ``s3://bucket/shards``.
         target: folder to copy into, usually on the SSD.
-        workers: number of shards that are copied at the same time, 1 to 256.
         seed: seed of the order in which the shards are copied.
         transforms: as for `ShardDataset`.
         contiguous_labels: map category ids to 1 to K.
@@ -298,17 +292,15 @@ class ArrivingShards(ShardDataset):
         source: PlaceLike,
         target: str | Path,
         *,
-        workers: int = 4,
         seed: int = 0,
         transforms: Transforms | None = None,
         contiguous_labels: bool = False,
         index: ShardIndex | None = None,
     ) -> None:
-        require_count("workers", workers, maximum=MOST_STREAMS)
         source = open_place(source)
         target = require_local_path(target)
         index = index or read_index(source)
-        arrival = Arrival(source, target, index, seed=seed, workers=workers)
+        arrival = Arrival(source, target, index, seed=seed)
         try:
             shards = [*load_shards(arrival.copying.source, index, streams=_READERS)]
         except BaseException:

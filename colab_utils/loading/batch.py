@@ -17,7 +17,13 @@ from torch import Tensor
 
 from colab_utils.loading.devices import send
 from colab_utils.loading.masks import MaskBits, draw_masks, expand_masks, split_masks
-from colab_utils.loading.samples import PackedSample, PackedSamples, Target, blame_sample
+from colab_utils.loading.samples import (
+    Bytes,
+    PackedSample,
+    Tables,
+    Target,
+    blame_sample,
+)
 
 # These tables of a batch have one row for each object.
 _PARTS = ("boxes", "labels", "areas", "iscrowd")
@@ -70,13 +76,12 @@ class PackedBatch:
         first, end, _ = part.indices(len(self))
         pixel_ends = [0, *accumulate((3 * self.sizes.long().prod(1)).tolist())]
         object_ends = [0, *accumulate(self.counts.tolist())]
-        first_object = object_ends[first]
-        end_object = object_ends[end]
-        bits, crops, offsets = self.masks
-        masks = MaskBits(
-            bits, crops[first_object:end_object], offsets[first_object : end_object + 1]
+        start = object_ends[first]
+        stop = object_ends[end]
+        masks = self.masks._replace(
+            crops=self.masks.crops[start:stop], offsets=self.masks.offsets[start : stop + 1]
         )
-        objects = {name: getattr(self, name)[first_object:end_object] for name in _PARTS}
+        objects = {name: getattr(self, name)[start:stop] for name in _PARTS}
         return PackedBatch(
             pixels=self.pixels[pixel_ends[first] : pixel_ends[end]],
             sizes=self.sizes[first:end],
@@ -174,7 +179,7 @@ def _lay_out(forms: dict[str, tuple[str, tuple[int, ...]]]) -> Layout:
     return Layout(end, tables)
 
 
-def _open_tables(buffer: NDArray[np.uint8], layout: Layout) -> dict[str, NDArray[Any]]:
+def _open_tables(buffer: Bytes, layout: Layout) -> Tables:
     """Return the tables in a buffer, uint8 [bytes], as views of it."""
     return {
         name: np.ndarray(shape, kind, buffer, start)
@@ -183,25 +188,23 @@ def _open_tables(buffer: NDArray[np.uint8], layout: Layout) -> dict[str, NDArray
 
 
 def write_batch(
-    source: Any,
-    indices: Sequence[int],
-    reserve: Callable[[int], NDArray[np.uint8]],
+    tables: Tables,
+    read_into: Callable[[int, Bytes, Bytes], object],
+    reserve: Callable[[int], Bytes],
     *,
     dense: bool = False,
     flips: NDArray[np.bool_] | None = None,
-    begin: Callable[[int], object] = int,
-) -> tuple[Layout, NDArray[np.uint8]]:
+) -> tuple[Layout, Bytes]:
     """Write a batch into memory. ``reserve`` returns memory for a number of bytes.
 
-    ``source`` is a `PackedSamples`, or another object with its methods: a `ShardDataset`, for
-    example. With ``dense``, the expanded masks are written too. ``flips`` mirrors images, boxes and
-    dense masks, but not the mask bits. ``begin`` is called with the place of each image in the
-    batch, before the image is read.
+    ``tables`` are those of all images: see `PackedSample.tables`. They are changed. ``read_into``
+    takes the place of an image in the batch, and writes its pixels, uint8 [h, w, 3], and the bits
+    of all its masks into two arrays. With ``dense``, the expanded masks are written too. ``flips``
+    mirrors images, boxes and dense masks, but not the mask bits.
 
     Raises:
         BadSampleError: An image cannot be read.
     """
-    tables = source.describe(indices)
     sizes: list[list[int]] = tables["sizes"].tolist()
     counts: list[int] = tables["counts"].tolist()
     if flips is not None:
@@ -226,9 +229,8 @@ def write_batch(
     bits = _cut(views["bits"], offsets[tables["counts"].cumsum()])
     for place, size in enumerate(sizes):
         image = pixels[place].reshape(*size, 3)
-        begin(place)
         with blame_sample(place):
-            source.read_into(indices[place], image, bits[place])
+            read_into(place, image, bits[place])
         if flips is not None and flips[place]:
             _mirror(torch.from_numpy(image))
     if dense:
@@ -237,7 +239,7 @@ def write_batch(
     return layout, memory
 
 
-def _cut(table: NDArray[np.uint8], ends: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
+def _cut(table: Bytes, ends: NDArray[np.int64]) -> list[Bytes]:
     """Return the parts of a table that end at these bytes, as views."""
     return [table[first:end] for first, end in pairwise([0, *ends.tolist()])]
 
@@ -255,9 +257,20 @@ def open_batch(buffer: Tensor, layout: Layout) -> PackedBatch:
     return PackedBatch(masks=MaskBits(*map(parts.pop, MaskBits._fields)), **parts)
 
 
+def write_samples(
+    samples: Sequence[PackedSample], reserve: Callable[[int], Bytes], **options: Any
+) -> tuple[Layout, Bytes]:
+    """Write samples into memory, with the ``options`` of `write_batch`."""
+    parts = [sample.tables for sample in samples]
+    tables = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def read_into(place: int, pixels: Bytes, bits: Bytes) -> None:
+        pixels[:], bits[:], _ = samples[place]
+
+    return write_batch(tables, read_into, reserve, **options)
+
+
 def collate_packed(samples: Sequence[PackedSample]) -> PackedBatch:
     """Put samples into one packed batch."""
-    layout, memory = write_batch(
-        PackedSamples(samples), range(len(samples)), lambda size: np.empty(size, np.uint8)
-    )
+    layout, memory = write_samples(samples, lambda size: np.empty(size, np.uint8))
     return open_batch(torch.from_numpy(memory), layout)

@@ -8,7 +8,6 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from colab_utils.data.coco import CocoDataset, open_coco
@@ -21,7 +20,7 @@ from colab_utils.errors import ColabUtilsError, explain_os_error
 from colab_utils.file_cache import FileCache
 from colab_utils.files import open_store
 from colab_utils.loading.masks import unpack_masks
-from colab_utils.loading.samples import CocoSamples, PackedSample, Target
+from colab_utils.loading.samples import Bytes, CocoSamples, PackedSample, Sample
 from colab_utils.loading.targets import pack_target
 from colab_utils.places import Place, PlaceLike, open_place
 from colab_utils.reader import Reader
@@ -109,12 +108,12 @@ class CocoFolder(CocoSamples):
             self.coco = open_coco(images, annotations)
             warn_of_faults(annotations, sample_faults(self.coco))
         self._set_labels(self.coco.categories, contiguous=contiguous_labels)
-        self._set_counts(self.coco.count_objects())
+        self.counts = self.coco.count_objects()
         self.image_ids = self.coco.image_ids
         self.sizes = plan_sizes(self.coco.sizes, **self._limits)
         self.fingerprint = self.coco.fingerprint
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Target]:
+    def __getitem__(self, index: int) -> Sample:
         index = self._check(index)
         image, original = self._load(index)
         annotations, boxes, masks = self._read_objects(index, original, image.shape[1:])
@@ -191,7 +190,7 @@ class CocoFolder(CocoSamples):
     def _list_parts(self, index: int) -> list[int]:
         return [index]
 
-    def read_masks(self, index: int) -> NDArray[np.uint8]:
+    def read_masks(self, index: int) -> Bytes:
         """Return the dense masks, uint8 [N, H, W], at the image size that the annotations give."""
         index = self._check(index)
         original = self.coco.sizes[index].tolist()
@@ -215,7 +214,7 @@ class CocoFolder(CocoSamples):
 
     def _read_objects(
         self, index: int, original: Sequence[int], size: Sequence[int]
-    ) -> tuple[list[dict[str, Any]], Any, NDArray[np.uint8]]:
+    ) -> tuple[list[dict[str, Any]], Any, Bytes]:
         """Return the annotations to train on, with their boxes and dense masks, for an image that
         was shrunk from its ``original`` height and width to ``size``.
         """

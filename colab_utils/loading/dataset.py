@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from colab_utils.data.decoding import decode_pixels
@@ -29,7 +28,14 @@ from colab_utils.errors import (
 )
 from colab_utils.files import Store, hash_bytes, open_store
 from colab_utils.loading.masks import unpack_masks
-from colab_utils.loading.samples import CocoSamples, PackedSample, Target, Transforms
+from colab_utils.loading.samples import (
+    Bytes,
+    CocoSamples,
+    PackedSample,
+    Sample,
+    Tables,
+    Transforms,
+)
 from colab_utils.places import Place, PlaceLike, open_place
 from colab_utils.reader import Reader
 from colab_utils.shards.arrays import (
@@ -155,7 +161,6 @@ class ShardDataset(CocoSamples):
         image_ids: int64 [I]: COCO id of each of the I images.
         sizes: int32 [I, 2]: height and width of each image in pixels.
         counts: int64 [I]: number of objects of each image.
-        has_objects: bool [I]: whether each image has an object to train on.
         shard_of: int64 [I]: number of the shard that holds each image.
         fingerprint: Fingerprint of the annotations that the shards were made from.
 
@@ -206,21 +211,24 @@ class ShardDataset(CocoSamples):
         self.folder = files.folder
         self.fingerprint = index.fingerprint
         self._set_labels(index.categories, contiguous=contiguous_labels)
-        if not index.shards:
-            raise ColabUtilsError(
-                f"The index in {self.folder} names no shards. Run preprocess again."
-            )
         # This list has one entry for each shard. If the arrays file of the shard was damaged, the
         # entry holds the mask bits that were made again. If the entry is a number, the mask bits
         # are read from the file.
-        arrays = [*shards]
-        self._bits = [shard["bits"] for shard in arrays]
-        tables = join_shards(arrays)
+        try:
+            arrays = [*shards]
+            self._bits = [shard["bits"] for shard in arrays]
+            tables = join_shards(arrays)
+        except (IndexError, TypeError, ValueError) as error:
+            # The checksums are right, so nothing is damaged.
+            raise ColabUtilsError(
+                f"The shards in {self.folder} are not of this version of colab_utils "
+                f"({error!s:.100}). Run preprocess again, into another folder."
+            ) from None
         self._tables = tables
         self.image_ids = tables["image_ids"]
         self.sizes = tables["sizes"]
         self.shard_of = tables["shard_of"]
-        self._set_counts(tables["counts"])
+        self.counts = tables["counts"]
 
     def __str__(self) -> str:
         return (
@@ -229,7 +237,7 @@ class ShardDataset(CocoSamples):
             f"{format_count(len(self.class_names), 'category', 'categories')}"
         )
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Target]:
+    def __getitem__(self, index: int) -> Sample:
         pixels, bits, tables = self.read_packed(index)
         image = torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
         masks = unpack_masks(_join_masks(bits, tables), *pixels.shape[:2])
@@ -248,14 +256,6 @@ class ShardDataset(CocoSamples):
         is_plain = type(self).__getitem__ is ShardDataset.__getitem__
         return is_plain and self.transforms is None
 
-    def get_height_and_width(self, index: int) -> tuple[int, int]:
-        """Return height and width in pixels, without reading the image.
-
-        torchvision's grouping by aspect ratio calls this.
-        """
-        height, width = self._tables["sizes"][self._check(index)].tolist()
-        return height, width
-
     def read_packed(self, index: int) -> PackedSample:
         """Return the sample with packed masks."""
         tables = self.describe([index])
@@ -271,10 +271,10 @@ class ShardDataset(CocoSamples):
         self._read_bits(self._check(index), bits)
         return _join_masks(bits, tables)
 
-    def describe(self, indices: Sequence[int]) -> dict[str, NDArray[Any]]:
+    def describe(self, indices: Sequence[int]) -> Tables:
         """Return the tables of some images without reading a file.
 
-        The tables hold everything but pixels and mask bits; see `PackedSamples.describe`.
+        The tables hold everything but pixels and mask bits; see `PackedSample.tables`.
         """
         rows = np.array([self._check(index) for index in indices], np.int64)
         tables = {name: self._tables[name][rows] for name in ("sizes", "image_ids", "counts")}
@@ -286,7 +286,7 @@ class ShardDataset(CocoSamples):
         tables["iscrowd"] = np.zeros(len(objects), np.int64)
         return tables
 
-    def read_into(self, index: int, pixels: NDArray[np.uint8], bits: NDArray[np.uint8]) -> None:
+    def read_into(self, index: int, pixels: Bytes, bits: Bytes) -> None:
         """Write an image's pixels, uint8 [H, W, 3], and the bits of all its masks into these
         arrays.
         """
@@ -298,7 +298,7 @@ class ShardDataset(CocoSamples):
         except ColabUtilsError as error:
             raise self._explain_damage(index, str(error)) from None
 
-    def _read_bits(self, index: int, bits: NDArray[np.uint8]) -> None:
+    def _read_bits(self, index: int, bits: Bytes) -> None:
         if bits.size:
             np.copyto(bits, np.frombuffer(self._take(index, _MASKS), np.uint8))
 
@@ -376,5 +376,5 @@ class ShardDataset(CocoSamples):
         )
 
 
-def _join_masks(bits: NDArray[np.uint8], tables: dict[str, NDArray[Any]]) -> PackedMasks:
+def _join_masks(bits: Bytes, tables: Tables) -> PackedMasks:
     return PackedMasks(bits, tables["crops"], np.cumsum([0, *tables["mask_bytes"]]))

@@ -6,7 +6,6 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, distributed
@@ -48,12 +47,10 @@ def send(values: Tensor | NDArray[Any], device: torch.device | str) -> Tensor:
     ``cudaMemcpyAsync`` in NVIDIA's CUDA runtime API, "API synchronization behavior".
 
     Example:
-        >>> send(np.array([1, 2]), "cpu")
+        >>> send(torch.tensor([1, 2]), "cpu")
         tensor([1, 2])
     """
-    tensor = (
-        torch.from_numpy(np.ascontiguousarray(values)) if isinstance(values, np.ndarray) else values
-    )
+    tensor = torch.as_tensor(values)
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

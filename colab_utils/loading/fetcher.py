@@ -6,23 +6,19 @@ from operator import length_hint
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from colab_utils.data.decoding import load_jpeg_decoder
 from colab_utils.errors import ColabUtilsError, describe_error
-from colab_utils.loading.batch import Layout, write_batch
+from colab_utils.loading.batch import Layout, write_batch, write_samples
 from colab_utils.loading.sampler import read_indices
-from colab_utils.loading.samples import BadSampleError, CocoSamples, is_own
+from colab_utils.loading.samples import BadSampleError, Bytes, CocoSamples, is_own
 
 if TYPE_CHECKING:
     from colab_utils.loading.targets import SamplePacker
 
-Reserve = Callable[[int], NDArray[np.uint8]]
+Reserve = Callable[[int], Bytes]
 """A function that takes a number of bytes and returns memory of that size, uint8."""
-
-Note = Callable[[int], object]
-"""A function that takes the index of the sample that is read next."""
 
 
 class Result(NamedTuple):
@@ -42,6 +38,8 @@ class Fetcher:
     Attributes:
         dense: Whether expanded masks are written too.
         flip: Share of images that are mirrored left to right, 0 to 1.
+        skips_bad: Whether bad samples are left out of a batch, and are listed beside it.
+        at_work: int64 [1]: index of the sample that is read; -1 if it is not known.
         streams: Files that each worker reads at the same time, or "auto".
         is_own: Whether the samples are those of a dataset of this package, which nobody changes.
         source: The dataset, if it is one of this package; else one without images.
@@ -65,6 +63,8 @@ class Fetcher:
         self.dense = dense
         self.flip = flip
         self.streams = streams
+        self.skips_bad = False
+        self.at_work = np.full(1, -1)
         has_indices = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
         if isinstance(dataset, str | IterableDataset) or not has_indices:
             raise ColabUtilsError(
@@ -159,29 +159,16 @@ class Fetcher:
             return f"Sample {index} ({self.source.name_image(int(self._rows[index]))})"
         return f"Sample {index}"
 
-    def load(
-        self,
-        indices: Sequence[int],
-        reserve: Reserve,
-        seed: Sequence[int],
-        *,
-        skips_bad: bool,
-        note: Note = int,
-    ) -> Result:
-        """Write a batch into memory that ``reserve`` returns.
-
-        With ``skips_bad``, bad samples are left out and listed in the result. ``note`` gets the
-        index of each sample before it is read.
-        """
+    def load(self, indices: Sequence[int], reserve: Reserve, seed: Sequence[int]) -> Result:
+        """Write a batch into memory that ``reserve`` returns."""
         left = list(indices)
         bad: list[tuple[int, str]] = []
         while left:
             try:
-                layout = self._write(left, reserve, seed, note)
-                return Result(layout, bad)
+                return Result(self._write(left, reserve, seed), bad)
             except BadSampleError as failure:
                 error, place = failure.args
-                if not skips_bad:
+                if not self.skips_bad:
                     return Result(error=self._name_cause(error, left[place]))
                 bad.append((left.pop(place), describe_error(error)))
             except Exception as error:
@@ -198,27 +185,26 @@ class Fetcher:
             return ColabUtilsError(f"{name}: {error}")
         return error
 
-    def _write(
-        self, indices: list[int], reserve: Reserve, seed: Sequence[int], note: Note
-    ) -> Layout:
+    def _write(self, indices: list[int], reserve: Reserve, seed: Sequence[int]) -> Layout:
         """Write a batch. All random numbers of its samples come from ``seed``."""
-
-        def begin(place: int) -> None:
-            note(indices[place])
-
         flips = None
         if self.flip:
             flips = np.random.default_rng(seed).random(len(indices)) < self.flip
-        source: Any = self.source
-        rows = self._rows[indices].tolist()
         if not self.writes_itself and self._packer is not None:
-            source = self._packer.pack(
+            samples = self._packer.pack(
                 indices,
                 seed,
+                self.at_work,
                 by_batch=self.reads_batches,
                 is_own=self.is_own,
-                begin=begin,
             )
-            rows = range(len(indices))
-        layout, _ = write_batch(source, rows, reserve, dense=self.dense, flips=flips, begin=begin)
-        return layout
+            return write_samples(samples, reserve, dense=self.dense, flips=flips)[0]
+        source: Any = self.source
+        rows = self._rows[indices].tolist()
+
+        def read_into(place: int, pixels: Bytes, bits: Bytes) -> None:
+            self.at_work[0] = indices[place]
+            source.read_into(rows[place], pixels, bits)
+
+        tables = source.describe(rows)
+        return write_batch(tables, read_into, reserve, dense=self.dense, flips=flips)[0]

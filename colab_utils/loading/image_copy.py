@@ -4,7 +4,6 @@ from collections.abc import Callable, Collection, Generator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from itertools import starmap
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -128,7 +127,7 @@ def _copy_files(
     Threads read, and this thread writes. So nothing is written after an error or Ctrl-C.
     """
     began_s = perf_counter()
-    missing: dict[str, str] = {}
+    missing: list[SkippedImage] = []
     read_all = partial(_read_all, source, missing)
     find = partial(_find, source, target, shared_names)
     # How fast sizes come does not tell how many files to read at once.
@@ -155,13 +154,13 @@ def _copy_files(
         bytes=sum(copied),
         seconds=perf_counter() - began_s,
         skipped_files=skipped,
-        missing=tuple(starmap(SkippedImage, missing.items())),
+        missing=tuple(missing),
     )
 
 
 def _read_all(
     source: Store,
-    missing: dict[str, str],
+    missing: list[SkippedImage],
     label: str,
     read: Callable[[str], Any],
     names: Collection[str],
@@ -169,27 +168,28 @@ def _read_all(
 ) -> Generator[tuple[str, Any], None, None]:
     """Yield each name with what ``read``, which threads call, returns for it.
 
-    For each file that cannot be read, ``missing`` gets the reason.
+    ``missing`` gets each file that cannot be read, with the reason.
     """
-    began_s = perf_counter()
     reader = Reader(read, source, streams=streams)
     with closing(reader), show_progress(label, total=len(names), unit=" files") as bar:
         for reading in reader.read_all(names):
             name = reading.name
+            reason = ""
             try:
                 content = reading.take()
             except UnavailableError:
                 raise
             except FileNotFoundError:
-                missing[name] = explain_missing(source.place, name)
+                reason = explain_missing(source.place, name)
             except ColabUtilsError as error:
-                missing[name] = str(error)
+                reason = str(error)
             except OSError as error:
-                missing[name] = explain_os_error(error, "Run check on the dataset.")
+                reason = explain_os_error(error, "Run check on the dataset.")
+            if reason:
+                missing.append(SkippedImage(name, reason))
             else:
                 yield name, content
-            speed = format_bytes(reader.read_bytes / (perf_counter() - began_s))
-            bar.set_postfix_str(f"{speed}/s {source.retries}", refresh=False)
+            bar.set_postfix_str(str(source.retries), refresh=False)
             bar.update()
 
 

@@ -3,14 +3,16 @@
 Samples come in a seeded order. Worker processes pack them into shared buffers, which are reused.
 """
 
-import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import suppress
 from copy import copy
 from dataclasses import KW_ONLY, dataclass
 from functools import wraps
-from itertools import islice
+from itertools import chain, islice
+from math import ceil, inf
+from operator import itemgetter
 from typing import Any, Literal, ParamSpec
 
 import torch
@@ -24,10 +26,11 @@ from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.devices import Ranks, find_device, find_ranks
 from colab_utils.loading.fetcher import Fetcher
 from colab_utils.loading.prefetcher import PREFETCH, LateSample, Loaded, Prefetcher
-from colab_utils.loading.sampler import BatchSampler, check_state
+from colab_utils.loading.sampler import BatchSampler
 from colab_utils.loading.samples import Target, Transforms
 from colab_utils.loading.workers import WorkerJob
 from colab_utils.machine import count_cores, require_linux
+from colab_utils.reader import AHEAD_IMAGES
 from colab_utils.require import require_choice, require_count, require_max_bad, require_number
 from colab_utils.streams import require_streams
 
@@ -57,6 +60,8 @@ _COUNTERPARTS = {
 }
 
 Delivery = Literal["dense", "packed"]
+# Where in the order a state was taken: see `Loader.state_dict`.
+_read_position = itemgetter("epoch", "batch", "joined", "earlier")
 
 
 def _explain_arguments(function: Callable[_P, "Loader"]) -> Callable[_P, "Loader"]:
@@ -198,6 +203,8 @@ def make_loader(
             "give the transforms to your dataset, as in ShardDataset(transforms=...)."
         )
     fetcher = Fetcher(dataset, dense=dense, flip=flip, streams=require_streams(streams))
+    max_bad = max(count_allowed(len(fetcher), max_bad), fetcher.source.max_bad)
+    fetcher.skips_bad = max_bad > 0
     order = BatchSampler(
         len(fetcher),
         batch_size,
@@ -217,7 +224,7 @@ def make_loader(
         image_dtype=image_dtype,
         seed=seed,
         transforms=transforms,
-        max_bad=max(count_allowed(len(fetcher), max_bad), fetcher.source.max_bad),
+        max_bad=max_bad,
         max_wait_s=max_wait_s,
     )
 
@@ -226,7 +233,7 @@ def _check_wait(max_wait_s: float | None, workers: int) -> None:
     """Raise an error if the limit of the wait is not above 0, or there are no workers."""
     if max_wait_s is None:
         return
-    require_number("max_wait_s", max_wait_s, above=0, below=math.inf)
+    require_number("max_wait_s", max_wait_s, above=0, below=inf)
     if not workers:
         raise ColabUtilsError(
             "max_wait_s needs worker processes, and workers is 0: this process cannot give up "
@@ -377,7 +384,6 @@ class Loader:
         batches = prefetcher.run(
             self._plan(),
             seed=(self.seed, self.epoch, self._ranks.rank),
-            skips_bad=self.max_bad > 0,
             following=self._list_following(),
         )
         try:
@@ -408,6 +414,7 @@ class Loader:
             self._fetcher,
             self.workers,
             self.prefetch,
+            max(1, self.workers) * ceil(AHEAD_IMAGES * self._ranks.count / self.batch_size),
             max_wait_s=self.max_wait_s,
             late=self.late,
         )
@@ -424,12 +431,12 @@ class Loader:
         order = self._order
         ranks = self._ranks
         arrival = self._fetcher.arrival
-        shard_of = self._fetcher.shard_of
+        shard_of: Any = self._fetcher.shard_of
         is_new = not (first or order.windows) and len(order.left) == order.size
         if is_new and self._fetcher.source.windows:
             order.windows = self._choose_windows()
         for number, indices in islice(enumerate(order), first, None):
-            if arrival is not None and shard_of is not None:
+            if arrival is not None:
                 yield from arrival.wait_for(set(shard_of[indices].tolist()))
             self._totals[number] = len(indices)
             yield number, indices[ranks.rank :: ranks.count]
@@ -477,12 +484,10 @@ class Loader:
         return self._prefetcher.list_jobs() if self._prefetcher else []
 
     def _count_bad(self, bad: Sequence[tuple[int, str]]) -> None:
-        known = {index for index, _ in self.bad}
         for index, reason in bad:
             # The image failed in an earlier epoch, too, and was counted there.
-            if index in known:
+            if index in dict(self.bad):
                 continue
-            known.add(index)
             self.bad.append((index, reason))
             count = len(self.bad)
             if count > self.max_bad:
@@ -564,12 +569,20 @@ class Loader:
         """
         order = self._order
         shard_of = self._fetcher.source.shard_of
-        shards = 0 if shard_of is None else int(shard_of[-1]) + 1
-        check_state(state, shards)
-        batch_size = state["batch_size"]
-        is_resized = batch_size != self.batch_size and order.sampler is None
+        shards = [] if shard_of is None else [*range(shard_of[-1] + 1)]
         own_order = self._describe_order()
-        saved_order = {key: state[key] for key in own_order}
+        is_sound = False
+        with suppress(TypeError, KeyError):
+            saved_order = {key: state[key] for key in own_order}
+            epoch, batch, joined, earlier = _read_position(state)
+            is_sound = sorted(chain(*joined)) in ([], shards)
+        if not is_sound:
+            raise ColabUtilsError(
+                "The state is not one that Loader.state_dict returned, or it is of other shards. "
+                "Leave it out, and start a new epoch."
+            )
+        batch_size = saved_order["batch_size"]
+        is_resized = batch_size != self.batch_size and order.sampler is None
         if is_resized:
             own_order["batch_size"] = batch_size
         if saved_order != own_order:
@@ -577,14 +590,14 @@ class Loader:
                 f"Expected a state of the same order {own_order}, found {saved_order}. "
                 "Make the loader with the settings of the state."
             )
-        order.start_epoch(state["epoch"])
-        order.windows = [list(window) for window in state["joined"]]
-        earlier = (
-            [*state["earlier"], (batch_size, state["batch"])] if is_resized else state["earlier"]
-        )
+        order.start_epoch(epoch)
+        order.windows = [list(window) for window in joined]
+        if is_resized:
+            earlier = [*earlier, (batch_size, batch)]
+            batch = 0
         for size, batches in earlier:
             order.leave_out(size, batches)
-        self._delivered = 0 if is_resized else state["batch"]
+        self._delivered = batch
         self._resumed = True
         self._has_passed = order.epoch > 0 and not order.windows
         # If no batch is left, the next pass is the next epoch. Otherwise every pass would be empty.

@@ -4,21 +4,21 @@ import os
 import pickle
 import traceback
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import partial
+from copy import copy
+from itertools import islice
 from multiprocessing.connection import Connection, wait
 from time import perf_counter, sleep
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.data._utils import worker as torch_worker
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import PackedBatch, open_batch
-from colab_utils.loading.fetcher import Fetcher, Note, Result
+from colab_utils.loading.fetcher import Fetcher, Result
 from colab_utils.loading.shared_memory import SharedBufferPool
 from colab_utils.loading.workers import (
     WorkerDiedError,
@@ -29,7 +29,6 @@ from colab_utils.loading.workers import (
 )
 from colab_utils.machine import count_oom_kills
 from colab_utils.processes import end_process, quiet_fork, share_array
-from colab_utils.reader import AHEAD_IMAGES
 
 PREFETCH = 2
 """Default number of batches that each worker prepares ahead."""
@@ -45,19 +44,6 @@ _DEATH_S = 5.0
 _LOOKS = 8
 # Seconds between two looks for shards of the next batch that have not arrived.
 _ARRIVAL_S = 0.02
-
-
-class Load(NamedTuple):
-    """A message that asks a worker for a batch."""
-
-    job: WorkerJob
-    """The worker, and the batch."""
-    buffer: int
-    """Number of the shared buffer to write to."""
-    seed: tuple[int, ...]
-    """Seed of all random numbers of the batch."""
-    skips_bad: bool
-    """Whether bad samples are left out."""
 
 
 class LateSample(NamedTuple):
@@ -99,12 +85,12 @@ class Worker:
     def __init__(self, fetcher: Fetcher, pool: SharedBufferPool, place: int, workers: int) -> None:
         self.at_work = share_array(np.int64)
         self.at_work[0] = -1
-        self.process, self.connection = start_worker(
-            _serve, fetcher, pool, self.at_work, place, workers
-        )
+        forked = copy(fetcher)
+        forked.at_work = self.at_work
+        self.process, self.connection = start_worker(_serve, forked, pool, place, workers)
         self.place = place
 
-    def send(self, message: Load | list[int] | None) -> None:
+    def send(self, message: WorkerJob | list[int] | None) -> None:
         """Ask for a batch; or name samples whose files to read ahead, or None to drop them all.
 
         If the worker is dead, no error is raised here. The loader notices the death after the last
@@ -115,12 +101,7 @@ class Worker:
 
 
 def _serve(
-    connection: Connection,
-    fetcher: Fetcher,
-    pool: SharedBufferPool,
-    at_work: NDArray[np.int64],
-    place: int,
-    workers: int,
+    connection: Connection, fetcher: Fetcher, pool: SharedBufferPool, place: int, workers: int
 ) -> None:
     """Load the requested batches, in a worker process, until the loader closes the pipe."""
     torch.set_num_threads(1)
@@ -134,19 +115,18 @@ def _serve(
     with suppress(EOFError, OSError):
         while True:
             message = connection.recv()
-            if not isinstance(message, Load):
+            if not isinstance(message, WorkerJob):
                 fetcher.read_ahead(message)
                 continue
-            at_work[0] = -1
-            result = _load(fetcher, pool, message, note=partial(at_work.__setitem__, 0))
+            fetcher.at_work[0] = -1
+            result = _load(fetcher, pool, message)
             result = result._replace(error=_make_portable(result.error))
-            connection.send((message.job.number, result))
+            connection.send((message.number, result))
 
 
-def _load(fetcher: Fetcher, pool: SharedBufferPool, load: Load, *, note: Note = int) -> Result:
+def _load(fetcher: Fetcher, pool: SharedBufferPool, job: WorkerJob) -> Result:
     """Load a requested batch into its buffer."""
-    reserve = pool.buffers[load.buffer].reserve
-    return fetcher.load(load.job.indices, reserve, load.seed, skips_bad=load.skips_bad, note=note)
+    return fetcher.load(job.indices, pool.buffers[job.buffer].reserve, job.seed)
 
 
 def _make_portable(error: Exception | None) -> Exception | None:
@@ -178,6 +158,7 @@ class Prefetcher:
         fetcher: The reader of the samples.
         workers: Number of workers.
         prefetch: Batches that each worker prepares ahead.
+        announced: Batches whose files the workers read ahead, if the dataset reads ahead.
         max_wait_s: Seconds to wait for a sample before the second try; None for no limit.
         late: List to which late samples are appended.
 
@@ -190,6 +171,7 @@ class Prefetcher:
         fetcher: Fetcher,
         workers: int,
         prefetch: int,
+        announced: int,
         *,
         max_wait_s: float | None,
         late: list[LateSample],
@@ -207,27 +189,25 @@ class Prefetcher:
         self._oom_kills = count_oom_kills()
         self._worker_count = workers
         self._ahead = max(1, workers * prefetch)
-        self._told_images = max(1, workers) * AHEAD_IMAGES if fetcher.reads_ahead else 0
+        self._announced = announced if fetcher.reads_ahead else 0
         # Batches that are not requested yet: number and indices.
         self._planned: deque[tuple[int, list[int]]] = deque()
         # Batches of the next pass whose files the workers read already.
         self._early: dict[int, list[int]] = {}
         self._seed: tuple[int, ...] = ()
-        self._skips_bad = False
         # Requested batches, and the results that have arrived. The keys are the numbers of the
         # batches.
-        self._sent: dict[int, Load] = {}
+        self._sent: dict[int, WorkerJob] = {}
         self._done: dict[int, Result] = {}
         self._workers: list[Worker] = []
         self._start()
 
     def run(
         self,
-        batches: Iterable[tuple[int, list[int]] | None],
+        batches: Iterator[tuple[int, list[int]] | None],
         *,
         seed: tuple[int, ...],
-        skips_bad: bool,
-        following: Iterable[list[int]] = (),
+        following: Iterator[list[int]],
     ) -> Iterator[Loaded]:
         """Load numbered batches, and yield them in the order given.
 
@@ -239,20 +219,17 @@ class Prefetcher:
 
         Raises:
             WorkerDiedError: A worker died.
-            ColabUtilsError: A sample was late twice, and ``skips_bad`` is False.
-            Exception: A sample raised this error, and ``skips_bad`` is False.
+            ColabUtilsError: A sample was late twice, and none may be left out.
+            Exception: A sample raised this error, and none may be left out.
         """
         self._watched = (-1, -1)
         self._tried.clear()
         self._seed = seed
-        self._skips_bad = skips_bad
-        todo = iter(batches)
-        later = iter(following)
         is_over = False
         while True:
-            is_over = is_over or self._plan(todo)
+            is_over = is_over or self._plan(batches)
             if is_over:
-                self._read_early(later)
+                self._read_early(following)
             while self._planned and len(self._sent) < self._ahead:
                 self._send(*self._planned.popleft())
             if self._sent:
@@ -274,7 +251,7 @@ class Prefetcher:
     def list_jobs(self) -> list[WorkerJob]:
         """Return the requested batches that have not arrived yet, oldest first."""
         requests = list(self._sent.items())
-        return [load.job for number, load in requests if number not in self._done]
+        return [job for number, job in requests if number not in self._done]
 
     def close(self) -> None:
         """Kill the workers, and wait at most 5 seconds for their end. Batches that they are loading
@@ -287,7 +264,7 @@ class Prefetcher:
         for worker in self._workers:
             end_process(worker.process, max(0.0, until_s - perf_counter()))
         self._workers = []
-        if self._told_images and not self._worker_count:
+        if self._announced and not self._worker_count:
             # What this process has read ahead would leave the next loader of the dataset no room.
             self._fetcher.read_ahead(None)
 
@@ -308,8 +285,7 @@ class Prefetcher:
         Returns:
             True if no batches are left.
         """
-        images = self._count_planned()
-        while len(self._planned) + len(self._sent) < self._ahead or images < self._told_images:
+        while len(self._planned) < max(self._announced, self._ahead - len(self._sent)):
             try:
                 item = next(todo)
             except StopIteration:
@@ -317,31 +293,22 @@ class Prefetcher:
             if item is None:
                 return False
             self._add(*item)
-            images += len(item[1])
         return False
 
     def _add(self, number: int, indices: list[int]) -> None:
         """Plan a batch, and tell a worker to read its files ahead."""
-        if self._told_images and self._early.pop(number, None) != indices:
+        if self._announced and self._early.pop(number, None) != indices:
             self._forget_early()
             self._tell(number, indices)
         self._planned.append((number, indices))
 
-    def _count_planned(self) -> int:
-        return sum(len(indices) for _, indices in self._planned)
-
     def _read_early(self, batches: Iterator[list[int]]) -> None:
         """Tell the workers which files the next pass begins with."""
-        images = self._count_planned() + sum(map(len, self._early.values()))
         # Without workers, files that nobody takes would leave other loaders no room.
-        while self._workers and images < self._told_images:
-            indices = next(batches, None)
-            if indices is None:
-                return
-            number = len(self._early)
+        room = self._announced - len(self._planned) - len(self._early) if self._workers else 0
+        for number, indices in enumerate(islice(batches, max(0, room)), len(self._early)):
             self._tell(number, indices)
             self._early[number] = indices
-            images += len(indices)
 
     def _forget_early(self) -> None:
         """Give up the files of another pass than the one that has begun."""
@@ -361,13 +328,13 @@ class Prefetcher:
         """Request a batch from a worker, or load it in this process if there are no workers."""
         place = number % self._worker_count if self._workers else None
         pid = os.getpid() if place is None else self._workers[place].process.pid or 0
-        job = WorkerJob(place, pid, number, tuple(indices))
-        load = Load(job, self._pool.take(), (*self._seed, number), self._skips_bad)
-        self._sent[number] = load
+        seed = (*self._seed, number)
+        job = WorkerJob(place, pid, number, tuple(indices), self._pool.take(), seed)
+        self._sent[number] = job
         if place is None:
-            self._done[number] = _load(self._fetcher, self._pool, load)
+            self._done[number] = _load(self._fetcher, self._pool, job)
         else:
-            self._workers[place].send(load)
+            self._workers[place].send(job)
 
     def _receive(self, number: int) -> None:
         """Receive the next result of a worker, while the batch with this number is waited for."""
@@ -404,7 +371,7 @@ class Prefetcher:
         Raises:
             ColabUtilsError: A sample was late twice, and no sample may be left out.
         """
-        todo = {key: list(load.job.indices) for key, load in self._sent.items()}
+        todo = {key: list(job.indices) for key, job in self._sent.items()}
         todo |= dict(self._planned)
         stuck = [reading] if reading in todo[number] else todo[number]
         if self._tried.issuperset(stuck):
@@ -428,7 +395,7 @@ class Prefetcher:
             f"{self._fetcher.name_sample(stuck[0])} did not come within {self._max_wait_s:g} "
             "seconds, nor when a new process was asked for it."
         )
-        if not self._skips_bad:
+        if not self._fetcher.skips_bad:
             raise ColabUtilsError(
                 f"{reason} See whether its file can be read, allow more time (max_wait_s), or "
                 "leave it out (max_bad)."
@@ -440,9 +407,8 @@ class Prefetcher:
         process.join(5)
         ending = describe_exit(process.exitcode or 0)
         died = WorkerDiedError(explain_death(ending, self._oom_kills))
-        jobs = [job for job in self.list_jobs() if job.pid == process.pid]
-        idle = WorkerJob(worker.place, process.pid or 0)
-        died.job = next(iter(jobs), idle)
+        jobs = [job for job in self.list_jobs() if job.worker == worker.place]
+        died.job = next(iter(jobs), WorkerJob(worker.place, process.pid or 0))
         died.ending = ending
         return died
 

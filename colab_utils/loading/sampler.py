@@ -16,30 +16,6 @@ from torch.utils.data import Sampler
 
 from colab_utils.errors import ColabUtilsError
 
-_NUMBERS = ("seed", "shuffle", "images", "batch_size", "epoch", "batch")
-
-
-def check_state(state: Any, shards: int) -> None:
-    """Check a saved state of a loader (see `Loader.state_dict`) of a dataset of this many shards.
-
-    Raises:
-        ColabUtilsError: The state was changed.
-    """
-    is_sound = False
-    # These errors mean that a value is missing or has the wrong type, such as None in place of a
-    # list.
-    with suppress(TypeError, ValueError, KeyError):
-        joined = [*chain(*state["joined"])]
-        numbers = [*map(state.__getitem__, _NUMBERS), *joined, *chain(*state["earlier"])]
-        sizes = [state["batch_size"], *(batch_size for batch_size, _ in state["earlier"])]
-        are_numbers = all(type(number) is int and number >= 0 for number in numbers)
-        is_sound = are_numbers and all(sizes) and sorted(joined) in ([], [*range(shards)])
-    if not is_sound:
-        raise ColabUtilsError(
-            "The state is not one that Loader.state_dict returned, or it was changed. Leave it "
-            "out, and start a new epoch."
-        )
-
 
 @dataclass(eq=False, repr=False)
 class BatchSampler(Sampler[list[int]]):
@@ -101,9 +77,7 @@ class BatchSampler(Sampler[list[int]]):
         """Leave out the images that were delivered in batches of another size."""
         before = copy(self)
         before.batch_size = batch_size
-        # `islice` refuses a number above `sys.maxsize`.
-        seen = islice(before, min(batches, self.size))
-        images = np.fromiter(chain.from_iterable(seen), np.int64)
+        images = np.fromiter(chain.from_iterable(islice(before, batches)), np.int64)
         self.left = np.setdiff1d(self.left, images, assume_unique=True)
         self.earlier = [*self.earlier, [batch_size, batches]]
 
@@ -133,11 +107,6 @@ class BatchSampler(Sampler[list[int]]):
     def _draw(self) -> NDArray[np.int64]:
         with seed_random((self.seed or 0, self.epoch)):
             indices = list(self.sampler)
-        if not indices:
-            raise ColabUtilsError(
-                f"The sampler gives no index for epoch {self.epoch}. Give a sampler that begins "
-                "anew in each epoch, such as torch's samplers or a list of indices."
-            )
         return read_indices(indices, self.size, "The sampler")
 
     def _shuffle(self, indices: Any, *key: int) -> NDArray[np.int64]:
@@ -181,8 +150,8 @@ def read_indices(values: Any, images: int, owner: str) -> NDArray[np.int64]:
     if not is_sound or indices.min() < -images or indices.max() >= images:
         raise ColabUtilsError(
             f"{owner} does not give indices of the {images:,} images, but {values!s:.80}. Give one "
-            "whole number for each image, from 0 on. Of a mask of True and False, give "
-            "np.flatnonzero(mask)."
+            "whole number for each image, from 0 on, anew in each epoch. Of a mask of True and "
+            "False, give np.flatnonzero(mask)."
         )
     return indices.astype(np.int64) % images
 

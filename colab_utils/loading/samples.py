@@ -22,6 +22,14 @@ Target = dict[str, Any]
 """torchvision's target: boxes float32 [N, 4] (x0, y0, x1, y1 in pixels), labels int64 [N], masks
 uint8 [N, H, W], image_id int, area float32 [N], iscrowd int64 [N]."""
 
+Sample = tuple[Tensor, Target]
+"""An image, uint8 [3, H, W], and its target."""
+
+Bytes = NDArray[np.uint8]
+
+Tables = dict[str, NDArray[Any]]
+"""Arrays that belong together, by their names."""
+
 Transforms = Callable[..., Any]
 """A callable from (image, target) to (image, target), such as one of
 ``torchvision.transforms.v2``."""
@@ -30,32 +38,14 @@ Transforms = Callable[..., Any]
 class PackedSample(NamedTuple):
     """An image and its objects as they are sent to the training process."""
 
-    pixels: NDArray[np.uint8]
+    pixels: Bytes
     """uint8 [H, W, 3]: the image."""
-    bits: NDArray[np.uint8]
+    bits: Bytes
     """uint8 [bytes]: the bits of all masks, one mask after the other."""
-    tables: dict[str, NDArray[Any]]
-    """The tables of this image alone; see `PackedSamples.describe`."""
-
-
-class PackedSamples:
-    """Samples in memory, from which `write_batch` makes a batch."""
-
-    def __init__(self, samples: Sequence[PackedSample]) -> None:
-        self.samples = samples
-
-    def describe(self, indices: Sequence[int]) -> dict[str, NDArray[Any]]:
-        """Return the tables of these samples.
-
-        They are the tables of ``PackedBatch``, with two differences. Pixels and mask bits are
-        missing. ``mask_bytes``, int64 [T], the size of each mask, takes the place of the offsets.
-        """
-        tables = [self.samples[index].tables for index in indices]
-        return {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
-
-    def read_into(self, index: int, pixels: NDArray[np.uint8], bits: NDArray[np.uint8]) -> None:
-        """Write an image, uint8 [h, w, 3], and the bits of all its masks into these arrays."""
-        pixels[:], bits[:], _ = self.samples[index]
+    tables: Tables
+    """The tables of this image alone: those of ``PackedBatch``, but ``mask_bytes``, int64 [T], the
+    size of each mask, takes the place of the offsets.
+    """
 
 
 class BadSampleError(Exception):
@@ -93,7 +83,7 @@ def is_own(value: Any) -> bool:
     return type(value).__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
-class CocoSamples(Dataset[tuple[Tensor, Target]]):
+class CocoSamples(Dataset[Sample]):
     """The base class of `ShardDataset` and `CocoFolder`.
 
     It holds the labels, the ids and sizes of the images, and the annotations in COCO form. It reads
@@ -102,6 +92,7 @@ class CocoSamples(Dataset[tuple[Tensor, Target]]):
 
     image_ids: NDArray[np.int64]
     sizes: NDArray[np.int32]
+    counts: NDArray[np.int64]
     max_bad = 0
     """Number of bad images that a loader may leave out, each with a warning."""
     streams: int | str = 1
@@ -130,7 +121,7 @@ class CocoSamples(Dataset[tuple[Tensor, Target]]):
         names = {category["id"]: category["name"] for category in categories}
         ids = sorted(names)
         # Label 0 is torchvision's background. If an id is below 1, all categories are renumbered.
-        mapped = contiguous or (bool(ids) and ids[0] < 1)
+        mapped = contiguous or min(ids, default=1) < 1
         labels = range(1, len(ids) + 1) if mapped else ids
         self.category_ids: dict[int, int] = dict(zip(labels, ids, strict=True))
         self.class_names: dict[int, str] = {
@@ -138,20 +129,12 @@ class CocoSamples(Dataset[tuple[Tensor, Target]]):
         }
         self.num_classes = max(self.class_names, default=0) + 1
 
-    def _set_counts(self, counts: NDArray[np.int64]) -> None:
-        self.counts = counts
-        self.has_objects: NDArray[np.bool_] = counts > 0
-
     def __getstate__(self) -> dict[str, Any]:
         # Threads and locks cannot be pickled. The copy makes a reader of its own. The work that
         # brings shards belongs to the process that started it.
-        state = dict(vars(self))
-        state.pop("arrival", None)
-        state.pop("_reader", None)
-        state.pop("_reader_process", None)
-        return state
+        return {**vars(self), "arrival": None, "_reader": None}
 
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Target]]:
+    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
         """Return the samples of a batch. Their parts are read at the same time.
 
         PyTorch's ``DataLoader`` calls this for each batch.
@@ -230,8 +213,8 @@ class CocoSamples(Dataset[tuple[Tensor, Target]]):
     def writes_itself(self) -> bool:
         """Return whether the dataset writes its images into a batch without making samples.
 
-        Such a dataset has the methods ``describe`` and ``read_into`` of `PackedSamples`, and
-        nothing changes its samples.
+        Such a dataset has the methods ``describe`` and ``read_into`` of `ShardDataset`, and nothing
+        changes its samples.
         """
         return False
 
@@ -257,11 +240,9 @@ class CocoSamples(Dataset[tuple[Tensor, Target]]):
         return torch.from_numpy(np.ascontiguousarray(decode_pixels(data).transpose(2, 0, 1)))
 
     def _make_target(self, index: int, **parts: NDArray[Any]) -> Target:
-        parts["iscrowd"] = np.zeros(len(parts["labels"]), np.int64)
-        target: Target = {"image_id": int(self.image_ids[index])}
-        for key, part in parts.items():
-            target[key] = torch.from_numpy(part)
-        return target
+        parts["iscrowd"] = np.zeros_like(parts["labels"])
+        tensors = {key: torch.from_numpy(part) for key, part in parts.items()}
+        return {"image_id": int(self.image_ids[index]), **tensors}
 
     def name_image(self, index: int) -> str:
         """Return a name of an image for messages, without reading a file."""

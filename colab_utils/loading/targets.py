@@ -5,7 +5,7 @@
 
 import io
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -20,7 +20,7 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.sampler import seed_random
 from colab_utils.loading.samples import (
     PackedSample,
-    PackedSamples,
+    Tables,
     Target,
     blame_sample,
     is_own,
@@ -30,6 +30,7 @@ from colab_utils.loading.transforms import (
     describe_misfit,
     describe_part,
     is_plain,
+    require_pair,
     to_corners,
 )
 from colab_utils.processes import share_array
@@ -56,18 +57,17 @@ class SamplePacker:
         self,
         indices: Sequence[int],
         seed: Sequence[int],
+        at_work: NDArray[np.int64],
         *,
-        by_batch: bool = False,
-        is_own: bool = False,
-        begin: Callable[[int], object] = int,
-    ) -> PackedSamples:
+        by_batch: bool,
+        is_own: bool,
+    ) -> list[PackedSample]:
         """Read and pack samples, whose random numbers come from ``seed``.
 
-        By default, ``__getitem__`` reads the samples one after the other. With ``by_batch``, one
+        Without ``by_batch``, ``__getitem__`` reads the samples one after the other. With it, one
         call of ``__getitems__`` reads all of them. The images of a dataset that is not of this
         package (``is_own``) are copied, because it may write the next one into the same memory.
-        ``begin`` is called with the place of each sample in the batch, before the sample is
-        checked.
+        ``at_work`` gets the index of each sample before the sample is checked.
 
         Raises:
             BadSampleError: A sample cannot be loaded.
@@ -81,7 +81,7 @@ class SamplePacker:
                 with suppress(Exception):
                     batch = _list_samples(self._dataset.__getitems__(list(indices)), indices)
             for place, index in enumerate(indices):
-                begin(place)
+                at_work[0] = index
                 with blame_sample(place):
                     if batch:
                         sample = batch[place]
@@ -89,12 +89,13 @@ class SamplePacker:
                         [sample] = _list_samples(self._dataset.__getitems__([index]), [index])
                     else:
                         sample = self._dataset[index]
-                    packed = pack_target(*_require_pair(sample, index), index=index)
+                    pair = require_pair(sample, f"your dataset for sample {index}")
+                    packed = pack_target(*pair, index=index)
                     if not is_own:
                         self._warn_of_misfit(packed)
                         packed = packed._replace(pixels=packed.pixels.copy("K"))
                     samples.append(packed)
-        return PackedSamples(samples)
+        return samples
 
     def _warn_of_misfit(self, sample: PackedSample) -> None:
         """Warn once of a box and a mask that do not fit."""
@@ -105,16 +106,6 @@ class SamplePacker:
         if misfit:
             self._has_warned[0] = True
             warnings.warn(misfit, ColabUtilsWarning, stacklevel=2)
-
-
-def _require_pair(sample: Any, index: int) -> tuple[Any, Target]:
-    """Return a sample as an image and its target, and refuse anything else."""
-    if isinstance(sample, tuple | list) and len(sample) == 2 and isinstance(sample[1], dict):
-        return sample[0], sample[1]
-    raise ColabUtilsError(
-        "Expected (image, target) with a dict as target from your dataset for sample "
-        f"{index}, found {type(sample).__name__}. See torchvision's detection tutorial."
-    )
 
 
 def _list_samples(samples: Any, indices: Sequence[int]) -> list[Any]:
@@ -160,9 +151,9 @@ def pack_target(image: Tensor, target: Target, *, index: int = 0) -> PackedSampl
         target = {"labels": [], "boxes": [], "masks": []}
     parts = _read_parts(target, image.shape[1:], image_id)
     # The arrays are copied, because a dataset may write the next sample into the same memory.
-    boxes = torch.from_numpy(parts["boxes"]).to(torch.float32, copy=True)
-    labels = torch.from_numpy(parts["labels"]).to(torch.int64, copy=True)
-    check_objects(boxes, labels, image_id)
+    boxes = parts["boxes"].astype(np.float32)
+    labels = parts["labels"].astype(np.int64)
+    check_objects(torch.from_numpy(boxes), torch.from_numpy(labels), image_id)
     packed = pack_pixels(parts["masks"])
     for mask, (x0, y0, x1, y1) in zip(parts["masks"], packed.crops.tolist(), strict=True):
         _check_values(mask[y0:y1, x0:x1], image_id)
@@ -170,12 +161,12 @@ def pack_target(image: Tensor, target: Target, *, index: int = 0) -> PackedSampl
         parts["area"] = np.array([np.count_nonzero(mask) for mask in parts["masks"]])
     crowds = parts.get("iscrowd", np.zeros(len(labels)))
     _check_optional(parts["area"], crowds, image_id)
-    tables: dict[str, NDArray[Any]] = {
+    tables: Tables = {
         "sizes": np.array([image.shape[1:]], np.int32),
         "image_ids": np.array([image_id], np.int64),
         "counts": np.array([len(labels)], np.int64),
-        "boxes": boxes.numpy(),
-        "labels": labels.numpy(),
+        "boxes": boxes,
+        "labels": labels,
         "areas": parts["area"].astype(np.float32),
         "iscrowd": crowds.astype(np.int64),
         "crops": packed.crops,
@@ -196,12 +187,12 @@ def _read_image_id(target: Target, index: int) -> int:
     )
 
 
-def _read_parts(target: Target, size: Sequence[int], image_id: int) -> dict[str, NDArray[Any]]:
+def _read_parts(target: Target, size: Sequence[int], image_id: int) -> Tables:
     """Return the checked parts of a target, for an image of this height and width.
 
     An empty part means no objects, whatever its shape is.
     """
-    parts: dict[str, NDArray[Any]] = {}
+    parts: Tables = {}
     for key, kinds in _KINDS.items():
         value = target.get(key)
         if value is None and key in _OPTIONAL:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from colab_utils.data.masks import pack_pixels
 from colab_utils.errors import ColabUtilsError, describe_error
-from colab_utils.loading.samples import Target, Transforms
+from colab_utils.loading.samples import Sample, Target, Transforms
 
 # An image with values from 0 to 1 has no value above this, even after it was normalised.
 _LARGEST_SCALED = 16
@@ -33,8 +33,8 @@ def to_corners(boxes: Any) -> Any:
 
 def is_plain(value: Any) -> bool:
     """Return whether a value is a dense tensor on the CPU."""
-    is_dense = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
-    return is_dense and value.device.type == "cpu"
+    is_dense = isinstance(value, Tensor) and value.layout == torch.strided
+    return is_dense and value.is_cpu
 
 
 def describe_part(value: Any) -> str:
@@ -48,10 +48,18 @@ def describe_part(value: Any) -> str:
         return "nothing"
     if not isinstance(value, Tensor):
         return type(value).__name__
-    if value.is_nested:
-        return "a nested tensor"
     how = "" if is_plain(value) else f" ({value.layout}, {value.device})"
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{how}"
+
+
+def require_pair(sample: Any, owner: str) -> tuple[Any, Target]:
+    """Return a sample as an image and its target, and refuse anything else."""
+    if isinstance(sample, tuple | list) and len(sample) == 2 and isinstance(sample[1], dict):
+        return sample[0], sample[1]
+    raise ColabUtilsError(
+        f"Expected (image, target) with a dict as target from {owner}, found "
+        f"{type(sample).__name__}. See torchvision's detection tutorial."
+    )
 
 
 def check_objects(
@@ -92,9 +100,7 @@ def check_objects(
     raise ColabUtilsError(f"Image {image_id} has the {problem}")
 
 
-def apply_transforms(
-    transforms: Transforms, image: Tensor, target: Target
-) -> tuple[Tensor, Target]:
+def apply_transforms(transforms: Transforms, image: Tensor, target: Target) -> Sample:
     """Apply transforms to an image, uint8 [3, H, W], and its target.
 
     The transforms get tv_tensors, and the result has plain tensors. If they drop objects
@@ -119,8 +125,8 @@ def apply_transforms(
     """
     from torchvision import tv_tensors
 
-    height, width = image.shape[-2:]
-    boxes = tv_tensors.BoundingBoxes(target["boxes"], format="XYXY", canvas_size=(height, width))
+    size: Any = image.shape[-2:]
+    boxes = tv_tensors.BoundingBoxes(target["boxes"], format="XYXY", canvas_size=size)
     given = {**target, "boxes": boxes, "masks": tv_tensors.Mask(target["masks"])}
     try:
         pair = transforms(tv_tensors.Image(image), given)
@@ -130,13 +136,8 @@ def apply_transforms(
             "target), as those of torchvision.transforms.v2 are. Transforms of the image alone "
             "would leave its boxes and masks behind."
         ) from error
-    if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[1], dict):
-        raise ColabUtilsError(
-            f"Expected (image, target) from your transforms, found {type(pair).__name__}. "
-            "See torchvision.transforms.v2."
-        )
-    image = pair[0]
-    target = {"image_id": given["image_id"], **pair[1]}
+    image, target = require_pair(pair, "your transforms")
+    target = {"image_id": given["image_id"], **target}
     _check_result(image, target)
     for key, value in target.items():
         target[key] = to_corners(value).as_subclass(Tensor) if isinstance(value, Tensor) else value

@@ -2,7 +2,6 @@
 
 import gc
 import multiprocessing
-import shutil
 import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -12,6 +11,12 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.machine import count_oom_kills, find_free_memory
 from colab_utils.processes import end_with_parent, quiet_fork
 from colab_utils.units import format_bytes
+
+_BUS_ERROR = (
+    "There are two possible causes. A mapped file (a numpy memmap, an LMDB) became shorter or "
+    "could not be read: copy it to the local disk, and write a new version under another name. Or "
+    "/dev/shm was full: use a smaller batch."
+)
 
 
 def start_worker(serve: Callable[..., object], *arguments: Any) -> tuple[Any, Connection]:
@@ -51,6 +56,10 @@ class WorkerJob(NamedTuple):
     """Number of the batch in its epoch; None if it is not known."""
     indices: tuple[Any, ...] = ()
     """Indices of the batch's samples in the loader's dataset."""
+    buffer: int = 0
+    """Number of the shared buffer that the batch is written to."""
+    seed: tuple[int, ...] = ()
+    """Seed of all random numbers of the batch."""
 
 
 class WorkerDiedError(ColabUtilsError):
@@ -87,32 +96,18 @@ def explain_death(ending: str, oom_kills: int) -> str:
     """
     cure = "Your own code or a library ended it: load with workers=0 to see where."
     if "Bus error" in ending:
-        cure = _explain_bus_error()
+        cure = _BUS_ERROR
     if "Killed" in ending:
-        cure = _explain_kill(oom_kills)
+        free = format_bytes(find_free_memory())
+        reason = (
+            f"What killed it is not known. Now {free} of memory are free. The usual reason is too "
+            "little memory"
+        )
+        # The system has killed a process since the number was read.
+        if count_oom_kills() > oom_kills:
+            reason = "The system ended a process because memory ran out"
+        cure = (
+            f"{reason}: use fewer workers, a smaller prefetch or a smaller batch, and run the same "
+            "again."
+        )
     return f"A worker process ended ({ending}). {cure}"
-
-
-def _explain_kill(oom_kills: int) -> str:
-    """Say that memory ran out, if the system has killed a process for that since ``oom_kills`` was
-    read. If not, say that memory is the likely cause.
-    """
-    cure = "use fewer workers, a smaller prefetch or a smaller batch, and run the same again."
-    if count_oom_kills() > oom_kills:
-        return f"The system ended a process because memory ran out: {cure}"
-    free = format_bytes(find_free_memory())
-    return (
-        f"What killed it is not known. Now {free} of memory are free. The usual reason is too "
-        f"little memory: {cure}"
-    )
-
-
-def _explain_bus_error() -> str:
-    """Name the possible causes of a bus error."""
-    shm = format_bytes(shutil.disk_usage("/dev/shm").free)
-    return (
-        "There are two possible causes. A mapped file (a numpy memmap, an LMDB) became shorter or "
-        "could not be read: copy it to the local disk, and write a new version under "
-        "another name. Or /dev/shm was full: use a smaller batch. "
-        f"Now {shm} of /dev/shm are free."
-    )

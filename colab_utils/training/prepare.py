@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -158,7 +157,7 @@ def find_images(
                 f"{val_shards} has other category ids or names than {place}. Make both from "
                 "annotations with the same categories."
             )
-    rows = np.flatnonzero(dataset.has_objects)
+    rows = np.flatnonzero(dataset.counts)
     if not len(rows):
         raise ColabUtilsError(
             f"None of the {len(dataset)} images in {place} has objects. "
@@ -307,7 +306,7 @@ def plan_memory(
     )
 
 
-def _draw_black(index: int, pixels: NDArray[np.uint8], bits: NDArray[np.uint8]) -> None:
+def _draw_black(place: int, pixels: NDArray[np.uint8], bits: NDArray[np.uint8]) -> None:
     """Write a black image, with masks that fill their boxes."""
     pixels[:] = 0
     bits[:] = 0xFF
@@ -321,8 +320,9 @@ def _make_batch(dataset: ShardDataset | CocoFolder, indices: Sequence[int]) -> P
     if isinstance(dataset, CocoFolder):
         dataset.read_ahead(indices)
         return collate_packed([dataset.read_packed(index) for index in indices])
-    blank = SimpleNamespace(describe=dataset.describe, read_into=_draw_black)
-    shape, memory = write_batch(blank, indices, lambda size: np.empty(size, np.uint8))
+    shape, memory = write_batch(
+        dataset.describe(indices), _draw_black, lambda size: np.empty(size, np.uint8)
+    )
     return open_batch(torch.from_numpy(memory), shape)
 
 

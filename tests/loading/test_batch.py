@@ -304,11 +304,6 @@ def test_area_crowds_and_number_of_an_image_may_be_missing():
             "torch.sparse_csr.*dense",
         ),
         (
-            "masks",
-            lambda masks: torch.nested.nested_tensor(list(masks)),
-            "nested.*dense",
-        ),
-        (
             "area",
             lambda area: area * NOT_A_NUMBER,
             "area nan .* computed from the mask",
@@ -367,17 +362,6 @@ def test_boxes_that_name_their_format_become_corners(form):
     corners = tv_tensors.BoundingBoxes(target["boxes"], format="XYXY", canvas_size=(24, 31))
     boxes = functional.convert_bounding_box_format(corners, new_format=form)
     assert torch.allclose(pack([(image, target | {"boxes": boxes})]).boxes, corners, atol=1e-5)
-
-
-@pytest.mark.skipif(
-    "XYWHR" not in tv_tensors.BoundingBoxFormat.__members__,
-    reason="this torchvision knows no such boxes",
-)
-def test_boxes_that_stand_at_an_angle_are_refused():
-    image, target = make_sample(0)
-    rotated = tv_tensors.BoundingBoxes(torch.ones(3, 5), format="XYWHR", canvas_size=(24, 31))
-    with pytest.raises(ColabUtilsError, match="boxes of float32"):
-        pack_target(image, target | {"boxes": rotated})
 
 
 def test_a_packed_batch_is_no_pair():

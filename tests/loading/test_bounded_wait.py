@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-import torch
 
 from colab_utils import files
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
@@ -146,19 +145,6 @@ def test_several_that_never_come_are_left_out(tmp_path, make, samples, workers):
     assert sorted(ids) == leave_out(*samples)
     assert sorted(index for index, _ in loader.bad) == sorted(samples)
     assert samples <= set(list_late(loader))
-
-
-def test_random_numbers_are_those_of_a_run_without_a_late_batch(tmp_path, make):
-    class Noisy(Numbers):
-        def __getitem__(self, index):
-            image, target = super().__getitem__(index)
-            return image + np.random.randint(100), target
-
-    hang = Hang(tmp_path, {5}, **ONCE)
-    late = make(Noisy(SIZE, hang))
-    plain = make(Noisy(SIZE), max_wait_s=None, workers=0)
-    for batch, expected in zip(late, plain, strict=True):
-        assert torch.equal(batch.pixels, expected.pixels)
 
 
 def test_slow_samples_of_a_batch_are_not_given_up_as_if_they_hung(make):

@@ -26,7 +26,6 @@ from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
 from colab_utils.shards.lock import lock_here
 from colab_utils.slow_drive import DriveProfile, slow_down
-from tests.file_server import FileServer
 from tests.snapshots import snapshot
 from tests.stress.kill_copy_images import count_rounds
 from tests.stress.kill_preprocess import Kills
@@ -234,16 +233,6 @@ def test_a_disk_that_gets_full_is_one_line_and_leaves_whole_files(source, ssd, m
     assert len(tree) == 3
     assert tree.items() <= snapshot(source).items()
     assert copy_images(source, ssd).skipped_files == 3
-
-
-def test_a_web_server_gives_the_files_that_a_json_names(source, ssd, tmp_path):
-    annotations = write_json(tmp_path / "names.json", ["a/b/2.jpg", "0.jpg", "9.jpg"])
-    with FileServer(source, tmp_path / "faults.json") as server:
-        report = copy_images(server.url, ssd, annotations=annotations)
-        with pytest.raises(ColabUtilsError, match=r"cannot be listed|no file to copy"):
-            copy_images(server.url, tmp_path / "other")
-    assert {*snapshot(ssd)} == {"a/b/2.jpg", "0.jpg"}
-    assert [entry.file_name for entry in report.missing] == ["9.jpg"]
 
 
 @pytest.mark.parametrize("name", ["", "a", "new/deep"])

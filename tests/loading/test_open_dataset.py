@@ -169,22 +169,6 @@ def test_drive_gets_arrays_then_tars_then_the_index(open_tiny, places, monkeypat
     assert all((folder / "index.json").exists() for folder in places.values())
 
 
-def test_small_shards_come_first_and_are_those_of_write_shards(
-    open_tiny, tiny_dataset, places, tmp_path, monkeypatch
-):
-    # The ramp begins at a size that few small images fill.
-    monkeypatch.setattr(plan, "_FIRST_SHARDS_MB", (0.02, 0.04))
-    folder = tmp_path / "written"
-    data = tiny_dataset.images, tiny_dataset.annotations
-    write_shards(*data, shards=folder, shard_mb=0.06, workers=1)
-    dataset = open_tiny(shard_mb=0.06)
-    assert dataset.windows[:2] == [[0], [1]]
-    images = np.bincount(dataset.shard_of)
-    assert images[0] < images[1] < images[2]
-    dataset.wait()
-    assert read_files(places["drive"]) == read_files(folder)
-
-
 def call_before_writing(monkeypatch, call):
     """Call a function with the path of each file of a shard before it is written."""
     write_file = files.write_file

@@ -5,14 +5,13 @@ stock DataLoader, and ahead of a batch.
 import shutil
 import threading
 
-import numpy as np
 import pytest
 from torch.utils.data import DataLoader, Subset
 from torchvision.transforms import v2
 
 from colab_utils import files
 from colab_utils.data.coco import write_subset
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.write import write_shards
@@ -229,16 +228,6 @@ def test_a_pass_that_was_broken_off_leaves_nothing_to_the_next(make, dataset, wo
     for loader in loaders:
         next(iter(loader))
     assert read_orders(loaders[0]) == read_orders(loaders[1])
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_missing_file_is_left_out_as_without_reading_ahead(make, few, workers):
-    copy = CocoFolder(*few)
-    copy.find_path(2).unlink()
-    loader = make(copy, workers=workers, max_bad=1, streams=8)
-    with pytest.warns(ColabUtilsWarning, match="left out"):
-        [ids] = read_orders(loader, passes=1)
-    assert sorted(ids) == sorted(np.delete(copy.image_ids, 2).tolist())
 
 
 def test_a_damaged_piece_that_was_read_ahead_is_named(near_and_far):

@@ -7,7 +7,7 @@ from colab_utils.machine import count_oom_kills
 def test_a_bus_error_is_explained_by_its_two_causes():
     message = explain_death(describe_exit(-7), 0)
     assert "A mapped file (a numpy memmap, an LMDB) became shorter" in message
-    assert "of /dev/shm are free" in message
+    assert "/dev/shm was full" in message
     assert "memory ran out" not in message
 
 
