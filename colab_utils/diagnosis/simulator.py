@@ -5,7 +5,7 @@
 
 import math
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any, NamedTuple
@@ -188,28 +188,20 @@ def simulate(
         >>> print(simulate(workers=1, streams=8, read_s=0.4, step_s=0.1, seconds=10))
         96 batches in 10 s with 1 workers: the step worked 96% of the time and waited 4%
     """
-    require_count("workers", workers, minimum=0)
-    require_count("seed", seed, minimum=0)
-    counts = {"prefetch": prefetch, "batch_size": batch_size, "streams": streams}
-    for name, number in counts.items():
-        require_count(name, number)
-    amounts = {
-        "load_s": load_s,
-        "step_s": step_s,
-        "load_cv": load_cv,
-        "step_cv": step_cv,
-        "work_s": work_s,
-        "handoff_s": handoff_s,
-    }
-    for name, amount in {**amounts, "seconds": seconds}.items():
-        require_number(name, amount, minimum=0, below=math.inf)
+    settings = dict(locals())
+    for name in ("workers", "seed"):
+        require_count(name, settings[name], minimum=0)
+    for name in ("prefetch", "batch_size", "streams"):
+        require_count(name, settings[name])
+    for name in ("step_s", "load_s", "load_cv", "step_cv", "work_s", "handoff_s", "seconds"):
+        require_number(name, settings[name], minimum=0, below=math.inf)
     require_number("cores", cores, above=0)
     reads = tuple(np.atleast_1d(read_s).tolist())
     for read in reads or (None,):
         require_number("read_s", read, minimum=0, below=math.inf)
-    settings: dict[str, Any] = {**counts, **amounts, "cores": cores, "in_order": in_order}
-    read_ahead = AHEAD_IMAGES if workers else streams
-    loop = Loop(workers, read_s=reads, read_ahead=read_ahead, **settings)
+    del settings["seconds"], settings["seed"]
+    settings.update(read_s=reads, read_ahead=AHEAD_IMAGES if workers else streams)
+    loop = Loop(**settings)
     # In a batch of so many seconds, each worker or stream may load one.
     least_s = max(step_s, (load_s + max(reads) + work_s) / max(1, workers * streams))
     if not 0 < seconds <= least_s * _MAX_BATCHES:
@@ -258,7 +250,8 @@ def _make_trace(spans: list[_Span], seconds: float) -> Trace:
     return Trace(batch[:count].astype(np.int64), start_s[:count], ends_s[:count])
 
 
-# A process yields what it waits for: an activity, or a queue. It is sent what the queue gives.
+# A process yields what it waits for: an activity, or the name of a queue. It is sent what the queue
+# gives.
 _Process = Generator[Any, Any, None]
 
 
@@ -273,33 +266,30 @@ class _Activity:
     process: Any = None
 
 
-class _Queue:
-    """Items that processes take, the first come first."""
-
-    def __init__(self) -> None:
-        self.items: deque[Any] = deque()
-        self.takers: deque[_Process] = deque()
-
-
 class _Clock:
-    """Simulated time, and the cores that processes share in it."""
+    """Simulated time, the cores that processes share in it, and queues of items that they take, the
+    first come first.
+    """
 
     def __init__(self, cores: float) -> None:
         self.now_s = 0.0
         self._cores = cores
         self._active: list[_Activity] = []
         self._ready: deque[tuple[_Process, Any]] = deque()
+        # By the name of a queue, its items, or the processes that wait for an item.
+        self._items: dict[Any, deque[Any]] = {}
+        self._takers: dict[Any, deque[_Process]] = {}
 
     def start(self, process: _Process, item: Any = None) -> None:
         """Let a process begin or go on."""
         self._ready.append((process, item))
 
-    def put(self, queue: _Queue, item: Any) -> None:
+    def put(self, queue: Any, item: Any) -> None:
         """Put an item into a queue, or give it to the process that waits for it."""
-        if queue.takers:
-            self.start(queue.takers.popleft(), item)
+        if queue in self._takers:
+            self.start(_pop(self._takers, queue), item)
         else:
-            queue.items.append(item)
+            self._items.setdefault(queue, deque()).append(item)
 
     def advance(self, until_s: float) -> bool:
         """Let all processes go on that can, then go to the next event. Return whether there is one
@@ -323,10 +313,10 @@ class _Clock:
             wanted.process = process
             self._active.append(wanted)
             self._share_cores()
-        elif wanted.items:
-            self.start(process, wanted.items.popleft())
+        elif wanted in self._items:
+            self.start(process, _pop(self._items, wanted))
         else:
-            wanted.takers.append(process)
+            self._takers.setdefault(wanted, deque()).append(process)
 
     def _share_cores(self) -> None:
         """Give work its share of the cores. If they are short, work that wants little gets it, and
@@ -344,6 +334,14 @@ class _Clock:
                 activity.speed = speed
 
 
+def _pop(queues: dict[Any, deque[Any]], name: Any) -> Any:
+    """Return what came first into a queue, and forget a queue with nothing left."""
+    first = queues[name].popleft()
+    if not queues[name]:
+        del queues[name]
+    return first
+
+
 def _draw_times(mean_s: float, cv: float, seed: list[int]) -> list[float]:
     """Return lognormal times with this mean and coefficient of variation."""
     if not cv:
@@ -356,6 +354,11 @@ def _draw_times(mean_s: float, cv: float, seed: list[int]) -> list[float]:
 
 class _Run(_Clock):
     """The processes of one simulated loop, and what they did.
+
+    Their queues are, for each worker, the batches that it is "asked" for, those that it has
+    "loaded", and not handed over, and the images that its streams must read, "unread"; each "image"
+    that was read; and each "batch" that can be taken. If the next worker that is free begins, or
+    the step takes what comes first, one queue serves for all: its name has None for the number.
 
     Attributes:
         loads: The spans of the batches of each worker.
@@ -376,22 +379,17 @@ class _Run(_Clock):
         self._read_s = np.random.default_rng([seed, 2]).permuted(rounds, axis=1).ravel().tolist()
         # The time from which the link is free.
         self._link_s = 0.0
-        # Batches that each worker is asked for. In any order, the next worker that is free begins.
-        anyone = _Queue()
-        self._asked = [_Queue() if loop.in_order else anyone for _ in lanes]
-        self._number = 0
-        # Images of each worker that its streams must read, and the images that are on their way.
-        self._unread = [_Queue() for _ in lanes]
-        self._places = [count() for _ in lanes]
-        self._coming: dict[int, _Queue] = {}
-        # Without workers, a batch in any order takes the images that come first.
-        self._anything = None if loop.in_order or loop.workers else _Queue()
-        # Batches that each worker has loaded, and not handed over.
-        self._loaded = [_Queue() for _ in lanes]
-        # Batches that can be taken, and those that come after a batch that is not ready.
-        self._line = _Queue()
-        self._early: set[int] = set()
-        self._due = 0
+        # Number of batches that were asked for.
+        self._asked = 0
+        # The images of each worker: those that no stream must read yet, and those that it loads.
+        self._unplanned = [*map(self._list_images, lanes)]
+        self._unloaded = [*map(self._list_images, lanes)]
+
+    def _list_images(self, lane: int) -> Iterator[int]:
+        """Yield the images of a worker, batch after batch."""
+        size = self._loop.batch_size
+        for first in count(lane * size, len(self.loads) * size):
+            yield from range(first, first + size)
 
     def play(self, seconds: float, batches: float = math.inf) -> None:
         """Run the loop for so many seconds, or until so many steps have ended."""
@@ -400,7 +398,7 @@ class _Run(_Clock):
         for lane in range(loop.workers):
             self.start(self._work(lane))
             self.start(self._hand_over(lane))
-        for lane in range(max(1, loop.workers) if loop.streams > 1 else 0):
+        for lane in range(len(self.loads) if loop.streams > 1 else 0):
             self._plan(lane, loop.read_ahead)
             for _ in range(loop.streams):
                 self.start(self._stream(lane))
@@ -415,7 +413,7 @@ class _Run(_Clock):
         for number in count():
             batch = number
             if loop.workers:
-                batch = yield self._line
+                batch = yield "batch", number if loop.in_order else None
                 self._ask(1, epoch_end)
             else:
                 yield from self._load(0, batch)
@@ -432,68 +430,63 @@ class _Run(_Clock):
 
     def _ask(self, number: int, epoch_end: float) -> None:
         """Ask the workers for the next batches of the epoch, in turns."""
-        for _ in range(number):
-            if self._number < epoch_end:
-                self.put(self._asked[self._number % self._loop.workers], self._number)
-                self._number += 1
+        for batch in range(self._asked, int(min(self._asked + number, epoch_end))):
+            lane = batch % self._loop.workers if self._loop.in_order else None
+            self.put(("asked", lane), batch)
+            self._asked += 1
 
     def _work(self, lane: int) -> _Process:
         """Load the batches that a worker is asked for."""
         while True:
-            batch = yield self._asked[lane]
+            batch = yield "asked", lane if self._loop.in_order else None
             yield from self._load(lane, batch)
-            self.put(self._loaded[lane], batch)
+            self.put(("loaded", lane), batch)
 
     def _hand_over(self, lane: int) -> _Process:
         """Hand over the batches of a worker, in a thread beside its work."""
         while True:
-            batch = yield self._loaded[lane]
+            batch = yield "loaded", lane
             if self._loop.handoff_s:
                 yield _Activity(self._loop.handoff_s, 1.0)
-            if not self._loop.in_order:
-                self._due = batch
-            self._early.add(batch)
-            while self._due in self._early:
-                self._early.remove(self._due)
-                self.put(self._line, self._due)
-                self._due += 1
+            self.put(("batch", batch if self._loop.in_order else None), batch)
 
     def _load(self, lane: int, batch: int) -> _Process:
         """Wait for a batch, read and work on its images."""
         loop = self._loop
-        spans = self.loads[lane]
-        first = (len(spans) * len(self.loads) + lane) * loop.batch_size
         span = [batch, self.now_s, math.inf]
-        spans.append(span)
+        self.loads[lane].append(span)
         if loop.load_s:
             yield _Activity(self._load_s[batch % _TIMES])
         if loop.streams > 1:
             self._plan(lane, loop.batch_size)
-        for image in range(first, first + loop.batch_size):
+        for image in islice(self._unloaded[lane], loop.batch_size):
             if loop.streams > 1:
-                yield self._coming.pop(image)
+                yield self._name_image(image)
             else:
                 yield from self._read(image)
             if loop.work_s and (loop.streams == 1 or loop.workers):
                 yield _Activity(loop.work_s, 1.0)
         span[2] = self.now_s
 
+    def _name_image(self, image: int) -> tuple[str, int | None]:
+        """Return the queue into which an image comes. Without workers, a batch in any order takes
+        the images that come first.
+        """
+        return "image", image if self._loop.in_order or self._loop.workers else None
+
     def _plan(self, lane: int, number: int) -> None:
         """Let the streams of a worker read its next images."""
-        size = self._loop.batch_size
-        for place in islice(self._places[lane], number):
-            image = (place // size * len(self.loads) + lane) * size + place % size
-            self._coming[image] = self._anything or _Queue()
-            self.put(self._unread[lane], (image, self._coming[image]))
+        for image in islice(self._unplanned[lane], number):
+            self.put(("unread", lane), image)
 
     def _stream(self, lane: int) -> _Process:
         """Read one file after the other. The threads of a loop without workers work on them."""
         while True:
-            image, coming = yield self._unread[lane]
+            image = yield "unread", lane
             yield from self._read(image)
             if self._loop.work_s and not self._loop.workers:
                 yield _Activity(self._loop.work_s, 1.0)
-            self.put(coming, image)
+            self.put(self._name_image(image), image)
 
     def _read(self, image: int) -> _Process:
         """Read a file. It comes when it is served, and when the link has brought it."""
