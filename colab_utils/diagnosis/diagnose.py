@@ -205,7 +205,7 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
         _keep_batch(kept, number, batch)
 
     with show_progress("diagnose: your loop", unit="batch") as bar:
-        now = time_batches(
+        loop = time_batches(
             watched,
             step,
             batches=500,
@@ -216,52 +216,50 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
             on_batch=on_batch,
         )
     summary = watched.summary()
-    cached = now
+    cached = loop
     slower = 1.0
-    ceiling = now.images_per_second
+    ceiling = inf
     if step is not None:
         cached = time_batches(
             [*kept.values()], step, batches=100, warmup=1, max_s=_STEP_SHARE * seconds
         )
-        slower = _find_slowdown(now, cached, summary.lost_share)
-        ceiling = slower * now.images / sum(now.step_s)
-    timed = time_stages(loader, images=now.batch_size, seconds=_STAGES_SHARE * seconds)
+        slower = _find_slowdown(loop, cached, summary.lost_share)
+        ceiling = slower * loop.images / sum(loop.step_s)
     kept.clear()
-
-    loading = [*timed.stages.values()]
-    name = _name_step(step)
-    waits = step is None or ceiling >= _FINE_HEADSPACE * now.images_per_second
+    now = Situation(
+        loader=loader,
+        step=step,
+        loop=loop,
+        cached=cached,
+        timed=time_stages(loader, images=loop.batch_size, seconds=_STAGES_SHARE * seconds),
+        seconds=seconds,
+        verify=verify,
+        ceiling=ceiling,
+        slower=slower,
+        restart_s=_find_restart(watched._record),
+    )
+    loading = [*now.timed.stages.values()]
+    headspace = ceiling / loop.images_per_second
+    waits = headspace >= _FINE_HEADSPACE
     fixes = []
     if waits and isinstance(loader, Loader | DataLoader):
-        fixes = find_fixes(
-            Situation(
-                loader=loader,
-                step=step,
-                loop=now,
-                cached=cached,
-                timed=timed,
-                seconds=seconds,
-                verify=verify,
-                ceiling=ceiling if step is not None else inf,
-                restart_s=_find_restart(watched._record),
-            )
-        )
+        fixes = find_fixes(now)
     causes = refine_causes(summary.causes, loading, waits=waits)
-    verdict = [describe_verdict(now, ceiling, slower, loading, fixes, name)]
+    verdict = [describe_verdict(now, fixes)]
     for cause in causes:
         if cause.id in ("memory", "other_programs"):
             verdict.append(f"{cause.why} {cause.next}")
-    if timed.unseen:
-        verdict.append(f"The stages of a sample could not be timed: {timed.unseen}")
+    if now.timed.unseen:
+        verdict.append(f"The stages of a sample could not be timed: {now.timed.unseen}")
     return Diagnosis(
         verdict=" ".join(verdict),
-        headspace=ceiling / now.images_per_second,
-        images_per_second=now.images_per_second,
-        stall_share=now.wait_share,
-        stages=(*loading, *_list_loop_stages(now, step)),
+        headspace=1.0 if step is None else headspace,
+        images_per_second=loop.images_per_second,
+        stall_share=loop.wait_share,
+        stages=(*loading, *_list_loop_stages(loop, step)),
         fixes=tuple(fixes),
-        confidence=_describe_confidence(now, fixes),
-        step=name,
+        confidence=_describe_confidence(loop, fixes),
+        step=_name_step(step),
         causes=tuple(causes),
     )
 
@@ -324,59 +322,48 @@ def _name_step(step: Any) -> str:
     return str(step) if getattr(step, "emulated", False) else "real"
 
 
-def _list_loop_stages(now: BatchTimes, step: Any) -> list[Stage]:
+def _list_loop_stages(loop: BatchTimes, step: Any) -> list[Stage]:
     """Return *wait* and *step* as stages. The CPU time of *wait* is that of all loading."""
-    image_ms = 1000 / now.batch_size
-    stages = [Stage.from_calls("wait", np.multiply(now.wait_s, image_ms), now.cpu_ms_per_image)]
+    parts = {"wait": (loop.wait_s, max(0.0, loop.cpu_s - loop.step_cpu_s))}
     if step is not None:
-        cpu_ms = now.step_cpu_s / now.images * 1000
-        stages.append(Stage.from_calls("step", np.multiply(now.step_s, image_ms), cpu_ms))
-    return stages
+        parts["step"] = (loop.step_s, loop.step_cpu_s)
+    count = len(loop.wait_s)
+    return [
+        Stage.from_calls(name, [(s, cpu_s / count) for s in wall_s], loop.images / count)
+        for name, (wall_s, cpu_s) in parts.items()
+    ]
 
 
-def describe_verdict(
-    now: BatchTimes,
-    ceiling: float,
-    slower: float,
-    stages: Sequence[Stage],
-    fixes: Sequence[Fix],
-    step: str,
-) -> str:
-    """Return the verdict: a few short sentences with numbers, and how sure these are.
-
-    Args:
-        now: Times of the loop.
-        ceiling: Rate if loading took no time, images per second.
-        slower: Factor by which the step takes longer because loading keeps the cores busy.
-        stages: Stages of loading.
-        fixes: Fixes that were tried, the best first.
-        step: Name of the step.
+def describe_verdict(now: Situation, fixes: Sequence[Fix]) -> str:
+    """Return the verdict: a few short sentences with numbers, and how sure these are. The fixes are
+    sorted, the best first.
     """
-    rate = now.images_per_second
-    headspace = ceiling / rate
-    sure = f"(confidence {_describe_confidence(now, fixes)})"
+    rate = now.loop.images_per_second
+    headspace = now.ceiling / rate
+    sure = f"(confidence {_describe_confidence(now.loop, fixes)})"
     part = ""
-    if stages:
-        largest = max(stages, key=lambda stage: stage.mean_ms)
+    if now.timed.stages:
+        largest = max(now.timed.stages.values(), key=lambda stage: stage.mean_ms)
         part = (
             f" In loading, the largest stage is {largest.name}: {largest.mean_ms:.1f} ms an image."
         )
-    if step == "none":
+    if now.step is None:
         return (
             f"The loader alone gives {rate:.1f} images/s {sure}.{part} Without a step, it is "
             "not known whether training waits for the loader: pass your step, or an EmulatedStep."
         )
     rates = (
-        f"{rate:.1f} images/s now, {ceiling:.1f} if loading took no time, headspace "
-        f"{headspace:.2f}, {step} step {sure}"
+        f"{rate:.1f} images/s now, {now.ceiling:.1f} if loading took no time, headspace "
+        f"{headspace:.2f}, {_name_step(now.step)} step {sure}"
     )
     if headspace < _FINE_HEADSPACE:
         return f"Your loader is fine, stop here: {rates}."
-    verdict = f"Training waits {now.wait_share:.0%} of its time: {rates}."
+    verdict = f"Training waits {now.loop.wait_share:.0%} of its time: {rates}."
     # A step that lacks cores does not wait for a batch, but it costs time all the same.
-    if slower > 1.2:
+    if now.slower > 1.2:
         verdict += (
-            f" It lacks CPU: beside the loader, the step takes {slower:.1f} times as long as alone."
+            f" It lacks CPU: beside the loader, the step takes {now.slower:.1f} times as long as "
+            "alone."
         )
     verdict += part
     if fixes and fixes[0].is_gain:

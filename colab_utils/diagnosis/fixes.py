@@ -172,7 +172,11 @@ class Situation:
     verify: bool = False
     """Whether to try each fix, with your own step."""
     ceiling: float = inf
-    """Images per second if loading took no time. No fix can give more."""
+    """Images per second if loading took no time. No fix can give more. Without a step, it is
+    infinite.
+    """
+    slower: float = 1.0
+    """Factor by which the step takes longer because loading keeps the cores busy."""
     restart_s: float = 0.0
     """Seconds that the loop waits when workers start again; 0 if they stay."""
 

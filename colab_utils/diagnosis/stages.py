@@ -1,14 +1,13 @@
 """Each stage of loading, timed alone: what it takes per image, in wall time and in CPU time."""
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice, repeat
+from itertools import chain, repeat
 from math import inf
-from statistics import fmean, median
+from statistics import fmean
 from time import perf_counter, thread_time
 from typing import Any, NamedTuple
 
@@ -38,6 +37,10 @@ _LONGER = 2.0
 _TIMEOUT_S = 60.0
 
 
+Calls = list[tuple[float, float]]
+"""The seconds of each call: of the wall clock, and of the CPU."""
+
+
 @dataclass(frozen=True)
 class Stage:
     """Time that one stage of loading, or of training, takes **per image**, in milliseconds."""
@@ -53,12 +56,11 @@ class Stage:
     """Mean wall time. It decides how many images the stage can handle in a second."""
 
     @classmethod
-    def from_calls(
-        cls, name: str, wall_ms: Sequence[float] | NDArray[np.float64], cpu_ms: float
-    ) -> "Stage":
-        """Make a stage from the wall times of its calls and their mean CPU time, in ms."""
+    def from_calls(cls, name: str, calls: Calls, images: float = 1) -> "Stage":
+        """Make a stage from its calls, each of which handles so many images."""
+        wall_ms, cpu_ms = np.transpose(calls) * 1000 / images
         median, p95 = np.percentile(wall_ms, (50, 95)).tolist()
-        return cls(name, median, p95, cpu_ms, float(np.mean(wall_ms)))
+        return cls(name, median, p95, float(cpu_ms.mean()), float(wall_ms.mean()))
 
     def __str__(self) -> str:
         return (
@@ -67,32 +69,20 @@ class Stage:
         )
 
 
-def time_calls(
-    name: str,
-    call: Callable[[Any], Any],
-    arguments: Iterable[Any],
-    *,
-    max_s: float,
-    images: float = 1,
-) -> Stage:
-    """Time ``call(argument)`` for each argument, in this thread, for about ``max_s`` seconds.
-
-    There must be one argument at least. A call handles ``images`` images, and the times of the
-    stage are per image.
+def time_calls(call: Callable[[Any], Any], arguments: Iterable[Any], *, max_s: float) -> Calls:
+    """Time ``call(argument)`` for each argument, in this thread, for about ``max_s`` seconds, and
+    at least once, if there is an argument.
     """
-    wall_ms = []
-    began_s = perf_counter()
-    cpu_began_s = thread_time()
+    calls = []
+    end_s = perf_counter() + max_s
     for argument in arguments:
-        call_began_s = perf_counter()
+        began_s = perf_counter()
+        cpu_began_s = thread_time()
         call(argument)
-        ended_s = perf_counter()
-        wall_ms.append((ended_s - call_began_s) * 1000 / images)
-        if ended_s - began_s > max_s:
+        calls.append((perf_counter() - began_s, thread_time() - cpu_began_s))
+        if perf_counter() > end_s:
             break
-    return Stage.from_calls(
-        name, wall_ms, (thread_time() - cpu_began_s) / len(wall_ms) / images * 1000
-    )
+    return calls
 
 
 class LoadingStages(NamedTuple):
@@ -120,44 +110,34 @@ def time_reads(
 
     The times of reads are those of as many at once as still leave single reads as they are.
     """
-    left = deque(indices)
+    # Threads share this iterator.
+    left = iter(indices)
     contents: dict[int, bytes] = {}
-    cpu_s: list[float] = []
 
-    def read_on(end_s: float) -> list[float]:
-        read_s: list[float] = []
-        while left and (perf_counter() < end_s or not read_s):
-            # Another thread may take the last one.
-            with suppress(IndexError):
-                index = left.popleft()
-                began_s = perf_counter()
-                cpu_began_s = thread_time()
-                contents[index] = read(index)
-                cpu_s.append(thread_time() - cpu_began_s)
-                read_s.append(perf_counter() - began_s)
-        return read_s
+    def keep(index: int) -> None:
+        contents[index] = read(index)
 
-    with ThreadPoolExecutor(_FEW + _MANY) as pool:
-        end_s = perf_counter() + 0.4 * seconds
-        few = [pool.submit(read_on, end_s) for _ in range(_FEW)]
-        # The slowest of them change no median. They end beside the many.
-        for _ in islice(as_completed(few), _FEW // 2):
-            pass
-        began_s = perf_counter()
-        many = pool.map(read_on, [began_s + 0.6 * seconds] * _MANY)
-        many_s = [*chain.from_iterable(many)]
-        many_per_s = len(many_s) / (perf_counter() - began_s)
-        few_s = [*chain.from_iterable(future.result() for future in few)]
+    def read_together(count: int, max_s: float) -> Calls:
+        with ThreadPoolExecutor(count) as pool:
+            threads = [pool.submit(time_calls, keep, left, max_s=max_s) for _ in range(count)]
+        return [*chain.from_iterable(thread.result() for thread in threads)]
+
+    calls = read_together(_FEW, 0.4 * seconds)
+    began_s = perf_counter()
+    many = read_together(_MANY, 0.6 * seconds)
     files_per_s = inf
-    if many_s and median(many_s) > _LONGER * median(few_s):
-        files_per_s = many_per_s
-        many_s = []
-    read_s = (*few_s, *many_s)
-    stage = Stage.from_calls("read", np.multiply(read_s, 1000), 1000 * fmean(cpu_s))
-    file_bytes = fmean(map(len, contents.values()))
-    return LoadingStages(
-        {"read": stage}, [*contents], "", read_s, files_per_s, file_bytes
-    ), contents
+    if many and np.median(many, 0)[0] > _LONGER * np.median(calls, 0)[0]:
+        files_per_s = len(many) / (perf_counter() - began_s)
+    else:
+        calls += many
+    timed = LoadingStages(
+        {"read": Stage.from_calls("read", calls)},
+        [*contents],
+        read_s=tuple(wall_s for wall_s, _ in calls),
+        files_per_s=files_per_s,
+        file_bytes=fmean(map(len, contents.values())),
+    )
+    return timed, contents
 
 
 def time_stages(loader: Any, *, images: int, seconds: float) -> LoadingStages:
@@ -218,9 +198,8 @@ def _time_in_worker(
         samples = load_samples(dataset, timed.indices[:images])
         # The loader may put together only what fits together, such as samples of one size.
         with suppress(Exception):
-            timed.stages["collate"] = time_calls(
-                "collate", collate, repeat(samples, 50), max_s=seconds / 8, images=images
-            )
+            calls = time_calls(collate, repeat(samples, 50), max_s=seconds / 8)
+            timed.stages["collate"] = Stage.from_calls("collate", calls, images)
     return timed
 
 
@@ -246,7 +225,8 @@ def time_dataset_stages(
     few = choose_images(dataset.sizes, timed.indices)
     for name, call in (("decode", dataset.load_image), ("masks", load_masks)):
         call(few[0])
-        timed.stages[name] = time_calls(name, call, few, max_s=seconds / 8)
+        calls = time_calls(call, few, max_s=seconds / 8)
+        timed.stages[name] = Stage.from_calls(name, calls)
     return timed._replace(indices=few)
 
 
@@ -260,10 +240,10 @@ def choose_images(sizes: NDArray[np.int64], indices: Sequence[int]) -> list[int]
         >>> choose_images(np.array([[5, 5], [9, 9], [2, 2]]), [0, 1])
         [0, 1]
     """
-    by_pixels = sorted(indices, key=lambda index: int(sizes[index].prod()))
+    by_pixels = np.argsort(sizes[[*indices]].prod(1), kind="stable")
     count = min(SAMPLED_IMAGES, len(indices))
     places = np.linspace(0, len(indices), 2 * count + 1)[1::2].astype(int)
-    return [by_pixels[place] for place in np.random.default_rng(0).permutation(places)]
+    return [indices[place] for place in np.random.default_rng(0).permutation(by_pixels[places])]
 
 
 def load_samples(dataset: Any, indices: Sequence[int]) -> list[Any]:
@@ -286,15 +266,10 @@ def time_samples(
     samples at once.
     """
     count = min(images, len(indices)) if hasattr(dataset, "__getitems__") else 1
-    waits_s: list[float] = []
-
-    def load(first: int) -> None:
-        began_s = perf_counter()
-        cpu_began_s = thread_time()
-        load_samples(dataset, indices[first : first + count])
-        wait_s = perf_counter() - began_s - (thread_time() - cpu_began_s)
-        waits_s.append(max(0.0, wait_s) / count)
-
-    firsts = range(0, len(indices) - count + 1, count)
-    whole = time_calls("sample", load, firsts, max_s=seconds, images=count)
-    return LoadingStages({"sample": whole}, indices, read_s=tuple(waits_s))
+    parts = [indices[first : first + count] for first in range(0, len(indices) - count + 1, count)]
+    calls = time_calls(partial(load_samples, dataset), parts, max_s=seconds)
+    return LoadingStages(
+        {"sample": Stage.from_calls("sample", calls, count)},
+        indices,
+        read_s=tuple(max(0.0, wall_s - cpu_s) / count for wall_s, cpu_s in calls),
+    )

@@ -7,7 +7,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from glob import glob
 from statistics import median
-from time import process_time
+from time import perf_counter, process_time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 
 from colab_utils.errors import ColabUtilsError, describe_error
-from colab_utils.loading.clock import LoopClock
 from colab_utils.processes import list_pids, quiet_fork
 
 LEAST_NOISE = 0.05
@@ -126,55 +125,50 @@ def time_batches(
     workers = count_workers(loader)
     untimed = max(warmup, workers * count_prefetch(loader)) if warmup else 0
     due_s = max_s
+    # Of each batch: the seconds of its wait and its step, the CPU seconds of its step, its images.
+    rows: list[tuple[float, float, float, int]] = []
     cpu_began_s = measure_tree_cpu()
-    clock = LoopClock(synchronised=True)
-    images: list[int] = []
-    step_cpu_s: list[float] = []
-    clock.ask()
+    began_s = perf_counter()
+    asked_s = began_s
     with closing(fetch_batches(loader)) as source:
-        for seen, batch in enumerate(source, start=1):
+        for batch in source:
             # What the loader queued on the device belongs to the wait.
             _synchronize()
-            clock.receive()
-            step_began_s = process_time()
-            if step is not None:
-                _run_step(step, batch, seen)
-            step_cpu_s.append(process_time() - step_began_s)
-            clock.ask()
-            images.append(count_images(batch))
-            elapsed_s = clock.seconds
-            timed = seen - untimed
+            came_s = perf_counter()
+            number = len(rows) + 1
+            rows.append((came_s - asked_s, *_time_step(step, batch, number), count_images(batch)))
+            elapsed_s = perf_counter() - began_s
+            timed = number - untimed
             if timed > 0 and on_batch is not None:
                 on_batch(timed - 1, batch)
-            is_late = elapsed_s > due_s and timed % max(1, workers) == 0
             if elapsed_s > _LONGEST * max_s:
                 least = 1
-            if timed >= batches or (is_late and timed >= max(least, 1)):
+            is_late = elapsed_s > due_s and timed % max(1, workers) == 0
+            if timed >= batches or (is_late and timed >= least):
                 break
             if timed <= 0 and elapsed_s > max_s:
-                untimed = seen
-            if seen == untimed:
+                untimed = number
+            if number == untimed:
                 # The warm-up ends here.
                 due_s = max(max_s, elapsed_s + max_s / 2)
                 cpu_began_s = measure_tree_cpu()
             # What was done since the step counts to no batch.
-            clock.ask()
+            asked_s = perf_counter()
         # CPU time is read before the workers end.
         cpu_s = measure_tree_cpu() - cpu_began_s
-    clock.read()
-    parts_s = clock.parts_s[untimed:]
-    if not len(parts_s):
+    if len(rows) <= untimed:
         raise ColabUtilsError(
             f"The loader gives no more than the {untimed} batches of the warm-up, and no second "
             "epoch. Pass a loader that can be iterated again, or warmup=0."
         )
+    columns = [*zip(*rows[untimed:], strict=True)]
     return BatchTimes(
-        tuple(parts_s[:, 0].tolist()),
-        tuple(parts_s[:, 1].tolist()),
-        max(1, sum(images[untimed:])),
-        cpu_s,
-        sum(step_cpu_s[untimed:]),
-        max(1, workers),
+        wait_s=columns[0],
+        step_s=columns[1],
+        images=max(1, sum(columns[3])),
+        cpu_s=cpu_s,
+        step_cpu_s=sum(columns[2]),
+        round_batches=max(1, workers),
     )
 
 
@@ -241,23 +235,25 @@ def measure_queues() -> dict[int, float]:
     return queued_s
 
 
-def _run_step(step: Callable[..., Any], batch: Any, number: int) -> None:
-    """Run a step, and wait until the device has finished it.
+def _time_step(step: Callable[..., Any] | None, batch: Any, number: int) -> tuple[float, float]:
+    """Run a step, and wait until the device has finished it. Return its seconds and the CPU seconds
+    of this process.
 
     Raises:
         ColabUtilsError: the step fails.
     """
-    try:
-        if _is_pair(batch):
-            step(*batch)
-        else:
-            step(batch)
-        _synchronize()
-    except Exception as error:
-        raise ColabUtilsError(
-            f"The step failed at batch {number}: {describe_error(error)}. "
-            "Try it alone: step(*next(iter(loader)))"
-        ) from error
+    began_s = perf_counter()
+    cpu_began_s = process_time()
+    if step is not None:
+        try:
+            step(*(batch if _is_pair(batch) else (batch,)))
+            _synchronize()
+        except Exception as error:
+            raise ColabUtilsError(
+                f"The step failed at batch {number}: {describe_error(error)}. "
+                "Try it alone: step(*next(iter(loader)))"
+            ) from error
+    return perf_counter() - began_s, process_time() - cpu_began_s
 
 
 def _synchronize() -> None:

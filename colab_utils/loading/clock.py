@@ -23,10 +23,6 @@ class LoopClock:
     the time in which the GPU had no work, and a step ends when the GPU has finished it. The clock
     waits for the GPU only in `read`.
 
-    Args:
-        synchronised: Whether the caller waits for the GPU before each call, so that the wall clock
-            says all. Default: False.
-
     Attributes:
         images: Images received.
         began_s: Time at which the clock was made, from `time.perf_counter`.
@@ -44,8 +40,7 @@ class LoopClock:
         (8, (2, 3), [0])
     """
 
-    def __init__(self, *, synchronised: bool = False) -> None:
-        self._synchronised = synchronised
+    def __init__(self) -> None:
         self.began_s = perf_counter()
         self.images = 0
         self.firsts = list[int]()
@@ -120,7 +115,7 @@ class LoopClock:
         """Wait for the GPU, measure all batches that are over, and return the seconds of all waits
         so far.
         """
-        if torch.cuda.is_initialized() and not self._synchronised:
+        if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         self._settle()
         at_work = self._moments[:2] if len(self._moments) > 1 else []
@@ -128,7 +123,7 @@ class LoopClock:
 
     def _note_moment(self) -> "_Moment":
         event = None
-        if torch.cuda.is_initialized() and not self._synchronised:
+        if torch.cuda.is_initialized():
             event = torch.cuda.Event(enable_timing=True)
             event.record()
         return _Moment(perf_counter(), event)

@@ -17,7 +17,7 @@ from colab_utils import CocoFolder, ShardDataset, make_loader
 from colab_utils.data.coco import read_coco, write_subset
 from colab_utils.diagnosis import diagnose as module
 from colab_utils.diagnosis.diagnose import describe_verdict, diagnose
-from colab_utils.diagnosis.fixes import Fix, rank_fixes
+from colab_utils.diagnosis.fixes import Fix, Situation, rank_fixes
 from colab_utils.diagnosis.stages import LoadingStages, Stage
 from colab_utils.diagnosis.timing import BatchTimes
 from colab_utils.diagnosis.watch import watch
@@ -42,6 +42,13 @@ def _make_times(wait_s, step_s, batches=20):
     return BatchTimes((wait_s,) * batches, (step_s,) * batches, 4 * batches, 1.0, 0.5)
 
 
+def _situate(ceiling, stages=()):
+    """A loop that waits two thirds of its time."""
+    timed = LoadingStages({stage.name: stage for stage in stages})
+    times = _make_times(0.2, 0.1)
+    return Situation([], lambda batch: None, times, times, timed, 1.0, ceiling=ceiling)
+
+
 def test_a_step_is_slowed_by_its_loader_by_the_time_without_a_core():
     times = _make_times(0.1, 0.2)
     quick = _make_times(0.0, 0.02)
@@ -52,10 +59,9 @@ def test_a_step_is_slowed_by_its_loader_by_the_time_without_a_core():
 
 
 def test_the_largest_stage_is_the_one_with_the_largest_mean():
-    times = _make_times(0.2, 0.1)
     # Half of the files lie in Drive's cache, so their median says nothing.
     stages = [Stage("read", 2, 600, 1, mean_ms=300), Stage("decode", 10, 12, 10, mean_ms=10)]
-    words = describe_verdict(times, 40, 1.0, stages, [], "real")
+    words = describe_verdict(_situate(40, stages), [])
     assert "the largest stage is read: 300.0 ms an image" in words
     assert "It lacks CPU" not in words
 
@@ -264,7 +270,7 @@ def test_a_step_that_lacks_cpu_beside_the_loader_is_named(no_fixes):
 )
 def test_the_verdict_names_the_best_fix_where_it_is_sure(fix, words):
     candidates = rank_fixes([fix, Fix("prefetch", "more prefetch", "", 39.0, 8.0, gain=1.1)])
-    verdict = describe_verdict(_make_times(0.2, 0.1), 400, 1.0, (), candidates, "real")
+    verdict = describe_verdict(_situate(400), candidates)
     assert verdict.partition("Best fix")[1:] == tuple(words.partition("Best fix")[1:])
 
 

@@ -18,6 +18,7 @@ from colab_utils import CocoFolder, ShardDataset
 from colab_utils.diagnosis import stages as module
 from colab_utils.diagnosis.stages import (
     LoadingStages,
+    Stage,
     time_calls,
     time_dataset_stages,
     time_reads,
@@ -135,11 +136,11 @@ def test_time_calls_caps_its_time_and_counts_cpu():
         calls.append(number)
         time.sleep(0.005)
 
-    slept = time_calls("sleep", call, range(100), max_s=0.03)
+    slept = Stage.from_calls("sleep", time_calls(call, range(100), max_s=0.03))
     assert 1 <= len(calls) <= 7
     assert 5 <= slept.median_ms <= slept.p95_ms
     assert slept.cpu_ms < slept.mean_ms
-    assert time_calls("burn", burn, [0.005] * 3, max_s=2).cpu_ms >= 5
+    assert Stage.from_calls("burn", time_calls(burn, [0.005] * 3, max_s=2)).cpu_ms >= 5
 
 
 @pytest.mark.parametrize("count", [1, 3, 10])

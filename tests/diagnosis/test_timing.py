@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from colab_utils.diagnosis import timing
 from colab_utils.diagnosis.timing import CpuClock, find_error, time_batches
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading import clock
 from colab_utils.loading.emulated_step import EmulatedStep
 from tests.diagnosis.loops import Samples, burn, crowd
 
@@ -152,7 +152,7 @@ def invent(monkeypatch):
             self.batch_s = batch_s
             self.num_workers = workers
             self.prefetch_factor = prefetch
-            monkeypatch.setattr(clock, "perf_counter", lambda: self.now_s)
+            monkeypatch.setattr(timing, "perf_counter", lambda: self.now_s)
 
         def __iter__(self):
             for seconds in itertools.chain(self.batch_s, itertools.repeat(self.batch_s[-1])):
