@@ -123,13 +123,11 @@ def plot_bars(
     if not values:
         raise ColabUtilsError("There are no values to draw. Measure at least one.")
     lengths = {name: value or 0.0 for name, value in values.items()}
-    lit = highlight or [max(lengths, key=lambda name: lengths[name])]
-    ends = {name: (length, length) for name, length in lengths.items()} | dict(spread or {})
-    longest = max(high for _, high in ends.values())
+    lit = highlight or [max(lengths, key=lengths.__getitem__)]
     figure, axis = _make_rows(title, values, unit=unit, height=2 + 0.72 * len(values))
     for row, (name, length) in enumerate(lengths.items()):
         colour = BLUE if name in lit else GREY
-        low, high = ends[name]
+        low, high = (spread or {}).get(name, (length, length))
         if log:
             axis.plot(length, row, "o", color=colour, markersize=14)
         else:
@@ -141,7 +139,6 @@ def plot_bars(
         figure.words.append(f"{name}: {text}")
         _write(axis, text, high, row)
     if limit is not None:
-        longest = max(longest, limit[0])
         text = f"{limit[1]}: {format_figure(limit[0])}"
         axis.axvline(limit[0], color=_RED, linestyle="--", linewidth=2, zorder=0)
         axis.set_title(text, loc="right", fontsize=14, color=_RED, parse_math=False)
@@ -150,7 +147,7 @@ def plot_bars(
         axis.set_xscale("log")
         axis.xaxis.set_major_formatter(lambda value, _: format_figure(value))
     else:
-        axis.set_xlim(0, 1.02 * (longest or 1))
+        axis.set_xlim(left=0)
     return figure
 
 

@@ -39,7 +39,11 @@ def plot_comparison(comparison: "Comparison | Content") -> DescribedFigure:
         ColabUtilsError: No strategy was timed.
     """
     content = read_comparison(comparison)
-    limit = max(map(_measure_step, content["timed"].values()))
+    # The images a second that a strategy's step would train without waits.
+    limit = max(
+        row["images_per_second"] / max(1 - row["wait_share"], 1e-3)
+        for row in content["timed"].values()
+    )
     values = dict[str, float | None]()
     notes = dict[str, str]()
     spread = dict[str, tuple[float, float]]()
@@ -66,11 +70,6 @@ def plot_comparison(comparison: "Comparison | Content") -> DescribedFigure:
         highlight=[find_gain(content)[1]["title"]],
         limit=(limit, "the step alone"),
     )
-
-
-def _measure_step(row: Content) -> float:
-    """Return the images a second that a strategy's step would train without waits."""
-    return float(row["images_per_second"] / max(1 - row["wait_share"], 1e-3))
 
 
 def plot_cold_start(comparison: "Comparison | Content") -> DescribedFigure:

@@ -1,7 +1,5 @@
 """Pictures of images with their masks, boxes and class names, to see what no table shows."""
 
-import base64
-import io
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -10,7 +8,6 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
-from markupsafe import Markup
 from matplotlib import colors
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -208,19 +205,6 @@ def make_figure(title: str, *, width: float, height: float) -> DescribedFigure:
     )
     figure.words = []
     return figure
-
-
-def embed_figure(figure: DescribedFigure) -> Markup:
-    """Return the figure as an HTML ``<img>`` that contains its drawing, an SVG.
-
-    The title is not drawn. It is in the alternative text, together with the figure's numbers.
-    """
-    text = figure.alternative_text
-    drawing = io.BytesIO()
-    figure.suptitle("")
-    figure.savefig(drawing, format="svg", metadata={"Date": None})
-    data = base64.b64encode(drawing.getvalue()).decode("ascii")
-    return Markup('<img alt="{}" src="data:image/svg+xml;base64,{}">').format(text, data)
 
 
 def _draw_grid(

@@ -1,5 +1,7 @@
 """Pages that need no network (the receipt of a comparison, the check of a dataset), and tables."""
 
+import base64
+import io
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -20,7 +22,7 @@ from colab_utils.show.comparison_charts import (
     plot_cold_start,
     plot_comparison,
 )
-from colab_utils.show.pictures import DescribedFigure, draw_annotations, embed_figure
+from colab_utils.show.pictures import DescribedFigure, draw_annotations
 from colab_utils.units import format_count
 
 if TYPE_CHECKING:
@@ -60,10 +62,9 @@ class Table:
         columns = []
         texts = zip(self.headings, *self.rows, strict=True)
         for column, is_number in zip(texts, self.is_number, strict=True):
+            side = ">" if is_number else "<"
             width = max(map(len, column))
-            columns.append(
-                [text.rjust(width) if is_number else text.ljust(width) for text in column]
-            )
+            columns.append([f"{text:{side}{width}}" for text in column])
         return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
     __repr__ = __str__
@@ -196,9 +197,11 @@ def write_check(
         figures.append(draw_annotations(images, dataset, turns, title=_WAYS, columns=2))
     if worst:
         figures.append(draw_annotations(images, dataset, worst, title=_WORST))
-    serious = [problem for problem in report.problems if not problem.effect.startswith("note")]
-    serious.sort(key=lambda problem: -problem.count)
-    faults = ", ".join(f"{problem.count:,} x {problem.kind}" for problem in serious)
+    faults = ", ".join(
+        f"{problem.count:,} x {problem.kind}"
+        for problem in report.problems
+        if not problem.effect.startswith("note")
+    )
     images = format_count(report.images, "image")
     annotations = format_count(report.annotations, "annotation")
     finding = f"{images}, {annotations}: {faults or 'every image can be used'}"
@@ -222,15 +225,8 @@ def _write_page(page: Path, kind: str, **content: Any) -> Path:
     _refuse_other(page, kind)
     with explain_write(page.parent):
         page.parent.mkdir(parents=True, exist_ok=True)
-        write_file(
-            page,
-            render(
-                kind,
-                title=_TITLES[kind],
-                show_chart=show_chart,
-                **content,
-            ).encode(),
-        )
+        html = render(kind, title=_TITLES[kind], show_chart=show_chart, **content)
+        write_file(page, html.encode())
     return page
 
 
@@ -262,14 +258,21 @@ def tabulate_comparison(content: Mapping[str, Any]) -> Table:
 
 
 def show_chart(figure: DescribedFigure, heading: str = "h2") -> Markup:
-    """Return a chart as HTML, with its title as a heading above it.
+    """Return a chart as HTML that contains its drawing, an SVG, with its title as a heading above.
 
     On a narrow screen, the heading wraps and the chart scrolls. An empty ``heading`` leaves the
-    title out.
+    title out. The alternative text has the title and the figure's numbers.
     """
+    text = figure.alternative_text
     finding = figure.get_suptitle().replace("\n", " ")
     title = Markup("<{0}>{1}</{0}>").format(heading, finding) if heading else ""
-    return Markup('{}<div class="scroll chart">{}</div>').format(title, embed_figure(figure))
+    figure.suptitle("")
+    drawing = io.BytesIO()
+    figure.savefig(drawing, format="svg", metadata={"Date": None})
+    data = base64.b64encode(drawing.getvalue()).decode()
+    return Markup(
+        '{}<div class="scroll chart"><img alt="{}" src="data:image/svg+xml;base64,{}"></div>'
+    ).format(title, text, data)
 
 
 def show_notes(content: Mapping[str, Any]) -> Markup:
