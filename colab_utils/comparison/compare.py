@@ -19,7 +19,6 @@ from torch.nn import functional
 from colab_utils.comparison.prepared import PreparedData, PreparedFiles
 from colab_utils.comparison.strategies import Setting, Strategy, choose_strategies, deliver
 from colab_utils.data.masks import nearest_indices
-from colab_utils.diagnosis.diagnose import put_back
 from colab_utils.diagnosis.timing import BatchTimes, measure_spread, time_batches
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.files import drop_cached
@@ -160,7 +159,6 @@ def compare(
     workers: int = 2,
     max_images: int = 240,
     timeline_s: float = 30.0,
-    restore: Sequence[Any] = (),
     on_run: Callable[[Comparison], object] | None = None,
 ) -> Comparison:
     """Check that the samples of all strategies are equal, then time each with the same step.
@@ -194,8 +192,8 @@ def compare(
         strategies: names of `STRATEGIES`, or your own `Strategy`. None takes all `STRATEGIES`.
         drive_profile: how slow Drive is made (`DRIVE_PROFILES`). None or "none" does not slow it.
         step: the training step, called as ``step(images, targets)``. A real step trains its model
-            many times, so pass what it changes as ``restore``. None takes an emulated step of
-            100 ms, ``EmulatedStep(100)``.
+            many times, so pass a step of a copy. None takes an emulated step of 100 ms,
+            ``EmulatedStep(100)``.
         batch_size: images in a batch.
         batches: least number of timed batches in a repeat, unless they take three times ``run_s``.
         run_s: seconds that each repeat lasts, at least.
@@ -203,8 +201,6 @@ def compare(
         workers: number of worker processes, for the strategies that have workers.
         max_images: number of images to compare, at most: the first ones of the dataset.
         timeline_s: seconds that each strategy runs cold.
-        restore: what your step changes, such as ``(model, optimizer)``. Their states, and all
-            random states, are put back at the end.
         on_run: called after each timed run with the comparison so far, so that a chart can grow. A
             figure that was not measured yet is None.
 
@@ -223,7 +219,7 @@ def compare(
     if step is None:
         step = EmulatedStep(100)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with put_back(None, restore), read_at_full_speed():
+    with read_at_full_speed():
         prepared = PreparedData(images, annotations, folder, profile=profile, count=max_images)
         setting = Setting(prepared, batch_size, workers, device)
         rows = [_Row(strategy, setting, step, batches, run_s, timeline_s) for strategy in chosen]
@@ -424,7 +420,7 @@ def describe_difference(sample: tuple[Any, Any], reference: tuple[Any, Any]) -> 
     if difference:
         return difference
     if target["labels"].tolist() != wanted["labels"].tolist():
-        return f"labels are {target['labels'].tolist()}, not {wanted['labels'].tolist()}"
+        return "labels differ"
     scale = torch.tensor([size[1] / full[1], size[0] / full[0]] * 2)
     shift = (target["boxes"].cpu() - wanted["boxes"] * scale).abs()
     if (shift > 1).any():

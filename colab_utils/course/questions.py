@@ -6,7 +6,6 @@ Notebook 1 asks the questions, measures the answers and saves both. Notebook 5 a
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from statistics import median
@@ -27,37 +26,28 @@ _CLOSE = 1.25
 Answers = dict[str, dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Question:
-    """A question that a measurement answers."""
-
-    text: str
-    unit: str
-    """Unit of the guess and of the measurement."""
-
-
-QUESTIONS = {
-    "waits_percent": Question(
-        "Of 100 seconds, how many does the step of a plain loop wait for its batch?", "%"
+QUESTIONS: dict[str, tuple[str, str]] = {
+    "waits_percent": (
+        "Of 100 seconds, how many does the step of a plain loop wait for its batch?",
+        "%",
     ),
-    "faster_gpu_percent": Question(
+    "faster_gpu_percent": (
         "Your GPU becomes twice as fast. How many percent more images a second does the plain "
         "loop train?",
         "%",
     ),
-    "times_8_workers": Question(
-        "How many times as fast as the plain loop does a loop with 8 workers train?", "times"
+    "times_8_workers": (
+        "How many times as fast as the plain loop does a loop with 8 workers train?",
+        "times",
     ),
-    "times_48_threads": Question(
-        "How many times as fast as 8 threads do 48 threads read files?", "times"
-    ),
-    "times_photos": Question(
+    "times_48_threads": ("How many times as fast as 8 threads do 48 threads read files?", "times"),
+    "times_photos": (
         "With photos of 12 megapixels, how many times as fast as 24 threads do 48 threads load "
         "them?",
         "times",
     ),
 }
-"""The five questions, by name."""
+"""The five questions by name, each with the unit of its answer."""
 
 OWN_LOADER = "own_loader"
 """Name of the answer that ``LoaderGrade.to_answer`` returns. Nobody guesses it."""
@@ -86,14 +76,14 @@ def collect_answers(
         ('8', None)
     """
     answers: Answers = {}
-    for name, question in QUESTIONS.items():
+    for name, (question, unit) in QUESTIONS.items():
         earlier = (before or {}).get(name, {})
         measurement = measured.get(name)
         if measurement is None:
             measurement = earlier.get("measured")
         answers[name] = {
-            "question": question.text,
-            "unit": question.unit,
+            "question": question,
+            "unit": unit,
             "guess": guesses.get(name, ""),
             "measured": measurement,
         }

@@ -15,12 +15,13 @@ from colab_utils.course.sample_data import make_dataset
 from colab_utils.data.archives import is_archive, unpack_dataset
 from colab_utils.drive import (
     explain_leftovers,
+    explain_write,
     find_mount,
     guard_drive,
     is_mounted,
     is_on_drive,
 )
-from colab_utils.errors import ColabUtilsError, describe_error, escape, explain_os_error
+from colab_utils.errors import ColabUtilsError, describe_error, escape
 from colab_utils.files import hash_bytes, write_file
 from colab_utils.machine import COLAB_ROOT, is_colab
 from colab_utils.places import require_local_path
@@ -100,12 +101,17 @@ class Workspace:
             )
         # The parent of a folder that you name is not made, so that a typing error in its path is
         # noticed.
-        _make_folder("DRIVE_FOLDER", slow, parents=not drive)
-        _make_folder("SSD_FOLDER", fast, parents=not ssd)
+        for folder, named in ((slow, drive), (fast, ssd)):
+            with explain_write(folder):
+                folder.mkdir(parents=not named, exist_ok=True)
         slow_down(slow, speed)
         slow_down(fast, None)
         if speed is not None:
-            _end_workers_soon()
+            from torch.utils.data import _utils
+
+            # torch waits half a second, not five, for each worker of a loop that is broken off. On
+            # a slow Drive, workers are nearly always in the middle of a batch.
+            _utils.MP_STATUS_CHECK_INTERVAL = 0.5
         return cls(slow, fast, speed)
 
     @property
@@ -137,25 +143,6 @@ class Workspace:
         if is_on_drive(self.drive):
             real = "Google Drive; drive.flush_and_unmount() uploads new files"
         return f"Drive: {self.drive} ({self.profile or real})\nSSD: {self.ssd}"
-
-
-def _end_workers_soon() -> None:
-    """Let torch wait half a second, not five, for each worker of a loop that is broken off.
-
-    On a slow Drive, workers are nearly always in the middle of a batch.
-    """
-    from torch.utils.data import _utils
-
-    _utils.MP_STATUS_CHECK_INTERVAL = 0.5
-
-
-def _make_folder(setting: str, folder: Path, *, parents: bool) -> None:
-    try:
-        with guard_drive(folder):
-            folder.mkdir(parents=parents, exist_ok=True)
-    except OSError as error:
-        reason = explain_os_error(error, f"Name another {setting}.")
-        raise ColabUtilsError(f"{folder} cannot be made: {reason}") from error
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> Path:

@@ -147,7 +147,7 @@ def plot_bars(
         axis.set_xscale("log")
         axis.xaxis.set_major_formatter(lambda value, _: format_figure(value))
     else:
-        axis.set_xlim(left=0)
+        axis.set_xlim(0, 1.02 * axis.dataLim.x1 or 1)
     return figure
 
 

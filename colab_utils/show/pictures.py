@@ -1,6 +1,5 @@
 """Pictures of images with their masks, boxes and class names, to see what no table shows."""
 
-import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -30,7 +29,7 @@ from colab_utils.units import format_count
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442")
 # Only the largest objects of an image get their names written, and no more than this many.
 _NAMED = 5
-# `draw_annotations` draws only the largest annotations of an image, and no more than this many.
+# `draw_annotations` draws only the first annotations of an image, and no more than this many.
 _DRAWN = 100
 # `draw_annotations` draws images with at most this many pixels a side.
 _LONGEST_SIDE = 640
@@ -154,7 +153,7 @@ def _read_annotated(images: Place, dataset: CocoDataset, i: int, exif: str) -> t
     """Read an image, and its annotations. If it cannot be read, return a small grey area."""
     height, width = dataset.sizes[i].tolist()
     size = width, height
-    annotations = dataset.read_annotations(i)[0]
+    annotations = dataset.read_annotations(i)[0][:_DRAWN]
     try:
         content = read_file(dataset.find_image(images, i)[0])
         picture = to_rgb(open_upright(content, (height, width), exif).image)
@@ -163,8 +162,6 @@ def _read_annotated(images: Place, dataset: CocoDataset, i: int, exif: str) -> t
         # The page that shows the picture also names bad files in words.
         picture = Image.new("RGB", (480, 360), "#dddddd")
         annotations = []
-    annotations.sort(key=lambda annotation: -abs(math.prod(annotation["bbox"][2:])))
-    annotations = annotations[:_DRAWN]
     # Only every n-th pixel of a mask is drawn, and the mean of n x n pixels of the image.
     each = -(-max(picture.size) // _LONGEST_SIDE)
     small = np.asarray(picture.reduce(each))

@@ -14,7 +14,6 @@ from unittest.mock import MagicMock, Mock
 
 import numpy as np
 import pytest
-import torch
 from torch.utils.data import DataLoader
 
 from colab_utils import CocoFolder
@@ -151,16 +150,6 @@ def test_an_epoch_that_is_broken_off_leaves_nothing_behind(open_way, name):
     assert not multiprocessing.active_children()
 
 
-def test_an_error_while_loading_ahead_reaches_the_loop(open_way, monkeypatch):
-    error = ColabUtilsError("image 7 is damaged")
-    monkeypatch.setattr(PillowFolder, "__getitem__", Mock(side_effect=error))
-    with (
-        open_way("thread_queue") as loader,
-        pytest.raises(ColabUtilsError, match="image 7 is damaged"),
-    ):
-        list(loader)
-
-
 def test_a_thread_that_hangs_in_a_read_is_not_waited_for(open_way, monkeypatch):
     go_on = threading.Event()
     calls = []
@@ -207,22 +196,6 @@ def test_a_bad_image_is_left_out(race, tiny_dataset, tmp_path):
     assert all(row.comparable for row in rows.values())
 
 
-def test_more_disk_than_there_is_is_refused(prepare, monkeypatch):
-    prepared = prepare()
-    monkeypatch.setattr(
-        "shutil.disk_usage", lambda _: SimpleNamespace(free=1000, total=2000, used=1000)
-    )
-    with pytest.raises(ColabUtilsError, match="of free disk"):
-        prepared.get("files_on_ssd")
-
-
-def test_a_second_comparison_makes_its_data_anew_and_times_that(prepare):
-    first = prepare().get("tensors_on_ssd")
-    second = prepare().get("tensors_on_ssd")
-    assert first.files == second.files
-    assert first.once_s > 0 < second.once_s
-
-
 @pytest.mark.clock
 def test_drive_is_slow_where_it_is_read_and_only_there(race):
     rows, comparison = race(
@@ -263,18 +236,6 @@ def test_a_strategy_that_changes_the_data_is_not_comparable(race, change, words)
     assert not rows["changed"].comparable
     assert words in rows["changed"].difference
     assert "NOT COMPARABLE" in str(comparison)
-
-
-def test_what_the_step_trained_and_the_random_state_are_put_back(race):
-    model = torch.nn.Linear(1, 1)
-    before = (model.weight.item(), torch.get_rng_state().tolist())
-
-    def step(images, targets):
-        with torch.no_grad():
-            model.weight += 1 + torch.rand(1)
-
-    race(fake("good"), step=step, restore=(model,))
-    assert (model.weight.item(), torch.get_rng_state().tolist()) == before
 
 
 def test_a_strategy_that_fails_leaves_a_note(race, monkeypatch):

@@ -29,7 +29,7 @@ def test_guesses_survive_from_the_first_notebook_to_the_last(tmp_path):
     before = read_answers(tmp_path)
     answers = collect_answers({"waits_percent": "90"}, {}, before=before)
     assert answers["waits_percent"] == {
-        "question": QUESTIONS["waits_percent"].text,
+        "question": QUESTIONS["waits_percent"][0],
         "unit": "%",
         "guess": "90",
         "guess_before": "50",

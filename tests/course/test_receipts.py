@@ -90,8 +90,3 @@ def test_what_is_no_receipt_is_named(tmp_path, receipts):
         read_receipts([receipts[0], tmp_path / "odd.json"])
     with pytest.raises(ColabUtilsError, match=r"missing\.json is no receipt"):
         read_receipts([tmp_path / "missing.json"])
-
-
-def test_an_empty_list_of_receipts_is_refused():
-    with pytest.raises(ColabUtilsError, match="There are no receipts"):
-        write_class([], "class")

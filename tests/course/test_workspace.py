@@ -4,13 +4,10 @@ fails; and what a fresh machine finds on Drive is used, what is missing is made 
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import sys
 import types
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -93,11 +90,8 @@ def test_outside_colab_two_folders_are_made_under_runs(tmp_path, monkeypatch):
 
 
 def test_str_says_where_things_are_and_what_is_slow(tmp_path, colab):
-    folders = {"drive": tmp_path / "d", "ssd": tmp_path / "s"}
-    text = str(Workspace.open(**folders))
+    text = str(Workspace.open(tmp_path / "d", ssd=tmp_path / "s"))
     assert f"Drive: {tmp_path / 'd'} (bad: 606 ms per file" in text
-    assert f"SSD: {tmp_path / 's'}" in text
-    assert "full speed" in str(Workspace.open(**folders, scene=REAL))
     real = str(Workspace.open(ssd=tmp_path / "s", scene=REAL))
     assert "(Google Drive; drive.flush_and_unmount() uploads new files)" in real
 
@@ -155,8 +149,6 @@ def test_on_colab_google_drive_is_mounted(colab):
     [
         # Somebody declined the sign-in.
         (MessageError("Error: credential propagation was unsuccessful"), "credential propagation"),
-        # Colab Enterprise raises this error.
-        (NotImplementedError(), "NotImplementedError"),
         # The error stays one line.
         (ValueError("several\nlines"), r"\(ValueError: several\)"),
     ],
@@ -178,8 +170,6 @@ def test_a_failed_mount_is_told_and_nothing_else_is_measured_in_its_place(colab,
         ("must not be a symlink", lambda colab, place: place.symlink_to(colab.content)),
         # The mount came back, but the folder stayed empty.
         ("no MyDrive appeared", lambda colab, place: setattr(colab, "empty", True)),
-        # Somebody wrote there before mounting.
-        ("not already contain files", lambda colab, place: (place / "photos").mkdir(parents=True)),
     ],
 )
 def test_a_mount_point_that_cannot_be_used_is_told(colab, words, spoil):
@@ -206,13 +196,9 @@ def test_a_plain_folder_with_the_name_of_drives_is_not_drive(colab):
     [
         (
             {"drive": "nowhere/d", "ssd": "s"},
-            r"nowhere.*No such file or directory. Name another DRIVE_FOLDER",
+            r"nowhere.*No such file or directory. Name another folder",
         ),
         ({"drive": "file", "ssd": "s"}, "File exists|Not a directory"),
-        (
-            {"drive": "d", "ssd": "file/ssd"},
-            r"(File exists|Not a directory)\. A file has the name",
-        ),
         ({"drive": "d", "ssd": "x/../d"}, "own disk"),
         ({"ssd": "content/drive/MyDrive/ssd"}, "Google Drive is not mounted"),
         ({"scene": "fog"}, "SCENE must be one of bad day, good day, my Drive, my GPU; it is 'fog'"),
@@ -246,39 +232,10 @@ def own(tiny_dataset):
     return {"images": str(tiny_dataset.images), "annotations": str(tiny_dataset.annotations)}
 
 
-def test_the_built_in_dataset_is_made_once_and_kept(workspace):
-    made = ensure_dataset(workspace, n=2)
-    stamps = {path: path.stat().st_mtime_ns for path in made.images.parent.rglob("*")}
-    kept = ensure_dataset(workspace, n=7)
-    assert "made now" in str(made)
-    assert "found" in str(kept)
-    assert replace(kept, note=made.note) == made
-    assert {path: path.stat().st_mtime_ns for path in made.images.parent.rglob("*")} == stamps
-
-
 @pytest.mark.parametrize("names", [{"images": "photos"}, {"annotations": "a.json"}])
 def test_half_of_a_dataset_is_refused(workspace, names):
     with pytest.raises(ColabUtilsError, match="Only one of IMAGES and ANNOTATIONS"):
         ensure_dataset(workspace, **names)
-
-
-@pytest.mark.parametrize(
-    ("images", "annotations", "name"),
-    [
-        ("/a/val2017", "/b/instances_val2017.json", "val2017-"),
-        # A shell would stumble over these names.
-        ("/a/my photos/", "/b/été (2).json", "my_photos-"),
-        ("/content/export.zip", "", "export-"),
-        (
-            "https://a.org/b/my%20data.v2.zip?key=3#x",
-            "train/_annotations.coco.json",
-            "my_20data.v2-",
-        ),
-    ],
-)
-def test_names_of_datasets(images, annotations, name):
-    named = module._name_dataset(module._locate(images, annotations), "train")
-    assert re.fullmatch(f"{re.escape(name)}[0-9a-f]{{8}}", named)
 
 
 def test_your_own_data_is_remembered_on_drive(workspace, own, on_another_machine):
@@ -462,11 +419,3 @@ def test_validation_data_are_other_pictures_that_are_named_apart(workspace, own)
     assert ensure_dataset(workspace, part="val").name == named.name
     # The training data stay what they are.
     assert ensure_dataset(workspace).name == "built-in"
-
-
-def test_published_numbers_replace_those_before(workspace):
-    workspace.publish("03", shards=1)
-    path = workspace.publish("03", shards=2)
-    assert json.loads(path.read_text()) == {"shards": 2}
-    assert path == workspace.drive / "results" / "03.json"
-    assert [file.name for file in path.parent.iterdir()] == ["03.json"]

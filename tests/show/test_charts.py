@@ -127,12 +127,6 @@ def test_what_is_far_apart_becomes_points_on_a_logarithmic_axis():
     assert [*find_cut_texts(figure)] == []
 
 
-def test_a_long_title_is_broken_not_cut():
-    title = plot_bars({"a": 1.0}, title="word " * 40, unit="").get_suptitle()
-    assert title.count("word") == 40
-    assert "\n" in title
-
-
 # The names are formulas, one of them wrong, names that legends hide, and other signs.
 NAMES = ["$a_b$", "_x", r"$\nope$", "50% <b> \\n"]
 

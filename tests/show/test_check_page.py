@@ -36,7 +36,7 @@ def test_the_page_says_what_is_wrong_and_shows_it(spoiled, tmp_path):
     report = check_dataset(*spoiled)
     page = write_check(report, *spoiled, tmp_path / "new" / "page.html").read_text()
     assert read_headings(page) == [
-        f"12 images, {report.annotations} annotations: 2 x box of corners, 1 x missing image",
+        f"12 images, {report.annotations} annotations: 1 x missing image, 2 x box of corners",
         "What was found",
         "The images to look at first",
         f"{report.objects} objects, {len(report.classes)} classes",

@@ -10,7 +10,6 @@ import pytest
 
 from colab_utils.course.questions import collect_answers
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.emulated_step import describe_busy
 from colab_utils.show.report import tabulate_comparison, write_receipt
 from tests.comparisons import lose, make_comparison, make_timing
 from tests.judged_pages import Page
@@ -60,13 +59,6 @@ def test_the_receipt_says_what_is_slowed_and_emulated_and_on_which_machine(tmp_p
     assert "slowed folder" not in real
 
 
-def test_the_receipt_says_that_its_machine_was_busy(tmp_path):
-    busy = describe_busy(100, 250)
-    page = write_receipt(make_comparison(busy=busy), tmp_path).read_text(encoding="utf-8")
-    assert len(re.findall(f"<h[12][^>]*>{re.escape(busy)}", page)) == 2
-    assert f'<p class="note">{busy}</p>' in page
-
-
 def test_every_strategy_and_every_figure_is_in_the_table():
     table = tabulate_comparison(asdict(make_comparison()))
     rows = [dict(zip(table.headings, row, strict=True)) for row in table.rows]
@@ -112,12 +104,6 @@ def test_the_json_has_the_same_numbers_and_the_answers_of_its_learner(tmp_path):
     assert content["machine"]["cores"] >= 1
     assert tabulate_comparison(content) == tabulate_comparison(asdict(make_comparison()))
     assert content["questions"] == answers
-
-
-def test_writing_again_replaces_the_page(tmp_path):
-    read(tmp_path, "sequential")
-    assert "make_loader" in read(tmp_path, "packed")
-    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_folder_that_cannot_be_is_said(tmp_path):
