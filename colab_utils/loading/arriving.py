@@ -168,17 +168,18 @@ class Arrival:
             return
         while True:
             with lock_here(self.target) as is_free:
+                if self.arrived or not is_free:
+                    # Another process brings the shards, or has just brought the last one.
+                    for number, shard in enumerate(self.index.shards):
+                        if self.copying.target.has_files(shard.files()):
+                            self.arrived.add(number)
+                    if self.is_complete and self.copying.target.find_kind(INDEX_NAME):
+                        return
                 if is_free:
                     self._copy_all()
                     return
             if self.copying.stop.wait(_LOOK_S):
                 raise CancelledError
-            # Another process brings the shards.
-            for number, shard in enumerate(self.index.shards):
-                if self.copying.target.has_files(shard.files()):
-                    self.arrived.add(number)
-            if self.is_complete and self.copying.target.find_kind(INDEX_NAME):
-                return
 
     def _copy_all(self) -> None:
         """Copy all shards, the first one alone, and write the index."""
