@@ -117,7 +117,7 @@ def copy_shards(
         for shards in rounds:
             copied.update(shards)
             bar.set_postfix_str(str(copying.source.retries), refresh=False)
-            bar.update(copying.bytes_done - bar.n)
+            bar.update(sum(list(copying.bytes_done.values())) - bar.n)
     with explain_write(target):
         write_index(target, index)
     return CopyReport(
@@ -148,12 +148,8 @@ class Copying:
         self.source = open_store(source, self.stop)
         self.target = open_store(target, self.stop)
         self.overwrite = overwrite
-        self._bytes_done = Counter[str]()
-
-    @property
-    def bytes_done(self) -> int:
-        """Return the bytes in the target, with those of files that are under way."""
-        return sum(list(self._bytes_done.values()))
+        # The bytes of each file in the target, with those of files that are under way.
+        self.bytes_done = Counter[str]()
 
     def run(
         self, shards: Collection[ShardInfo], streams: int | str = "auto"
@@ -182,7 +178,7 @@ class Copying:
             raise CancelledError
         with explain_write(self.target.place):
             if not find_fault(self.target, [(name, size, checksum)]):
-                self._bytes_done[name] = size
+                self.bytes_done[name] = size
                 return 0
             if not self.overwrite and self.target.find_kind(name):
                 raise ColabUtilsError(
@@ -201,13 +197,13 @@ class Copying:
     def _transfer(self, name: str, size: int, checksum: str) -> None:
         """Copy the bytes of a file, and compare their checksum before the file gets its name."""
         state = xxhash.xxh3_64()
-        self._bytes_done[name] = 0
+        self.bytes_done[name] = 0
         with explain_write(self.target.place), self.target.create(name) as out:
             for piece in self._read_pieces(name, size):
                 out.write(piece)
                 state.update(piece)
-                self._bytes_done[name] += len(piece)
-            if (self._bytes_done[name], state.hexdigest()) != (size, checksum):
+                self.bytes_done[name] += len(piece)
+            if (self.bytes_done[name], state.hexdigest()) != (size, checksum):
                 raise _WrongBytesError(
                     f"{name} in {self.source.place} is damaged: its checksum was wrong twice. Run "
                     "verify on the source, delete the damaged files that it names, and run "

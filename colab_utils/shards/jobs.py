@@ -64,12 +64,6 @@ class ShardRun:
         """Return the images of each shard of the dataset; see `split_images`."""
         return split_images(self.recipe, len(self.dataset))
 
-    @property
-    def numbers(self) -> range:
-        """Return the numbers of the shards to write."""
-        number, parts = self.part or (1, 1)
-        return range(number - 1, len(self.shards), parts)
-
 
 def write_in_turn(
     run: ShardRun, numbers: Iterable[int], progress: JobProgress, *, streams: int | str = "auto"

@@ -22,17 +22,13 @@ from colab_utils.data.sizes import plan_size
 from colab_utils.errors import ColabUtilsError, UnavailableError
 from colab_utils.files import Store
 from colab_utils.places import Place
-from colab_utils.shards.index import SkippedImage, Storage
+from colab_utils.shards.index import SkippedImage
 
 if TYPE_CHECKING:
     from colab_utils.file_cache import FileCache
 
 MISSING = "the file is missing"
 """The reason for leaving out an image whose file was not found."""
-
-# What a recipe tells `store_image`. The recipe of a trial has no ``exif`` yet, and those of older
-# versions have no ``reduced_decode``.
-_STORE_SETTINGS = ("min_size", "max_size", "storage", "exif", "reduced_decode")
 
 # How Pillow writes an image, by the extension of its file.
 _ENCODINGS: dict[str, dict[str, Any]] = {
@@ -78,12 +74,7 @@ class Sample(NamedTuple):
 def store_image(
     data: bytes,
     size: tuple[int, int],
-    *,
-    min_size: int,
-    max_size: int,
-    storage: Storage = "shrink",
-    exif: str = "keep",
-    reduced_decode: bool = False,
+    recipe: dict[str, Any],
 ) -> StoredImage:
     """Decode an image to be sure that it is complete, then keep its bytes or shrink it.
 
@@ -94,19 +85,21 @@ def store_image(
     Args:
         data: the file's bytes.
         size: height and width in the annotations; 0 if they give none.
-        min_size: shorter side that training needs, in pixels.
-        max_size: longer side that training needs, in pixels.
-        storage: "shrink" shrinks larger images; "keep" shrinks nothing.
-        exif: "turn" or "keep": what becomes of an image that EXIF turns, if its size does not tell.
-        reduced_decode: whether a large JPEG is decoded at a part of its size, as in `open_reduced`.
+        recipe: how to store the image, see `ShardIndex`. The recipe of a trial has no ``exif`` yet,
+            and those of older versions have no ``reduced_decode``.
 
     Raises:
         ColabUtilsError: if the data is not a complete image, or its size is not the size in the
             annotations.
     """
-    limits = {} if storage == "keep" else {"min_size": min_size, "max_size": max_size}
+    limits = {}
+    if recipe["storage"] == "shrink":
+        limits = {name: recipe[name] for name in ("min_size", "max_size")}
     image, kind, original, turn, is_turned = open_upright(
-        data, size, exif, **(limits if reduced_decode else {})
+        data,
+        size,
+        recipe.get("exif", "keep"),
+        **(limits if recipe.get("reduced_decode") else {}),
     )
     stored = plan_size(*original, **limits)
     is_unclear = turn == "unclear"
@@ -249,11 +242,7 @@ def try_sample(
     image = dataset.image(i)
     faults = Counter[str]()
     try:
-        stored = store_image(
-            read(),
-            (image["height"], image["width"]),
-            **{name: recipe[name] for name in _STORE_SETTINGS if name in recipe},
-        )
+        stored = store_image(read(), (image["height"], image["width"]), recipe)
         record = make_record(image, dataset.annotations(i), stored, faults)
     except UnavailableError:
         raise

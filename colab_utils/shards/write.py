@@ -264,8 +264,10 @@ def write_all(run: ShardRun, write: Callable[[], list[ShardIndex]]) -> ShardInde
 def _watch(run: ShardRun, processes: int, streams: int | str) -> list[ShardIndex]:
     """Show a progress bar while shards are written; return an index of each."""
     done: list[ShardIndex] = []
+    number, parts = run.part or (1, 1)
+    own = range(number - 1, len(run.shards), parts)
     # The largest come first, so that all processes are busy until the end.
-    numbers = sorted(run.numbers, key=lambda number: len(run.shards[number]), reverse=True)
+    numbers = sorted(own, key=lambda number: len(run.shards[number]), reverse=True)
     total = sum(len(run.shards[number]) for number in numbers)
     # A look at the mounts may hang where one of them does.
     is_patient = is_on_drive(run.images)
@@ -359,7 +361,7 @@ def finish_shards(
         raise ColabUtilsError(f"There are no shards in {folder}. Write their parts first.")
     run = ShardRun(folder, images, dataset, begun.recipe, max_bad)
     store = open_store(folder)
-    names = [name_shard(number) for number in run.numbers]
+    names = [*map(name_shard, range(len(run.shards)))]
     with ThreadPool(COPY_STREAMS) as pool:
         shown = list(pool.map(lambda name: find_shard(store, name, run), names))
     missing = [str(number) for number, shard in enumerate(shown) if shard is None]

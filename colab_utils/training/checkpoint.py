@@ -58,8 +58,11 @@ class CheckpointFolder:
     Args:
         run: The folder, on any disk, or a URL that fsspec knows, such as ``s3://bucket/run``.
 
+    `submit` writes in a thread, while training goes on.
+
     Attributes:
         paths: The file of each kind, "newest" and "best", that was read or written last.
+        slowest_s: Seconds of the checkpoint that took longest to write in the thread.
 
     Example:
         >>> folder = CheckpointFolder(tempfile.mkdtemp())
@@ -77,6 +80,10 @@ class CheckpointFolder:
         own.mkdir(mode=0o700, exist_ok=True)
         self.waiting = own / hash_bytes(place)
         self.paths: dict[Which, Place] = {}
+        self.slowest_s = 0.0
+        self._saved_s = perf_counter()
+        self._thread = ThreadPool(1, "checkpoint")
+        self._job: Future[None] | None = None
 
     def prepare(self, *, anew: bool) -> None:
         """Make the folder. With ``anew``, move older checkpoints to a new folder beside them:
@@ -212,34 +219,9 @@ class CheckpointFolder:
             for file in old:
                 open_store(file.parent, is_patient=False).remove(file, is_large=True)
 
-
-class CheckpointWriter:
-    """Writes checkpoints in a thread while training goes on, and decides when the next one is due.
-
-    Args:
-        folder: Where the checkpoints are written.
-        every_steps: Steps from one checkpoint to the next. Default: one checkpoint a minute.
-
-    Attributes:
-        slowest_s: Seconds of the checkpoint that took longest.
-
-    Example:
-        >>> writer = CheckpointWriter(CheckpointFolder(tempfile.mkdtemp()))
-        >>> writer.submit({"weight": torch.ones(2)}, step=3)
-        >>> writer.close()
-    """
-
-    def __init__(self, folder: CheckpointFolder, every_steps: int = 0) -> None:
-        self._folder = folder
-        self._every_steps = every_steps
-        self._saved_s = perf_counter()
-        self.slowest_s = 0.0
-        self._thread = ThreadPool(1, "checkpoint")
-        self._job: Future[None] | None = None
-
-    def is_due(self, step: int) -> bool:
-        """Return whether a checkpoint is due after this step. While the last checkpoint is being
-        written, the answer is False.
+    def is_due(self, step: int, every_steps: int = 0) -> bool:
+        """Return whether a checkpoint is due after this step: after so many steps, or a minute
+        after the last one. While the last checkpoint is being written, the answer is False.
 
         Raises:
             ColabUtilsError: The last checkpoint could not be written.
@@ -247,8 +229,8 @@ class CheckpointWriter:
         if self._job and not self._job.done():
             return False
         self.finish()
-        if self._every_steps:
-            return step % self._every_steps == 0
+        if every_steps:
+            return step % every_steps == 0
         return perf_counter() - self._saved_s >= _PAUSE_S
 
     def submit(self, state: State, *, step: int, which: Which = "newest") -> None:
@@ -257,10 +239,10 @@ class CheckpointWriter:
         self._saved_s = perf_counter()
         copy_tensor = partial(Tensor.to, device="cpu", copy=True)
         copy = tree_map_only(Tensor, copy_tensor, dict(state))
-        self._job = self._thread.submit(self._save, copy, step, which)
+        self._job = self._thread.submit(self._save_and_time, copy, step, which)
 
-    def _save(self, state: State, step: int, which: Which) -> None:
-        self._folder.save(state, step=step, which=which)
+    def _save_and_time(self, state: State, step: int, which: Which) -> None:
+        self.save(state, step=step, which=which)
         self.slowest_s = max(self.slowest_s, perf_counter() - self._saved_s)
 
     def finish(self) -> None:

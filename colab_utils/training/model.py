@@ -42,8 +42,6 @@ _WEIGHTS = {
     LIGHT_MODEL: get_weight("MobileNet_V3_Large_Weights.IMAGENET1K_V1"),
 }
 
-MODEL_NAMES = (*_WEIGHTS, TINY_MODEL)
-
 # Classes of the COCO weights, with the background.
 _COCO_CLASSES = len(_WEIGHTS[GPU_MODEL].meta["categories"])
 
@@ -59,8 +57,8 @@ def build_mask_rcnn(
     """Build a Mask R-CNN with the right number of classes, in training mode.
 
     Args:
-        name: One of ``MODEL_NAMES``. The light model is a MobileNetV3-Large with a feature pyramid
-            of 64 channels and an eighth of the usual proposals. The tiny model has seven
+        name: One of the keys of ``BUILDERS``. The light model is a MobileNetV3-Large with a feature
+            pyramid of 64 channels and an eighth of the usual proposals. The tiny model has seven
             convolutions before its pyramid, and always starts from random weights. It learns small
             and easy pictures, as notebook 04 shows, and is not for photos.
         num_classes: Classes including the background, as ``ShardDataset.num_classes``.

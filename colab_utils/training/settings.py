@@ -30,7 +30,7 @@ class TrainSettings:
     """The settings of a run. Of those that are not chosen yet, texts are empty and numbers 0."""
 
     model: str = ""
-    """One of ``MODEL_NAMES``."""
+    """One of the keys of ``BUILDERS``."""
     min_size: int = 0
     """Shorter side that images are resized to, pixels."""
     max_size: int = 0

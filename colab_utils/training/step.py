@@ -96,7 +96,7 @@ class TrainingStep:
         try:
             self.model: Any = model.to(self.device).train()
         except RuntimeError as error:
-            if not _is_out_of_memory(error):
+            if not _OUT_OF_MEMORY.search(str(error)):
                 raise
             raise ColabUtilsError(
                 "The model does not fit into the GPU's memory, because something else fills that "
@@ -210,7 +210,7 @@ class TrainingStep:
                     self.scaler.scale(loss * share * self.ranks.count).backward()
                 loss_sum += loss.detach() * share
         except RuntimeError as error:
-            if not _is_out_of_memory(error):
+            if not _OUT_OF_MEMORY.search(str(error)):
                 raise
             return None
         return loss_sum
@@ -294,11 +294,6 @@ class _SummedLosses(nn.Module):
         else:
             losses = self.model(images, targets)
         return torch.stack([loss.float() for loss in losses.values()]).sum()
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether an error says that a GPU's memory ran out."""
-    return bool(_OUT_OF_MEMORY.search(str(error)))
 
 
 @contextmanager

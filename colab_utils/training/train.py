@@ -104,8 +104,8 @@ def train(
             ``best-STEP.pt``.
         steps: Steps of the run, those of earlier sessions included.
         epochs: Passes over the dataset instead of ``steps``. Default: 1.
-        model: One of ``MODEL_NAMES``. Default: maskrcnn_resnet50_fpn_v2 on a GPU, the light one on
-            a CPU.
+        model: maskrcnn_resnet50_fpn_v2, the default on a GPU, maskrcnn_resnet50_fpn,
+            maskrcnn_mobilenet_v3_large_fpn, the default on a CPU, or maskrcnn_tiny_fpn.
         weights: ``"coco"``; the folder of another run, to continue from its weights with other
             data; or None for random weights. See ``build_mask_rcnn``.
         batch_size: Images a step, over all processes. On a GPU, ``"auto"`` tries 16, 8, 4, 2 and 1

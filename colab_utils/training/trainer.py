@@ -23,7 +23,7 @@ from colab_utils.loading.clock import LoopClock
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import Loader
 from colab_utils.progress import show_progress
-from colab_utils.training.checkpoint import CheckpointFolder, CheckpointWriter, State
+from colab_utils.training.checkpoint import CheckpointFolder, State
 from colab_utils.training.evaluate import AveragePrecision, evaluate
 from colab_utils.training.prepare import OpenData
 from colab_utils.training.report import (
@@ -74,7 +74,6 @@ class Trainer:
         self.folder = folder
         self.validation = data.validation
         self.ranks = step.ranks
-        self.writer = CheckpointWriter(folder, plan.checkpoint_steps)
         # Each checkpoint holds these facts about the run.
         self._facts = {
             "plan": asdict(plan),
@@ -129,7 +128,7 @@ class Trainer:
             log(self.plan)
         show = partial(tqdm, disable=True) if log or not self.ranks.is_first else show_progress
         steps = show("training", total=self.plan.steps - self.done)
-        with closing(self.writer), self._save_what_was_done(), steps as bar:
+        with closing(self.folder), self._save_what_was_done(), steps as bar:
             self.clock = LoopClock()
             batches = chain.from_iterable(repeat(self.loader))
             while self.done < self.plan.steps:
@@ -144,7 +143,9 @@ class Trainer:
                 if is_first or self.done == self.plan.steps or self.done % _LOG_STEPS == 0:
                     self._log(log)
                 # With a budget, a first checkpoint shows how long one takes.
-                is_due = self.writer.is_due(self.done) or (is_first and self._ends_s < math.inf)
+                is_due = self.folder.is_due(self.done, self.plan.checkpoint_steps) or (
+                    is_first and self._ends_s < math.inf
+                )
                 if is_due:
                     self.save()
                 if self._stop_if_asked():
@@ -154,10 +155,10 @@ class Trainer:
                     self._evaluate()
             # What does not reach Drive is sent after the evaluation.
             self.save(is_last=True)
-            self.writer.finish()
+            self.folder.finish()
             self._stop_if_asked()
             self._evaluate()
-            self.writer.finish()
+            self.folder.finish()
         if self.ranks.is_first:
             self.folder.send_waiting()
         return TrainReport(
@@ -266,7 +267,7 @@ class Trainer:
                 "ap": asdict(self.ap),
                 "validation": validation.fingerprint,
             }
-            self.writer.submit(state, step=self.done, which="best")
+            self.folder.submit(state, step=self.done, which="best")
             self.best = self.ap
 
     def save(self, *, is_last: bool = False) -> None:
@@ -287,7 +288,7 @@ class Trainer:
                 "loader": self._position,
                 "losses": torch.tensor(self.losses, dtype=torch.float64),
             }
-            self.writer.submit(state, step=self.done)
+            self.folder.submit(state, step=self.done)
         self._saved_step = self.done
 
     def _save_last(self) -> None:
@@ -301,7 +302,7 @@ class Trainer:
             if not self.step.is_applying:
                 self.save(is_last=True)
         finally:
-            self.writer.finish()
+            self.folder.finish()
             if self.ranks.is_first:
                 with suppress(DriveLostError):
                     self.folder.send_waiting()
@@ -406,7 +407,7 @@ class Trainer:
     def _has_time(self, seconds: float) -> bool:
         """Return whether the budget has these seconds and those of the last checkpoint."""
         # Another checkpoint may be in progress when the last one begins.
-        seconds += 2 * self.writer.slowest_s
+        seconds += 2 * self.folder.slowest_s
         return perf_counter() + seconds < self._ends_s
 
 

@@ -264,7 +264,8 @@ def paint_deep(brightest, channels):
 )
 def test_an_image_of_16_bits_keeps_the_upper_8_unless_they_are_dark(channels, kind):
     """It would become almost black, without a word."""
-    store = partial(store_image, size=(16, 24), min_size=16, max_size=24)
+    recipe = {"storage": "shrink", "min_size": 16, "max_size": 24}
+    store = partial(store_image, size=(16, 24), recipe=recipe)
     for bits in (8, 14):
         data = save_deep(paint_deep((1 << bits) - 1, channels), kind)
         peak = (1 << bits) - 1 >> 8

@@ -58,12 +58,6 @@ def test_shards_are_written_there_verified_and_copied(hub, photos, local, tmp_pa
     assert snapshot(tmp_path / "ssd") == snapshot(local)
 
 
-def test_shards_are_sent_there(hub, local):
-    done = run(hub, "copy", "--shards", local, "--to", f"{URL}/sent")
-    assert done.returncode == 0, done.stderr
-    assert snapshot(hub.folder / "sent") == snapshot(local)
-
-
 @pytest.mark.parametrize("url", [f"{URL}/none", "hf://datasets/you/none/shards"])
 def test_what_is_not_there_is_said_in_one_line(hub, url):
     done = run(hub, "verify", "--shards", url)

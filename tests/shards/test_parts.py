@@ -80,7 +80,7 @@ def test_of_four_parts_at_once_one_is_killed_and_done_by_two(sixty, folder, tmp_
 
 
 # More parts than shards: some parts have none.
-@pytest.mark.parametrize("parts", [1, 3, 40])
+@pytest.mark.parametrize("parts", [3, 8])
 def test_parts_in_any_order_and_twice_are_the_shards_of_one_machine(
     dataset, folder, tmp_path, parts
 ):

@@ -36,6 +36,10 @@ PIXELS = np.stack(
 ).astype(np.uint8)
 
 
+def store(data, size, **recipe):
+    return store_image(data, size, {"storage": "shrink", **recipe})
+
+
 def decode(data):
     """By torchvision, as plain scripts do (0.29 points to TorchCodec)."""
     with warnings.catch_warnings():
@@ -52,7 +56,7 @@ def assert_equal_to_torchvision(dataset, folder, i, min_size, max_size):
     annotations = dataset.annotations(i)
     size = (image["height"], image["width"])
     data = (folder / image["file_name"]).read_bytes()
-    stored = store_image(data, size, min_size=min_size, max_size=max_size)
+    stored = store(data, size, min_size=min_size, max_size=max_size)
     record = make_record(image, annotations, stored, Counter())
     target = make_target(annotations, size)
     transform = GeneralizedRCNNTransform(min_size, max_size, [0.0] * 3, [1.0] * 3)
@@ -134,7 +138,7 @@ every_kind = pytest.mark.parametrize(
 
 @every_kind
 def test_every_kind_of_image_decodes_to_its_pixels(name, data, kept):
-    stored = store_image(data, (48, 64), **SIZES)
+    stored = store(data, (48, 64), **SIZES)
     assert (stored.data == data) is kept
     is_jpeg = kept and not name.endswith("png")
     assert stored.extension == ("jpg" if is_jpeg else "png")
@@ -156,7 +160,7 @@ def test_every_kind_of_image_decodes_to_its_pixels(name, data, kept):
 @every_kind
 @pytest.mark.parametrize("reduced_decode", [False, True])
 def test_every_kind_of_image_is_shrunk(name, data, kept, reduced_decode):
-    stored = store_image(data, (48, 64), min_size=24, max_size=100, reduced_decode=reduced_decode)
+    stored = store(data, (48, 64), min_size=24, max_size=100, reduced_decode=reduced_decode)
     assert stored.size == (24, 32)
     assert stored.original == (48, 64)
     is_lossy = name.endswith(("jpg", "mpo", "webp"))
@@ -209,9 +213,9 @@ def test_a_photo_is_decoded_at_the_scale_that_training_needs(kind, min_size, sca
 
     monkeypatch.setattr(Image.Image, "resize", resize)
     limits = {"min_size": min_size, "max_size": 1333}
-    stored = store_image(PHOTOS[kind], (601, 803), **limits, reduced_decode=True)
+    stored = store(PHOTOS[kind], (601, 803), **limits, reduced_decode=True)
     assert drafts[0] == (-(-803 // scale), -(-601 // scale))
-    whole = store_image(PHOTOS[kind], (601, 803), **limits)
+    whole = store(PHOTOS[kind], (601, 803), **limits)
     assert stored._replace(data=b"") == whole._replace(data=b"")
     assert stored.size == plan_size(601, 803, **limits)
     assert 0 < compare_scales(PHOTOS[kind], (601, 803), **limits) < 1
@@ -222,26 +226,24 @@ def test_a_turned_photo_is_decoded_at_the_scale_that_training_needs(orientation)
     data = save(PHOTO, "JPEG", quality=92, exif=make_exif(orientation))
     size = (803, 601) if orientation > 4 else (601, 803)
     options = {"exif": "turn", "min_size": 140, "max_size": 1333}
-    stored = store_image(data, size, **options, reduced_decode=True)
-    whole = store_image(data, size, **options)
+    stored = store(data, size, **options, reduced_decode=True)
+    whole = store(data, size, **options)
     assert stored.data != whole.data
     assert stored._replace(data=b"") == whole._replace(data=b"")
     assert stored.original == size
     assert 0 < compare_scales(data, size, **options) < 1
     with pytest.raises(ColabUtilsError, match="the file has 803 x 601"):
-        store_image(data, (601, 804), **options, reduced_decode=True)
+        store(data, (601, 804), **options, reduced_decode=True)
 
 
 @pytest.mark.parametrize("min_size", [301, 601, 800])
 def test_a_photo_that_is_kept_or_below_twice_the_size_has_the_same_bytes_as_ever(min_size):
     for data in (*PHOTOS.values(), save(PHOTO, "WEBP"), save(PHOTO, "PNG")):
-        whole = store_image(data, (601, 803), min_size=min_size, max_size=1333)
-        reduced = store_image(
-            data, (601, 803), min_size=min_size, max_size=1333, reduced_decode=True
-        )
+        whole = store(data, (601, 803), min_size=min_size, max_size=1333)
+        reduced = store(data, (601, 803), min_size=min_size, max_size=1333, reduced_decode=True)
         assert reduced == whole
     limits = {"min_size": 140, "max_size": min_size, "storage": "keep", "reduced_decode": True}
-    assert store_image(PHOTOS["rgb"], (601, 803), **limits).data == PHOTOS["rgb"]
+    assert store(PHOTOS["rgb"], (601, 803), **limits).data == PHOTOS["rgb"]
 
 
 def turn(orientation):
@@ -265,7 +267,7 @@ def turn(orientation):
 )
 def test_photos_are_turned_where_the_annotations_say_so(orientation, size, turned):
     data = turn(orientation)
-    stored = store_image(data, size, **SIZES)
+    stored = store(data, size, **SIZES)
     assert (stored.data == data) is not turned
     assert stored.size == ((64, 48) if turned else (48, 64))
     assert np.array_equal(decode_upright(data, size)[0], decode_pixels(stored.data))
@@ -296,7 +298,7 @@ def test_photos_are_turned_where_the_annotations_say_so(orientation, size, turne
 )
 def test_what_is_not_the_image_is_refused(data, size, message):
     with pytest.raises(ColabUtilsError, match=message):
-        store_image(data, size, **SIZES)
+        store(data, size, **SIZES)
 
 
 @pytest.mark.parametrize(
@@ -310,22 +312,22 @@ def test_what_is_not_the_image_is_refused(data, size, message):
 def test_damaged_exif_refuses_no_image(chunk):
     data = make_png((64, 48), 8, 2, PIXELS, chunk)
     assert np.array_equal(decode_pixels(data), PIXELS)
-    assert store_image(data, (48, 64), **SIZES).data == data
+    assert store(data, (48, 64), **SIZES).data == data
     with pytest.raises(ColabUtilsError, match="the annotations say 48 x 64 pixels"):
-        store_image(data, (64, 48), **SIZES)
+        store(data, (64, 48), **SIZES)
 
 
 def test_photos_of_phones_pass_and_bombs_are_refused_before_they_are_decoded():
     # The image has 108 megapixels, for which Pillow would warn.
     phone = save(Image.new("1", (12_000, 9_000)), "PNG")
-    assert store_image(phone, (9_000, 12_000), **SIZES).size[0] == 800
+    assert store(phone, (9_000, 12_000), **SIZES).size[0] == 800
     bomb = save(Image.new("1", (16_000, 16_000)), "PNG")
     jpeg = bytearray(save(GREY, "JPEG"))
     place = jpeg.index(b"\xff\xc0")
     jpeg[place + 5 : place + 9] = b"\xff\x00\xff\x00"
     refusal = "more than 112,000,000 pixels|exceeds limit of 224000000 pixels|not an image"
     for data in (bomb, bytes(jpeg), bomb.replace(b"IHDR\0\0\x3e\x80", b"IHDR\0\x7f\xff\xff", 1)):
-        for read in (decode_pixels, lambda data: store_image(data, (0, 0), **SIZES)):
+        for read in (decode_pixels, lambda data: store(data, (0, 0), **SIZES)):
             tracemalloc.start()
             with pytest.raises(ColabUtilsError, match=refusal):
                 read(data)
@@ -339,7 +341,7 @@ def test_photos_cut_short_are_refused_at_any_scale(kind, share, monkeypatch):
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
     data = PHOTOS[kind][: int(len(PHOTOS[kind]) * share)]
     with pytest.raises(ColabUtilsError, match=r"not an image|not a complete image"):
-        store_image(data, (601, 803), min_size=60, max_size=100, reduced_decode=True)
+        store(data, (601, 803), min_size=60, max_size=100, reduced_decode=True)
 
 
 @given(data=st.data())
@@ -352,16 +354,14 @@ def test_damaged_images_are_stored_or_refused_never_anything_else(data):
             st.integers(0, 255)
         )
     with contextlib.suppress(ColabUtilsError):
-        stored = store_image(
-            bytes(damaged), (48, 64), min_size=24, max_size=40, reduced_decode=True
-        )
+        stored = store(bytes(damaged), (48, 64), min_size=24, max_size=40, reduced_decode=True)
         assert max(stored.size) <= 40
 
 
 def test_area_and_crowds_are_scaled_and_extras_dropped():
     rle = {"size": [48, 64], "counts": [0, 24 * 64, 24 * 64]}
     annotation = make_object(5, 1, [0, 0, 32, 48], iscrowd=1, segmentation=rle)
-    stored = store_image(save(RGB, "PNG"), (48, 64), min_size=24, max_size=100)
+    stored = store(save(RGB, "PNG"), (48, 64), min_size=24, max_size=100)
     record = make_record({"id": 1, "file_name": "a/b.png"}, [annotation], stored, Counter())
     (kept,) = record["annotations"]
     assert (kept["bbox"], kept["area"], kept["iscrowd"]) == ([0, 0, 16, 24], 384.0, 1)

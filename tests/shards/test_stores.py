@@ -113,12 +113,3 @@ def test_writing_goes_on_with_new_credentials(store, url, photos, local, tmp_pat
     write(photos, url)
     copy_shards(url, tmp_path / "all")
     assert snapshot(tmp_path / "all") == snapshot(local)
-
-
-def test_a_copy_goes_on_with_new_credentials(store, url, local, tmp_path):
-    copy_shards(local, url)
-    expect_expiry(store, 5, lambda: copy_shards(url, tmp_path / "ssd", streams=8))
-    assert not (tmp_path / "ssd" / "index.json").exists()
-    assert not list((tmp_path / "ssd").glob(".*.part"))
-    copy_shards(url, tmp_path / "ssd")
-    assert snapshot(tmp_path / "ssd") == snapshot(local)

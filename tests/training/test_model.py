@@ -128,6 +128,7 @@ def test_bad_arguments_are_refused_in_words(options, message):
         build_mask_rcnn(**options)
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_the_tiny_model_learns(tmp_path):
     kinds = ("ball", "heart")
     make_shards(tmp_path, n=10, width=128, height=96, categories=kinds)

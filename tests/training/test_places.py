@@ -32,17 +32,9 @@ def few_shards(tiny_shards, bucket):
     return "faulty://bucket/shards"
 
 
-def test_a_run_at_a_url_goes_on_there_as_in_a_folder(few_shards, tiny_shards, bucket, tmp_path):
-    whole = train(tiny_shards, tmp_path / "run", steps=4, **TINY)
-    train(few_shards, URL, steps=2, **TINY)
-    report = train(few_shards, URL, steps=4, val_shards=few_shards, **TINY)
-    assert report.losses == whole.losses
-    assert report.checkpoint == f"{URL}/checkpoint-00000004.pt"
-    assert not (bucket / "writer.txt").exists()
-    assert load_trained_model(URL).class_names == load_trained_model(tmp_path / "run").class_names
-
-
-def test_credentials_that_expire_during_a_run_lose_nothing(few_shards, tiny_shards, tmp_path):
+def test_credentials_that_expire_lose_nothing_and_a_run_goes_on_there_as_in_a_folder(
+    few_shards, tiny_shards, bucket, tmp_path
+):
     whole = train(tiny_shards, tmp_path / "run", steps=4, **TINY)
 
     def expire(call, path):
@@ -55,8 +47,11 @@ def test_credentials_that_expire_during_a_run_lose_nothing(few_shards, tiny_shar
         with pytest.raises(DriveLostError, match=r"token has expired.* Then run the same command"):
             train(few_shards, URL, steps=2, **TINY)
         FaultyFileSystem.fault = None
-        report = train(few_shards, URL, steps=4, **TINY)
+        report = train(few_shards, URL, steps=4, val_shards=few_shards, **TINY)
     assert report.losses == whole.losses
+    assert report.checkpoint == f"{URL}/checkpoint-00000004.pt"
+    assert not (bucket / "writer.txt").exists()
+    assert load_trained_model(URL).class_names == load_trained_model(tmp_path / "run").class_names
 
 
 def test_a_run_at_a_url_that_cannot_be_written_is_told_before_the_first_step(few_shards):

@@ -7,9 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
-from colab_utils.data.sizes import fit_size
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import collate_packed
 from colab_utils.loading.dataset import ShardDataset
@@ -118,15 +116,6 @@ def test_on_a_gpu_training_begins_with_the_first_shard(tiny_shards, tmp_path, mo
     assert report.plan.peak_bytes > 0
 
 
-def test_room_is_left_for_what_the_optimizer_keeps_of_each_weight(dataset, monkeypatch):
-    with SimulatedGpu(monkeypatch):
-        step = make_step(dataset, "cuda")
-        free = torch.cuda.mem_get_info(step.device)[0] + torch.cuda.memory_reserved(step.device)
-        shard_plan = plan_memory(step, dataset, np.arange(1), TrainSettings(batch_size=1))
-    weights = sum(p.nbytes for p in step.model.parameters() if p.requires_grad)
-    assert shard_plan.limit_bytes == free - 2 * weights
-
-
 def test_auto_takes_the_largest_batch_that_fits(dataset, monkeypatch):
     generous, _ = plan(dataset, monkeypatch)
     # There are no more images than these.
@@ -188,14 +177,3 @@ def test_a_dense_set_trains_in_little_memory(tmp_path, monkeypatch):
         assert report.steps * report.plan.batch_size >= 2
         assert "memory: the heaviest batch takes" in str(report.plan)
         assert gpu.memory.peak <= gpu.memory.limit
-
-
-SIZES = [(120, 160), (200, 90), (64, 64), (50, 400), (427, 640)]
-
-
-@pytest.mark.parametrize("min_size", [100, 200])
-def test_sizes_are_those_of_torchvision(min_size):
-    transform = GeneralizedRCNNTransform(min_size, 300, image_mean=[0], image_std=[1]).eval()
-    images, _ = transform([torch.zeros(1, *size) for size in SIZES])
-    resized = [fit_size(*size, min_size=min_size, max_size=300) for size in SIZES]
-    assert resized == images.image_sizes

@@ -123,7 +123,6 @@ def make_images(count):
 @pytest.mark.parametrize(
     ("largest_batch", "seen"),
     [
-        (4, [8, 4, 4]),
         (3, [8, 4, 2, 2, 2, 2]),
         (1, [8, 4, 2, *[1] * 8]),
     ],
