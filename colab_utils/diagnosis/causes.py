@@ -6,7 +6,7 @@ import numpy as np
 
 from colab_utils.diagnosis.cures import Cause, make_cause
 from colab_utils.diagnosis.looks import OTHER_LOADER
-from colab_utils.diagnosis.memory_growth import Growth
+from colab_utils.diagnosis.memory_growth import find_growth
 from colab_utils.diagnosis.processes import OWN_THREADS
 from colab_utils.diagnosis.record import LoopRecord
 from colab_utils.diagnosis.waits import (
@@ -34,9 +34,7 @@ _LEAST_OTHER = 0.2
 _LOADING = {"work", "collate", "hand-off"}
 
 
-def find_causes(
-    parts_s: Array, is_first: Array, record: LoopRecord, growth: Growth | None
-) -> list[Cause]:
+def find_causes(parts_s: Array, is_first: Array, record: LoopRecord) -> list[Cause]:
     """Find the causes that cost a tenth of the loop's time or more, the largest first. Stalls and
     growing memory are listed whatever they cost.
 
@@ -44,7 +42,6 @@ def find_causes(
         parts_s: Wait, step, and time between steps of each batch, seconds, float64 [batches, 3].
         is_first: Whether each batch is the first one of a pass, bool [batches].
         record: What else was seen.
-        growth: How memory grows; None if it does not.
     """
     waits, _, between = parts_s.T
     loop_s = float(parts_s.sum())
@@ -73,11 +70,8 @@ def find_causes(
     is_loading = not _LOADING.isdisjoint(cause.id for cause in causes)
     comes_last = is_loading and looks.find_place("sample") != OWN_THREADS
     causes.sort(key=lambda cause: (comes_last and cause.id == "contention", -cause.share))
-    for stall in record.stalls:
-        causes.append(Cause("hang", 0.0, stall.why, stall.cure))
-    if growth:
-        causes.append(Cause("memory", 0.0, str(growth), growth.cure))
-    return causes
+    causes += [Cause("hang", 0.0, stall.why, stall.cure) for stall in record.stalls]
+    return [*causes, *filter(None, [find_growth(record.memory.readings)])]
 
 
 def _explain_beside(step_share: float, share: float, record: LoopRecord) -> list[Cause]:

@@ -2,17 +2,19 @@
 
 import os
 import re
+import sys
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from linecache import getline
-from traceback import extract_stack
+from traceback import walk_stack
 
 from colab_utils.diagnosis.processes import NO_SAMPLE, SERVES, Activity, WorkerMonitor
 from colab_utils.diagnosis.system_calls import find_wait, read_call
 
-# Fewer looks than this are no evidence. Otherwise, at least half of them must show the same.
+# Fewer looks than this are no evidence. Otherwise, this share of them must show the same.
 _LEAST_LOOKS = 5
+_USUAL = 0.5
 _LOADERS = re.compile(r"/torch/utils/data/dataloader\.py:|/colab_utils/loading/loader\.py:")
 _IN_LOADERS = re.compile(f"/torch/utils/data/|{_LOADERS.pattern}")
 # Files whose code runs while a process waits for its workers, and while it receives a batch.
@@ -34,23 +36,23 @@ _LIBRARY = re.compile(
 _NUMBER = re.compile(r":(\d+) ")
 # A message shows at most this much of a line.
 _SHOWN_CHARACTERS = 70
-BACKWARD = "the backward pass"
-MODEL = "the model"
+MODEL = "the model or its backward pass"
 OTHER_LOADER = "another loader"
 HANDOFF = "the hand-off"
 WORKERS = "the workers"
 SAMPLE = "a sample"
 THREAD = "a thread"
-LOADER_THREAD = "a DataLoader in a thread"
 # A special place or "", and a stack.
 _Place = tuple[str, tuple[str, ...]]
 
 
-def find_own_line() -> tuple[str, int]:
+def find_own_line() -> str:
     """Return the file and the line of the innermost code that runs now and is no library's."""
-    frames = extract_stack()
-    own = [frame for frame in frames if not _LIBRARY.match(frame.filename)] or frames
-    return own[-1].filename, own[-1].lineno or 0
+    for frame, line in walk_stack(sys._getframe()):
+        file = frame.f_code.co_filename
+        if not _LIBRARY.match(file):
+            return f"{os.path.basename(file)}:{line}"
+    return "a line of a library"
 
 
 def _shorten(line: str) -> str:
@@ -111,7 +113,7 @@ class Looks:
         starts = phase.endswith("start")
         if (starts or phase == "wait") and kind in ("", WORKERS, SAMPLE):
             kind, loading, seen = self._look_at_helpers(thread, kind, seen)
-        if kind in (MODEL, BACKWARD):
+        if kind == MODEL:
             self.add(MODEL, "", seen.stack)
         if kind == OTHER_LOADER:
             self.add("other", "", _leave_loader(seen.stack))
@@ -141,12 +143,13 @@ class Looks:
         result = kind, thread, seen
         if "futex" not in read_call(os.getpid(), thread.native_id or 0)[0]:
             return result
+        # A sample may have threads of its own.
+        place = kind if kind == SAMPLE else THREAD
         for helper, activity in self._monitor.list_helpers(thread):
-            if kind != SAMPLE and _LOADERS.search("\n".join(activity.stack)):
-                return LOADER_THREAD, helper, activity
+            if place == THREAD and _LOADERS.search("\n".join(activity.stack)):
+                return place, helper, activity
             if not SERVES.search(activity.stack[0]):
-                # A sample may have threads of its own.
-                result = kind if kind == SAMPLE else THREAD, helper, activity
+                result = place, helper, activity
         return result
 
     def count_kinds(self, phase: str) -> Counter[str]:
@@ -159,16 +162,14 @@ class Looks:
 
     def is_usual(self, part: str) -> bool:
         """Return whether most looks at waits saw a worker at a "sample", or at "collate"."""
-        total = self.places["wait"].total()
-        return total >= _LEAST_LOOKS and 2 * self.busy[part] > total
+        return _measure(self.busy[part], self.places["wait"].total())[0] > _USUAL
 
     def find_place(self, phase: str) -> str:
         """Return the special place where the loop was in at least half of the looks at a phase; ""
         if there is no such place.
         """
         kinds = self.count_kinds(phase)
-        total = kinds.total()
-        usual = [kind for kind in kinds if 2 * kinds[kind] >= total >= _LEAST_LOOKS]
+        usual = [kind for kind in kinds if self.measure_place(phase, kind)[0] >= _USUAL]
         return max(usual, default="")
 
     def describe_line(self, phase: str, who: str = "This process") -> str:
@@ -176,23 +177,22 @@ class Looks:
         Return "" if it waited for a loader, received a batch, or loaded samples.
         """
         kind = self.find_place(phase)
-        if kind in (BACKWARD, MODEL):
+        if kind == MODEL:
             return f" {who} was seen at {kind} ({self.measure_place(phase, kind)[1]})."
         if kind == OTHER_LOADER:
             return self.describe_line("other", "Another loader")
         total = self.places[phase].total()
         usual = [
-            (function, lines)
-            for function, lines in self._list_functions(phase).items()
-            if 2 * lines.total() >= total
+            (lines.most_common(1)[0][0], _measure(lines.total(), total)[1])
+            for lines in self._list_functions(phase).values()
+            if _measure(lines.total(), total)[0] >= _USUAL
         ]
-        if not usual or total < _LEAST_LOOKS:
+        if not usual:
             return ""
-        own = [entry for entry in usual if not _LIBRARY.match(entry[0])] or usual
-        inner = usual[-1][1].most_common(1)[0][0]
-        caller = own[-1][1].most_common(1)[0][0]
+        inner, seen = usual[-1]
+        own = [line for line, _ in usual if not _LIBRARY.match(line)]
+        caller = own[-1] if own else inner
         text = " < ".join(dict.fromkeys(map(_shorten, (inner, caller))))
-        _, seen = _measure(usual[-1][1].total(), total)
         return f" {who} was seen at {text}{_read_code(caller)} ({seen})."
 
     def _list_functions(self, phase: str) -> dict[str, Counter[str]]:
@@ -267,7 +267,7 @@ def name_place(phase: str, seen: Activity) -> str:
         return WORKERS
     # The backward pass is written in C++, so the innermost line of Python is the call of it.
     if innermost.endswith(" _engine_run_backward"):
-        return BACKWARD
+        return MODEL
     if phase == "step" and _STEPS.search(stack) and _TRANSFORMS not in stack:
         return MODEL
     return ""

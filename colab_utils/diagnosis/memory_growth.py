@@ -2,12 +2,12 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from time import perf_counter, thread_time
 from typing import NamedTuple
 
 import numpy as np
 
+from colab_utils.diagnosis.cures import Cause
 from colab_utils.diagnosis.system_calls import measure_memory, measure_memory_part
 from colab_utils.machine import find_free_memory
 from colab_utils.processes import list_pids
@@ -41,34 +41,12 @@ class Reading(NamedTuple):
     """
 
 
-@dataclass(frozen=True)
-class Growth:
-    """Memory that grows while a loader runs."""
-
-    mb_per_batch: float
-    """MB a batch, of all processes together."""
-    full_at_batch: int
-    """Number of the batch at which memory is full, if this growth goes on."""
-    by_process: Mapping[str, float]
-    """MB a batch: one value for this process, one for all workers together. A value is left out if
-    nothing grows there.
-    """
-
-    @property
-    def cure(self) -> str:
-        """Return what to do about the growth."""
-        if "workers" not in self.by_process:
-            return "Keep no batches. Keep losses as numbers (loss.item()), without their graphs."
-        return (
-            "Keep no samples in the dataset. Use numpy arrays in place of lists of Python objects: "
-            "a worker copies even those objects that it only reads. If samples become larger in "
-            "the course of a pass, the growth ends with the pass."
-        )
-
-    def __str__(self) -> str:
-        who = ", ".join(f"{name}: {mb:.2f}" for name, mb in self.by_process.items())
-        rate = f"Memory grows by {self.mb_per_batch:.2f} MB a batch ({who})"
-        return f"{rate}: if this goes on, memory is full at batch {self.full_at_batch:,}."
+_KEPT = "Keep no batches. Keep losses as numbers (loss.item()), without their graphs."
+_COPIED = (
+    "Keep no samples in the dataset. Use numpy arrays in place of lists of Python objects: a "
+    "worker copies even those objects that it only reads. If samples become larger in the course "
+    "of a pass, the growth ends with the pass."
+)
 
 
 class MemoryLog:
@@ -108,9 +86,9 @@ class MemoryLog:
         self._due_s = now_s + max(_PAUSE_S, (now_s - self._began_s) * _PAUSE_SHARE, costs_s)
 
 
-def find_growth(readings: Sequence[Reading]) -> Growth | None:
-    """Return how fast the memory of this process and of its workers grows; None if it does not
-    grow, or only a little.
+def find_growth(readings: Sequence[Reading]) -> Cause | None:
+    """Return how fast the memory of this process and of its workers grows, and what to do about
+    it; None if it does not grow, or only a little.
     """
     # Readings after the last batch are left out, because workers end then.
     running = [reading for reading in readings if reading.batches < readings[-1].batches]
@@ -126,14 +104,17 @@ def find_growth(readings: Sequence[Reading]) -> Growth | None:
         if own_bytes.keys() == newest.keys()
     }
     least_bytes = _LEAST_GROWTH * sum(newest.values())
-    slopes = {"this process": _find_slope(own, least_bytes)}
-    slopes["workers"] = _find_slope(workers, least_bytes)
-    by_process = {name: slope / 1e6 for name, slope in slopes.items() if slope > 0}
-    mb_per_batch = sum(by_process.values())
-    if not by_process:
+    own_mb = _find_slope(own, least_bytes) / 1e6
+    workers_mb = _find_slope(workers, least_bytes) / 1e6
+    mb = own_mb + workers_mb
+    if not mb:
         return None
-    left = int(find_free_memory() / 1e6 / mb_per_batch)
-    return Growth(mb_per_batch, readings[-1].batches + left, by_process)
+    full_at = readings[-1].batches + int(find_free_memory() / 1e6 / mb)
+    why = (
+        f"Memory grows by {mb:.2f} MB a batch (this process: {own_mb:.2f}, workers: "
+        f"{workers_mb:.2f}): if this goes on, memory is full at batch {full_at:,}."
+    )
+    return Cause("memory", 0.0, why, _COPIED if workers_mb else _KEPT)
 
 
 def _find_slope(own_bytes: Mapping[int, int], least_bytes: float) -> float:

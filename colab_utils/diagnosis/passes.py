@@ -82,8 +82,6 @@ class Pass:
         self._keeps_errors = plain is not None
         self._loader = watched._loader
         self.record: LoopRecord = watched._record
-        self._timeout_s = watched.timeout_s
-        self._raises = watched.on_stall == "raise"
         self._monitor = self.record.monitor
         self._batches: Any = None
         self._count = 0
@@ -141,7 +139,7 @@ class Pass:
     # --- the thread that waits
 
     def _ask(self) -> _Wait:
-        return _Wait(self.record.ask(), self._timeout_s)
+        return _Wait(self.record.ask(), self._watched.timeout_s)
 
     def _fetch(self, wait: _Wait) -> Any:
         """Return the iterator of the loader if it is not open yet, else the next batch, or `_END`.
@@ -228,7 +226,8 @@ class Pass:
     @property
     def _is_interruptible(self) -> bool:
         """Return whether a wait is ended by a signal, which only the main thread can take."""
-        return self._raises and self._thread is threading.main_thread()
+        raises = self._watched.on_stall == "raise"
+        return raises and self._thread is threading.main_thread()
 
     def _interrupt(self, number: int, frame: Any) -> None:
         """End a wait that was given up, unless its batch has come before the signal."""
@@ -248,25 +247,27 @@ class Pass:
         if isinstance(error, EOFError | ConnectionError):
             with suppress(RuntimeError):
                 sleep(_TICK_S)
-        ended = []
+        for job, ending in self._list_ended(error):
+            stall = self._explain(wait, job, ending)
+            self.record.stalls.append(stall)
+            return str(stall)
+        return self._describe_files(str(error))
+
+    def _list_ended(self, error: Exception) -> Iterator[tuple[WorkerJob, str]]:
+        """Yield the workers that ended, and how."""
         if isinstance(error, WorkerDiedError):
-            ended.append((error.job, error.ending))
+            yield error.job, error.ending
         # A DataLoader keeps the exit codes of its workers. With persistent workers, it may fail as
         # it starts a pass, and then it keeps its iterator.
         batches = self._batches or getattr(self._loader, "_iterator", None)
         for place, worker in enumerate(getattr(batches, "_workers", ())):
             if worker.exitcode:
-                ended.append((WorkerJob(place, worker.pid), describe_exit(worker.exitcode)))
+                yield WorkerJob(place, worker.pid), describe_exit(worker.exitcode)
         # Of a loader around a DataLoader, only the processes are known.
         for place, pid in enumerate(sorted(self._monitor.list_samples())):
             ending = read_ending(pid)
             if "signal" in ending:
-                ended.append((WorkerJob(place, pid), ending))
-        if not ended:
-            return self._describe_files(str(error))
-        stall = self._explain(wait, *ended[0])
-        self.record.stalls.append(stall)
-        return str(stall)
+                yield WorkerJob(place, pid), ending
 
     def _describe_files(self, error: str = "") -> str:
         """Say that a process has used up the files that it may open, as the text of an error may
@@ -286,7 +287,7 @@ class Pass:
 
     def _watch(self) -> None:
         """Look at the loop again and again until the pass is over."""
-        while not self._over.wait(min(_PAUSE_S, self._timeout_s / 10)):
+        while not self._over.wait(min(_PAUSE_S, self._watched.timeout_s / 10)):
             # A process may end while it is looked at. The next look starts anew.
             with suppress(Exception):
                 wait = self._wait
@@ -302,11 +303,11 @@ class Pass:
         if waited_s <= _LATE_S:
             return
         blamed = self._find_blamed()
-        sample = self._monitor.list_samples().get(blamed.pid, NO_SAMPLE)
-        self.record.note_samples((sample,) if sample >= 0 else blamed.indices)
+        sample = self._monitor.inspect(blamed.pid, self._thread).sample
+        self.record.note_samples(blamed.indices if sample is None else (sample,))
         # An explanation takes half a second, so it begins before it is due.
         if waited_s > wait.due_s - min(_LOOK_S, wait.due_s / 2):
-            wait.due_s += self._timeout_s
+            wait.due_s += self._watched.timeout_s
             stall = self._explain(wait, blamed, read_ending(blamed.pid))
             if self._wait is wait:
                 self._act(wait, stall)
@@ -317,7 +318,7 @@ class Pass:
         if is_new:
             wait.verdict = stall.verdict
             self.record.stalls.append(stall)
-        if self._raises:
+        if self._watched.on_stall == "raise":
             wait.reason = wait.reason or str(stall)
         if self._is_interruptible:
             signal.pthread_kill(self._thread.ident or 0, INTERRUPT)
@@ -332,9 +333,8 @@ class Pass:
         """
         if ending:
             verdict = "dead"
-            death, _, cure = explain_death(ending, self._oom_kills).partition("). ")
-            seen = self._monitor.inspect(job.pid, self._thread)
-            seen = seen._replace(call=death.rpartition("(")[2])
+            _, _, cure = explain_death(ending, self._oom_kills).partition("). ")
+            seen = self._monitor.inspect(job.pid, self._thread)._replace(call=ending)
         else:
             verdict, seen = self._observe(wait, job.pid)
             # Where files are used up, a worker may be idle, wait, or ask again and again.
@@ -380,16 +380,14 @@ class Pass:
             return jobs[0]
         samples = self._monitor.list_samples()
         pids = sorted(samples)
-        own = self._monitor.read_stack(self._thread)
         blamed = [pid for pid, sample in samples.items() if sample != NO_SAMPLE]
+        own = self._monitor.read_stack(self._thread)
         if not blamed and name_place("wait", own) in (WORKERS, HANDOFF):
             blamed = [pid for pid in pids if not read_ending(pid)]
             blamed.sort(key=self._monitor.is_idle)
-        if blamed:
-            sample = samples[blamed[0]]
-            number = pids.index(blamed[0])
-            return WorkerJob(number, blamed[0], indices=(sample,) if sample >= 0 else ())
-        return WorkerJob(None, os.getpid(), indices=() if own.sample is None else (own.sample,))
+        if not blamed:
+            return WorkerJob(None, os.getpid())
+        return WorkerJob(pids.index(blamed[0]), blamed[0])
 
 
 def find_file(dataset: Any, sample: Any) -> str:

@@ -102,12 +102,9 @@ class WorkerMonitor:
 
     Attributes:
         dataset: The innermost dataset. Numbers of samples are its indices.
-        hides_dataset: Whether the loader does not show its dataset, as a generator around a
-            ``DataLoader``.
     """
 
     def __init__(self, dataset: Any) -> None:
-        self.hides_dataset = False
         self.follow(dataset)
         self._rows = share_array(_ROW, _ROWS)
         self._rows["sample"] = NO_SAMPLE
@@ -339,11 +336,6 @@ def _mark_sample(row: Any, sample: int, count: int) -> Iterator[None]:
 def _enter_child() -> None:
     """Make a forked worker note its samples."""
     monitor = waiting.get(threading.get_ident())
-    frames = [frame.f_code.co_filename for frame, _ in walk_stack(sys._getframe())]
-    if monitor is None and any("torch/utils/data/dataloader" in name for name in frames):
-        # The loop may wait for a thread that takes batches from a DataLoader.
-        hidden = [other for other in waiting.values() if other.hides_dataset]
-        monitor = next(iter(hidden), None)
     # A process that the worker forks is no worker.
     waiting.clear()
     # A worker must work even if it cannot note its samples.

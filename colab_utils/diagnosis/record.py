@@ -1,6 +1,5 @@
 """What is noted of a loop while it runs: its times, its workers, and what it does now."""
 
-import os
 import sys
 import threading
 import weakref
@@ -15,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import IterableDataset
 
 from colab_utils.diagnosis.cures import Stall
-from colab_utils.diagnosis.looks import Looks
+from colab_utils.diagnosis.looks import Looks, find_own_line
 from colab_utils.diagnosis.memory_growth import MemoryLog
 from colab_utils.diagnosis.processes import WorkerMonitor
 from colab_utils.diagnosis.timing import CpuClock, CpuUse, count_images, count_workers
@@ -30,7 +29,6 @@ class LoopRecord:
 
     Args:
         loader: The loader that is watched.
-        line: File and line of the code that watches it, or iterates over it.
 
     Attributes:
         clock: Times of batches.
@@ -45,14 +43,15 @@ class LoopRecord:
         seen: The samples that workers were loading while the loop waited for a batch, by the number
             of the batch.
         stalls: Every stall so far.
+        loader: The dataset and the settings of the loader, and the line that watches it, or
+            iterates over it.
         left_at_once: Number of passes that the loop left after one batch.
         phase: What the loop does now: "first start", "start" (of a later pass), "wait", "first
             step", "step", "between", or "away" if it may be another loop; "" outside of passes.
         printed: The batches and the ids of the causes of the last summary that was printed.
     """
 
-    def __init__(self, loader: Any, line: tuple[str, int] = ("", 0)) -> None:
-        self.line = line
+    def __init__(self, loader: Any) -> None:
         self.clock = LoopClock()
         dataset = getattr(loader, "dataset", None)
         # An iterable dataset may work between the samples of a dataset within it, so these samples
@@ -66,10 +65,13 @@ class LoopRecord:
         self.stalls: list[Stall] = []
         self.left_at_once = 0
         self.phase = ""
-        self.settings = _read_settings(loader)
-        self.workers: int = self.settings[0]
+        self.loader = _describe(loader)
+        self.workers = count_workers(loader)
         self.restarts = self.workers > 0 and not getattr(loader, "persistent_workers", True)
-        self.is_slowed = _is_slowed(getattr(self.monitor.dataset, "folder", None))
+        folder = getattr(self.monitor.dataset, "folder", None)
+        self.is_slowed = isinstance(folder, Path) and _is_slowed(folder)
+        # The dataset may be large.
+        self.monitor.follow(None)
         # A list cannot be referred to like this.
         self._dataset: Callable[[], Any] = lambda: None
         with suppress(TypeError):
@@ -80,10 +82,10 @@ class LoopRecord:
         self._worker_pids = set[int]()
         self.printed: tuple[int, list[str]] = (0, [])
 
-    def goes_on(self, loader: Any, *, is_like: bool = False) -> bool:
-        """Return whether a loader is the recorded one, made anew: it has the same dataset, workers
-        and batch size. Its passes are then recorded here, too. With ``is_like``, a dataset that is
-        gone may have been made anew, as well.
+    def goes_on(self, loader: Any, *, is_like: bool) -> bool:
+        """Return whether a loader is the recorded one, made anew: the same line asks for it, and it
+        has the same dataset and settings. Its passes are then recorded here, too. With ``is_like``,
+        a dataset that is gone may have been made anew, as well.
 
         A loop that takes batches from two loaders at once has two records.
         """
@@ -91,13 +93,12 @@ class LoopRecord:
         dataset = getattr(loader, "dataset", None)
         is_same = dataset is not None and (known is dataset or (is_like and known is None))
         is_free = self.clock.count > 0 and not self.phase
-        return is_same and is_free and _read_settings(loader) == self.settings
+        return is_same and is_free and _describe(loader) == self.loader
 
     @contextmanager
     def measure_pass(self, loader: Any) -> Iterator[None]:
         """Note samples, the ends of steps, and the use of the cores, while a pass runs."""
         self.monitor.follow(None if self.is_stream else getattr(loader, "dataset", None))
-        self.monitor.hides_dataset = not hasattr(loader, "dataset")
         clock = CpuClock()
         handle = register_optimizer_step_post_hook(self._end_step)
         try:
@@ -156,31 +157,36 @@ class LoopRecord:
         if samples and len(self.seen) < _KEPT:
             self.seen[self.clock.count].update(samples)
 
-    def describe_loader(self) -> str:
-        """Return the dataset and the settings of the loader, and the line that iterates over it."""
-        workers, _, kind, length = self.settings
-        size = "" if length is None else f" ({length:,} samples)"
-        file, line = self.line
-        return f"{kind.__name__}{size}, {workers} workers, at {os.path.basename(file)}:{line}"
+
+def find_record(records: list[LoopRecord], loader: Any, *, is_like: bool) -> LoopRecord:
+    """Return the record of the same loop over the same loader, as in `LoopRecord.goes_on`; a new
+    one, which is added to the records, if there is none.
+    """
+    for record in records:
+        if record.goes_on(loader, is_like=is_like):
+            return record
+    records.append(LoopRecord(loader))
+    return records[-1]
 
 
-def _read_settings(loader: Any) -> tuple[Any, ...]:
-    """Return the number of workers, the batch size, and what a dataset made anew has in common with
-    the one before: its class and its length. The length of a stream is not asked for.
+def _describe(loader: Any) -> str:
+    """Return the dataset and the settings of a loader, and the line that iterates over it. The
+    length of a stream is not asked for.
     """
     dataset: Any = getattr(loader, "dataset", None)
-    length = None
+    size = ""
     # A dataset need not have a length.
     with suppress(Exception):
         if not isinstance(dataset, IterableDataset):
-            length = len(dataset)
-    return count_workers(loader), getattr(loader, "batch_size", None), type(dataset), length
+            size = f" ({len(dataset):,} samples)"
+    batch_size = getattr(loader, "batch_size", None)
+    batches = f", batches of {batch_size}" if batch_size else ""
+    workers = f"{count_workers(loader)} workers"
+    return f"{type(dataset).__name__}{size}{batches}, {workers}, at {find_own_line()}"
 
 
-def _is_slowed(folder: Any) -> bool:
+def _is_slowed(folder: Path) -> bool:
     """Return whether the folder of a dataset is slowed by `slow_down`."""
-    if not isinstance(folder, Path):
-        return False
     # Only the datasets of this package are read in slowed folders, and they have loaded this.
     from colab_utils.slow_drive import find_profile
 

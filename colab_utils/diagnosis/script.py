@@ -115,13 +115,16 @@ class LoaderWatch(MetaPathFinder):
         """Return the batches of a loader. ``plain`` is the method that was replaced."""
         from colab_utils.diagnosis.passes import Pass
         from colab_utils.diagnosis.processes import waiting
+        from colab_utils.diagnosis.record import find_record
         from colab_utils.diagnosis.watch import WatchedLoader
 
         # Loaders in other processes, and those within a loader under watch, are left alone.
         if os.getpid() != self._pid or threading.get_ident() in waiting:
             return plain(loader)
         self._end_complete()
-        watched = WatchedLoader(loader, _TIMEOUT_S, "report", record=self._find_record(loader))
+        watched = WatchedLoader(
+            loader, _TIMEOUT_S, "report", record=find_record(self._records, loader, is_like=True)
+        )
         batches = _Batches(Pass(watched, plain))
         self._open.add(batches)
         return batches
@@ -130,18 +133,6 @@ class LoaderWatch(MetaPathFinder):
         for batches in [*self._open]:
             batches.end_if_complete()
 
-    def _find_record(self, loader: Any) -> "LoopRecord":
-        """Return the record of the same loop over the same loader; a new one if there is none."""
-        from colab_utils.diagnosis.looks import find_own_line
-        from colab_utils.diagnosis.record import LoopRecord
-
-        line = find_own_line()
-        for record in self._records:
-            if record.line == line and record.goes_on(loader, is_like=True):
-                return record
-        self._records.append(LoopRecord(loader, line))
-        return self._records[-1]
-
     def take_report(self) -> ScriptReport:
         """Return the report on all loops since the last call."""
         self._end_complete()
@@ -149,7 +140,7 @@ class LoaderWatch(MetaPathFinder):
             return ScriptReport(())
         from colab_utils.diagnosis.summary import summarise
 
-        summaries = [summary for record in self._records if (summary := summarise(record))]
+        summaries = list(filter(None, map(summarise, self._records)))
         self._records.clear()
         longest_s = max((summary.loop_s for summary in summaries), default=0.0)
         least_s = max(_LEAST_S, _LEAST_SHARE * longest_s)

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from colab_utils.diagnosis.causes import find_causes, find_lost_share
 from colab_utils.diagnosis.cures import Cause
 from colab_utils.diagnosis.looks import Looks
-from colab_utils.diagnosis.memory_growth import Growth, find_growth
 from colab_utils.diagnosis.record import LoopRecord
 from colab_utils.loading.devices import find_ranks
 from colab_utils.progress import is_notebook
@@ -42,7 +41,9 @@ class Summary:
     """
 
     verdict: str
-    """What limits the loop, in one line."""
+    """What limits the loop, in one line. If several processes train together, it begins with the
+    rank of this one.
+    """
     causes: tuple[Cause, ...]
     """Why the loop takes longer than its steps, the largest share first. Empty if it does not."""
     parts: tuple[Part, ...]
@@ -59,38 +60,23 @@ class Summary:
     batches: int
     passes: int
     images: int
-    growth: Growth | None
-    """How memory grows; None if it does not."""
     unseen: tuple[str, ...]
     """Sentences that say what could not be seen of the loop."""
     lost_share: float
     """Share of the loop's time in which the loop had no core, because its own processes used all
     cores, 0 to 1.
     """
-    rank: int | None
-    """Rank of this process if several train together, else None."""
     loader: str
     """The dataset and the settings of the loader, and the line of code that iterates over it."""
-
-    @property
-    def wait_share(self) -> float:
-        """Share of the loop's time spent waiting, including the first batches of passes, 0 to 1."""
-        return self.parts[0].share + self.start_s / self.seconds
 
     @property
     def loop_s(self) -> float:
         """Return the seconds of all passes, without the time between them."""
         return self.seconds - self.ends_s
 
-    @property
-    def images_per_second(self) -> float:
-        """Return the rate over the whole loop, without the time between passes."""
-        return self.images / max(self.loop_s, 1e-9)
-
     def __str__(self) -> str:
         largest = max(self.parts, key=lambda part: part.share)
-        who = "" if self.rank is None else f"Rank {self.rank}: "
-        lines = [f"{who}{self.verdict}", "                 share    median       p95"]
+        lines = [self.verdict, "                 share    median       p95"]
         for part in self.parts:
             arrow = "  <--" if part is largest else ""
             lines.append(
@@ -100,7 +86,7 @@ class Summary:
         ends = f"; between passes {format_seconds(self.ends_s)}" if self.passes > 1 else ""
         lines.append(
             f"first batches {format_seconds(self.start_s)} of {format_seconds(self.seconds)}{ends}"
-            f"; {self.batches:,} batches, {self.images_per_second:,.1f} images/s"
+            f"; {self.batches:,} batches, {self.images / max(self.loop_s, 1e-9):,.1f} images/s"
         )
         lines += [*map(str, self.causes), *self.unseen]
         return "\n".join(lines)
@@ -119,15 +105,15 @@ def summarise(record: LoopRecord) -> Summary | None:
     is_first = np.isin(np.arange(len(parts_s)), clock.firsts)
     loop_s = float(parts_s.sum())
     whole_s = max(loop_s + clock.ends_s, 1e-9)
-    growth = find_growth(record.memory.readings)
-    causes = find_causes(parts_s, is_first, record, growth)
+    causes = find_causes(parts_s, is_first, record)
     is_prepared = "prepare" in [cause.id for cause in causes]
     before = looks.measure_preparation()[0] if is_prepared else 0.0
     parts = _list_parts(parts_s, is_first, before, whole_s)
     start_s = float(parts_s[is_first, 0].sum())
     ranks = find_ranks()
+    who = f"Rank {ranks.rank}: " if ranks.count > 1 else ""
     return Summary(
-        verdict=_describe(causes, parts, start_s / whole_s, looks),
+        verdict=who + _describe(causes, parts, start_s / whole_s, looks),
         causes=tuple(causes),
         parts=parts,
         seconds=whole_s,
@@ -136,11 +122,9 @@ def summarise(record: LoopRecord) -> Summary | None:
         batches=len(parts_s),
         passes=int(is_first.sum()),
         images=clock.images,
-        growth=growth,
         unseen=unseen,
         lost_share=find_lost_share(loop_s, record),
-        rank=ranks.rank if ranks.count > 1 else None,
-        loader=record.describe_loader(),
+        loader=record.loader,
     )
 
 
@@ -150,14 +134,13 @@ def _list_unseen(parts_s: _Array, record: LoopRecord) -> tuple[str, ...]:
     """
     unseen = []
     steps = np.count_nonzero(parts_s[:, 2])
-    if record.left_at_once > 1:
-        unseen.append("Steps that follow a pass were not seen.")
-    elif steps == 0:
+    # What follows a pass is not seen: the loop may step there.
+    if steps == 0 and record.left_at_once <= 1:
         unseen.append(
             "No optimizer of torch stepped at the end of a batch: all that the loop does with a "
             "batch counts as its step."
         )
-    elif len(parts_s) >= _ACCUMULATES * steps:
+    if steps and len(parts_s) >= _ACCUMULATES * steps:
         unseen.append(
             f"The optimizer steps every {len(parts_s) / steps:.0f} batches. The end of the "
             "backward pass is estimated for the other batches."

@@ -118,18 +118,19 @@ def find_wait(pid: int, task: int) -> str:
     - "read": a file
     - "lock": a lock that processes share
     - "sleep": the end of a sleep
-    - "process": another process, or the network
-    - "thread": another thread of its process, or a lock that only these threads share
+    - "other_process": another process, or the network
+    - "wait": another thread of its process, or a lock that only these threads share
 
-    In place of "thread", return "" if another thread of the process runs. If none runs, return the
-    first of "read", "lock", "sleep" and "process" for which another thread waits, if there is one.
+    In place of "wait", return "" if another thread of the process runs. If none runs, return the
+    first of "read", "lock", "sleep" and "other_process" for which another thread waits, if there is
+    one.
     """
     kind = classify_call(*read_call(pid, task))
-    if kind != "thread":
+    if kind != "wait":
         return kind
     others = {*map(int, os.listdir(f"/proc/{pid}/task"))} - {task, get_native_id()}
     kinds = {classify_call(*read_call(pid, other)) for other in others}
-    ranked = ("", "read", "lock", "sleep", "process")
+    ranked = ("", "read", "lock", "sleep", "other_process")
     return next((helping for helping in ranked if helping in kinds), kind)
 
 
@@ -138,19 +139,19 @@ def classify_call(call: str, path: str) -> str:
 
     Example:
         >>> classify_call("read", "/data/1.jpg"), classify_call("read", "pipe:[7]")
-        ('read', 'process')
+        ('read', 'other_process')
         >>> classify_call("folio_wait_bit_common", "")
         'read'
     """
     if call == _FUTEX:
-        return "thread"
+        return "wait"
     if call in _LOCKS:
         return "lock"
     if call in _SLEEPS:
         return "sleep"
     if path.startswith("/") or _PAGE_WAIT.search(call):
         return "read"
-    return "process" if call else ""
+    return "other_process" if call else ""
 
 
 def _read_path(pid: int, address: int) -> str:

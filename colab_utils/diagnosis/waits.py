@@ -1,6 +1,6 @@
 """Why a loop waits for batches, as told by the times of samples and by looks at the processes."""
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colab_utils.diagnosis.cures import Cause, make_cause
-from colab_utils.diagnosis.looks import HANDOFF, LOADER_THREAD, THREAD, WORKERS, Looks
+from colab_utils.diagnosis.looks import HANDOFF, THREAD, WORKERS, Looks
 from colab_utils.diagnosis.processes import SampleTimes
 from colab_utils.diagnosis.record import LoopRecord
 
@@ -32,22 +32,16 @@ _IDLE = 0.25
 # The hand-off is the cause if it was seen in this share of the looks. Its calls let other threads
 # run, so looks meet it more often than its share of the time.
 _TAKES_IN = 0.75
-# What may take the time of a sample. The keys are the waits that `find_wait` names, and a few more.
-# The values are the id of the cause, and the words for a message.
+# What may take the time of a sample: "queue", or the id of a cause, and the words for a message.
 _EVIDENCE = {
-    "work": ("work", "of work"),
-    "queue": ("work", "until a core is free"),
-    "read": ("read", "in reads of files"),
-    "lock": ("lock", "for a lock that other processes hold"),
-    "process": ("other_process", "for another process or the network"),
-    "sleep": ("sleep", "asleep, in a call of sleep"),
-    "thread": ("wait", "for another thread of the process, or a lock of its threads"),
-    "unseen": ("wait", "for a reason that was not seen"),
-    "collate": ("collate", "of work after it (collate_fn, or the hand-off of the batch)"),
-}
-_LOADED_BY = {
-    THREAD: "A thread of this process loads the samples. ",
-    LOADER_THREAD: "A thread of this process takes batches from a DataLoader. ",
+    "work": "of work",
+    "queue": "until a core is free",
+    "read": "in reads of files",
+    "lock": "for a lock that other processes hold",
+    "other_process": "for another process or the network",
+    "sleep": "asleep, in a call of sleep",
+    "wait": "for another thread of the process, or for a reason that was not seen",
+    "collate": "of work after it (collate_fn, or the hand-off of the batch)",
 }
 
 
@@ -98,21 +92,21 @@ def _explain_samples(share: float, times: SampleTimes, record: LoopRecord) -> Ca
     # lock waits for a core, other workers wait for the lock. So the wait for a core counts only if
     # it takes more than half of the time. What waits for a core is at work.
     rest = {name: seconds for name, seconds in evidence.items() if name not in ("queue", "lock")}
-    largest = max(rest, key=rest.__getitem__)
+    id = max(rest, key=rest.__getitem__)
     # A lock may be the cause even if work takes longer than the wait for the lock: the worker that
     # holds the lock is at work. It may itself wait for another process, as at a queue of
     # multiprocessing.
     if evidence.get("lock", 0.0) >= _IN_TURN * sum(evidence.values()):
-        largest = "process" if largest == "process" else "lock"
+        id = "other_process" if id == "other_process" else "lock"
     elif waits_for_cores(evidence):
-        largest = max(("work", "collate"), key=rest.__getitem__)
-    id, _ = _EVIDENCE[largest]
+        id = max(("work", "collate"), key=rest.__getitem__)
     why = _describe_evidence(evidence, times, looks)
     place = looks.find_place("wait")
     is_alone = not record.workers and place not in (WORKERS, HANDOFF)
-    if is_alone or place in _LOADED_BY:
-        itself = "This process loads the samples itself, between its steps. "
-        why = _LOADED_BY.get(place, itself) + why
+    if place == THREAD:
+        why = f"A thread of this process loads the samples, or takes them from a loader. {why}"
+    elif is_alone:
+        why = f"This process loads the samples itself, between its steps. {why}"
     # A worker looks at its main thread four times a second, and another thread sends its batches.
     # So work after samples that fewer than one look a second saw is the sending.
     if id == "collate" and looks.places[id].total() < evidence[id]:
@@ -137,13 +131,13 @@ def weigh_evidence(record: LoopRecord) -> dict[str, float]:
     waits = record.looks.waits
     count = waits.total()
     if not times.samples and count < _LEAST_LOOKS:
-        return {"unseen": 1.0}
+        return {"wait": 1.0}
     if not times.samples:
         times = SampleTimes(0, float(count), float(waits[""]))
     left_s = max(0.0, times.wall_s - times.cpu_s)
     evidence = {"work": times.cpu_s, "collate": times.other_cpu_s}
     if count < _LEAST_LOOKS:
-        return {**evidence, "unseen": left_s or 1.0}
+        return {**evidence, "wait": left_s or 1.0}
     for seen in filter(None, [*waits]):
         name = "read" if record.is_slowed and seen == "sleep" else seen
         seconds = min(left_s, times.wall_s * waits[seen] / count)
@@ -168,7 +162,7 @@ def _describe_evidence(evidence: Mapping[str, float], times: SampleTimes, looks:
         scale = 1000 / times.samples
         start = f"A sample takes {scale * whole:,.1f} ms"
     parts = [
-        f"{scale * evidence[name]:,.1f}{unit} {_EVIDENCE[name][1]}"
+        f"{scale * evidence[name]:,.1f}{unit} {_EVIDENCE[name]}"
         for name in sorted(evidence, key=evidence.__getitem__, reverse=True)
         if evidence[name] >= _WORTH_A_WORD * whole
     ]
@@ -179,18 +173,16 @@ def _explain_slow_sample(waits: Array, share: float, record: LoopRecord) -> Caus
     """Explain that one sample is slow, if most of the waiting time belongs to a few batches, and
     the loop waited for each of them while this sample was loaded.
     """
-    late = defaultdict[int, list[int]](list)
-    for number in find_rare(waits).tolist():
-        for sample in record.seen.get(number, ()):
-            late[sample].append(number)
-    parts = {sample: waits[late[sample]].sum() / waits.sum() for sample in late}
-    slow = [sample for sample in late if len(late[sample]) > 1 and parts[sample] > _HOLDS]
+    rare = find_rare(waits).tolist()
+    counts = Counter(sample for number in rare for sample in record.seen.get(number, ()))
+    slow = [sample for sample, count in counts.items() if count > max(1, _HOLDS * len(rare))]
     # If several samples always come together, it is not known which of them is slow.
     if len(slow) != 1:
         return None
     (sample,) = slow
+    late = waits[[number for number in rare if sample in record.seen.get(number, ())]]
     why = (
-        f"{len(late[sample])} batches waited {waits[late[sample]].mean():.2g} s each while sample "
-        f"{sample} was loaded: {parts[sample]:.0%} of all waits."
+        f"{len(late)} batches waited {late.mean():.2g} s each while sample {sample} was loaded: "
+        f"{late.sum() / waits.sum():.0%} of all waits."
     )
     return make_cause("slow_sample", share, why, sample=sample)

@@ -1,6 +1,5 @@
 """A loader under watch: its batches come unchanged, and a summary says where the time went."""
 
-import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from math import inf
@@ -10,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from colab_utils.diagnosis.cures import Stall
 from colab_utils.diagnosis.passes import Pass
-from colab_utils.diagnosis.record import LoopRecord
+from colab_utils.diagnosis.record import LoopRecord, find_record
 from colab_utils.diagnosis.summary import Summary, print_summary, summarise
 from colab_utils.errors import ColabUtilsError
 from colab_utils.machine import require_linux
@@ -20,8 +19,9 @@ OnStall = Literal["report", "raise"]
 
 # Attributes of a WatchedLoader itself. All others are those of the loader.
 _OWN = ("timeout_s", "on_stall", "stalls")
-# The last record of each line of code that called `watch`.
-_RECORDS = dict[tuple[str, int], LoopRecord]()
+# The records of the last loaders: `watch` may be called for one of them again.
+_RECORDS: list[LoopRecord] = []
+_KEPT = 16
 
 
 def watch(
@@ -71,13 +71,8 @@ def watch(
         name = type(loader).__name__
         raise ColabUtilsError(f"The {name} cannot be iterated over. Pass your DataLoader.")
     kind = WatchedDataLoader if isinstance(loader, DataLoader) else WatchedLoader
-    caller = sys._getframe(1)
-    line = caller.f_code.co_filename, caller.f_lineno
-    record = _RECORDS.get(line)
-    # The last loader of this line may be the same one, made anew.
-    if record is None or not record.goes_on(loader):
-        record = LoopRecord(loader, line)
-    _RECORDS[line] = record
+    record = find_record(_RECORDS, loader, is_like=False)
+    del _RECORDS[:-_KEPT]
     watched = kind(loader, timeout_s, on_stall, record=record)
     weakref.finalize(watched, print_summary, record, only_news=False)
     return watched

@@ -268,8 +268,8 @@ def test_each_loader_that_mattered_has_one_summary(tmp_path):
     shown = [line[3:] for line in ended.stderr.splitlines() if line.startswith("== ")]
     own, anew = json.loads((tmp_path / "out.json").read_text())["loaders"]
     assert shown == [own["loader"], anew["loader"]]
-    assert own["loader"] == "Photos (20 samples), 0 workers, at script.py:22"
-    assert anew["loader"] == "TensorDataset (12 samples), 0 workers, at script.py:29"
+    assert own["loader"] == "Photos (20 samples), batches of 2, 0 workers, at script.py:22"
+    assert anew["loader"] == "TensorDataset (12 samples), batches of 2, 0 workers, at script.py:29"
     assert (own["batches"], anew["batches"], anew["passes"]) == (10, 12, 2)
     # That of the loader that the script itself watches is printed by `watch`.
     assert ended.stderr.count(" images/s") == 3
