@@ -201,14 +201,6 @@ def two_cores(monkeypatch):
         ),
         (
             {
-                "times": HALF,
-                "looks": {"other_process": 30, "": 20},
-            },
-            {"other_process": 0.5},
-            "42.0 ms for another process or the network",
-        ),
-        (
-            {
                 "times": SampleTimes(200, 14.0, 13.0),
                 "cpu_s": 14.0,
             },
@@ -241,15 +233,6 @@ def two_cores(monkeypatch):
             {"collate": 0.5},
             "75.0 ms until a core is free, 30.0 ms of work after it.*Make collate_fn cheaper",
         ),
-        # Samples are not seen, and this process receives a batch in some of the looks.
-        (
-            {
-                "looks": RUNNING,
-                "places": {"wait": {"the hand-off": 3, "the workers": 2}},
-            },
-            {"work": 0.5},
-            "In 30 looks at samples: 100.0% of work",
-        ),
         (
             {
                 "waits": RARE,
@@ -270,30 +253,10 @@ def two_cores(monkeypatch):
             {"sleep": 0.4},
             "asleep",
         ),
-        # The sample came with the first two batches, so only one of them is a late one.
-        (
-            {
-                "waits": RARE,
-                "firsts": (0, 23),
-                "times": SLEPT,
-                "seen": {23: (37,), 24: (37,)},
-                "looks": SLEEPING,
-            },
-            {"sleep": 0.4},
-            "asleep",
-        ),
         (
             {"workers": 0},
             {"wait": 0.5},
             "loads the samples itself.*was not seen.*Use worker processes",
-        ),
-        (
-            {
-                "workers": 0,
-                "looks": {"": 9, "read": 2},
-            },
-            {"work": 0.5},
-            "loads the samples itself.*81.8% of work.*Use worker processes",
         ),
         (
             {
@@ -346,26 +309,9 @@ def two_cores(monkeypatch):
             "",
         ),
         (
-            {
-                "between": spread(0.8, every=10),
-                "places": {"between": {OTHER_LOADER: 3, "main.py:3 evaluate": 7}},
-            },
-            {
-                "periodic": 0.56,
-                "other_loader": 0.24,
-            },
-            "",
-        ),
-        (
             {"memory": SimpleNamespace(readings=make_readings(2 * MB))},
             {"memory": 0.0},
             "if this goes on, memory is full at batch",
-        ),
-        # Too many workers wait for cores and for nothing else.
-        (
-            {"times": BUSY, "looks": {"lock": 30}, "workers": 4},
-            {"lock": 0.5},
-            "",
         ),
         (
             {
@@ -448,17 +394,6 @@ def two_cores(monkeypatch):
                 "outside": 15,
             },
             {"collate": 0.5},
-            "",
-        ),
-        (
-            {
-                "times": AFTER,
-                "looks": RUNNING,
-                "places": AT_WORKERS,
-                "inside": 15,
-                "outside": 4,
-            },
-            {"work": 0.5},
             "",
         ),
         (

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from colab_utils.diagnosis.looks import MODEL, OTHER_LOADER, SAMPLE, Looks
 from colab_utils.diagnosis.processes import WorkerMonitor
-from colab_utils.diagnosis.system_calls import find_wait, measure_memory_part
+from colab_utils.diagnosis.system_calls import find_wait
 from colab_utils.diagnosis.watch import watch
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import open_store, read_file
@@ -77,9 +77,8 @@ def test_a_process_is_seen_to_wait(tmp_path):
         os.close(number)
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_workers_that_are_not_forked_are_listed_and_their_start_is_no_sample(method):
-    process = multiprocessing.get_context(method).Process(target=time.sleep, args=(60,))
+def test_workers_that_are_not_forked_are_listed_and_their_start_is_no_sample():
+    process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
     process.start()
     try:
         looks = Looks(WorkerMonitor(None))
@@ -94,20 +93,14 @@ def test_workers_that_are_not_forked_are_listed_and_their_start_is_no_sample(met
         process.join()
 
 
-@pytest.mark.parametrize("work_s", [0.0, 0.5])
-def test_workers_that_are_at_work_outside_of_samples_are_not_idle(work_s):
+def test_workers_that_are_at_work_outside_of_samples_are_not_idle():
     def collate(samples):
-        time.sleep(work_s)
+        time.sleep(0.5)
         return samples
 
-    def order():
-        for number in range(5):
-            time.sleep(0.5 - work_s)
-            yield number
-
-    watched = watch_pass(Samples(8), sampler=order(), collate_fn=collate, num_workers=1)
-    assert watched._record.looks.is_usual("collate") == (work_s > 0)
-    assert (watched.summary().causes[0].id == "collate") == (work_s > 0)
+    watched = watch_pass(Samples(5), collate_fn=collate, num_workers=1)
+    assert watched._record.looks.is_usual("collate")
+    assert watched.summary().causes[0].id == "collate"
 
 
 def make_looks(**phases):
@@ -160,7 +153,8 @@ def test_what_comes_before_the_model_is_told_from_the_rest_of_a_step(tmp_path):
 def test_a_place_is_evidence_where_half_of_five_looks_say_the_same():
     looks = make_looks(wait={"a.py:1 f": 3, "b.py:2 g": 2})
     assert looks.describe_line("wait") == " This process was seen at a.py:1 f (in 3 of 5 looks)."
-    looks = make_looks(wait={"a.py:1 f": 3, "b.py:2 g": 2, "c.py:3 h": 2})
+    looks.add("wait", "", ["c.py:3 h"])
+    looks.add("wait", "", ["c.py:3 h"])
     assert looks.describe_line("wait") == ""
 
 
@@ -264,8 +258,6 @@ HELPED = Samples(40, act=lambda _: _act_in_a_pool(1, load_late))
             False,
         ),
         (_Around(), AROUND, False),
-        # The thread of a sample is seen.
-        (DataLoader(HELPED), r"loads the samples itself.*test_\w+.py:\d+ load_late `", False),
         (DataLoader(HELPED, num_workers=1), r"^A sample takes .* load_late `", True),
         # Samples of a stream are not seen.
         (DataLoader(_Stream(), 2, num_workers=1), r"^In \d+ looks at samples", True),
@@ -285,17 +277,6 @@ class _Batched(Dataset):
     def __getitems__(self, indices):
         time.sleep(0.01 * len(indices))
         return [torch.zeros(2)] * len(indices)
-
-
-def test_a_page_that_processes_share_counts_in_parts():
-    block = os.urandom(40_000_000)
-    alone = measure_memory_part(os.getpid())
-    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
-    process.start()
-    assert alone - measure_memory_part(os.getpid()) > len(block) / 3
-    process.kill()
-    process.join()
-    assert measure_memory_part(process.pid) == 0
 
 
 class _Cached(list):
@@ -327,17 +308,6 @@ class _Wrapper(Dataset):
         return sample
 
 
-class _Blend(IterableDataset):
-    """Loads the samples of a map-style dataset."""
-
-    def __init__(self, dataset):
-        self.dataset = dataset
-
-    def __iter__(self):
-        for number in range(8):
-            yield self.dataset[number]
-
-
 @pytest.mark.parametrize(
     ("dataset", "samples", "least_s"),
     [
@@ -345,8 +315,6 @@ class _Blend(IterableDataset):
         (_Wrapper(Subset(Samples(8), range(8))), 8, 0.8),
         # Wrappers around built-in types are watched, too, and so are those around wrappers.
         (_Wrapper(_Wrapper([*range(8)])), 8, 1.6),
-        # Samples within an iterable dataset are not all of its work.
-        (_Blend(Samples(8)), 0, 0),
     ],
 )
 def test_samples_are_counted_with_the_work_of_their_wrappers(dataset, samples, least_s):
@@ -354,7 +322,6 @@ def test_samples_are_counted_with_the_work_of_their_wrappers(dataset, samples, l
     times = watched._record.monitor.read_times()
     assert times.samples == samples
     assert least_s <= times.wall_s < least_s + 1
-    assert any("not seen" in text for text in watched.summary().unseen) == (samples == 0)
 
 
 def test_the_sample_of_a_wrapper_has_the_number_of_the_dataset_within():
@@ -397,16 +364,3 @@ def test_a_look_at_other_threads_keeps_nothing():
         assert alive() is None
     finally:
         gc.enable()
-
-
-def test_a_look_at_the_profiler_of_a_loader_says_nothing():
-    over = threading.Event()
-    waits = compile("over.wait()", torch.autograd.profiler.__file__, "exec")
-    thread = threading.Thread(target=exec, args=(waits, {"over": over}))
-    thread.start()
-    time.sleep(0.1)
-    looks = Looks(WorkerMonitor(None))
-    looks.take("wait", thread)
-    over.set()
-    thread.join()
-    assert not looks.places

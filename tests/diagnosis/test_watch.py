@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import resource
 import signal
-import socket
 import sys
 import threading
 import time
@@ -14,9 +13,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -27,14 +24,11 @@ from torch.utils.data import (
     Subset,
 )
 
-from colab_utils.course.sample_data import BuiltinDataset
 from colab_utils.diagnosis import passes
 from colab_utils.diagnosis.watch import WatchedLoader, watch
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading.coco_folder import CocoFolder
-from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
-from tests.diagnosis.loops import Samples, burn, collate, watch_pass
+from tests.diagnosis.loops import Samples, collate
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::colab_utils.errors.ColabUtilsWarning"),
@@ -184,13 +178,6 @@ def test_raise_in_another_thread_waits_for_the_loader():
     assert [str(error)] == [str(stall) for stall in watched.stalls]
 
 
-def test_a_pass_that_another_thread_began_is_watched_where_it_waits():
-    with ThreadPoolExecutor(1) as pool:
-        batches = pool.submit(iter, _watch_sleeper()).result()
-    with pytest.raises(ColabUtilsError, match="waits in clock_nanosleep"):
-        next(batches)
-
-
 class _Stream(IterableDataset):
     def __iter__(self):
         yield 0
@@ -203,25 +190,10 @@ class _Stuck(Sampler):
         yield 0
 
 
-class _Batches:
-    """A loader that asks for several samples at once."""
-
-    dataset = Samples(wait_s=60)
-
-    def __iter__(self):
-        yield self.dataset[np.array([1, 2])]
-
-
 def _catch_all():
     with suppress(Exception):
         time.sleep(30)
     yield
-
-
-def _receive():
-    receiver, sender = socket.socketpair()
-    with receiver, sender:
-        yield receiver.recv(1)
 
 
 @pytest.mark.parametrize(
@@ -234,12 +206,8 @@ def _receive():
             partial(DataLoader, range(8), sampler=_Stuck(), num_workers=1),
             r"this process waits in clock_nanosleep, in test_watch.py:\d+ __iter__",
         ),
-        # An index of several samples is no sample.
-        (_Batches, "this process waits in clock_nanosleep"),
         # The loader catches all errors.
         (_catch_all, "this process waits in clock_nanosleep"),
-        # A socket is no file.
-        (_receive, r"waits in recvfrom, .*It needs a timeout"),
     ],
 )
 def test_raise_ends_any_wait(make, words):
@@ -334,36 +302,19 @@ def test_a_healthy_loader_is_left_alone(tmp_path, kind):
     assert not hasattr(_Photos.__getitem__, "__wrapped__")
 
 
-def test_what_samples_took_is_counted_in_the_workers():
-    watched = watch_pass(Samples(8, act=lambda _: burn(0.01)), num_workers=2)
-    times = watched._record.monitor.read_times()
-    assert times.samples == 8
-    assert 0.08 <= times.cpu_s <= times.wall_s
-    assert times.other_cpu_s > 0
-
-
 def _break(index):
     raise KeyError("no such photo")
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("batches", [{}, {"batch_size": 2}])
-def test_the_loaders_own_errors_come_through_and_name_the_sample(workers, batches):
-    loader = DataLoader(Subset(Samples(act=_break), [2, 1]), num_workers=workers, **batches)
+def test_the_loaders_own_errors_come_through_and_name_the_sample(workers):
+    loader = DataLoader(Subset(Samples(act=_break), [2, 1]), 2, num_workers=workers)
     with pytest.raises(KeyError, match="no such photo") as caught:
         list(watch(loader, timeout_s=20))
     if workers:
         assert str(caught.value).startswith("Sample 2 failed. Caught KeyError")
     else:
         assert "Sample 2 of the dataset raised this error." in caught.value.__notes__
-    _end_workers()
-
-
-def test_a_sample_without_a_number_is_not_named_where_it_fails():
-    with pytest.raises(KeyError) as caught:
-        watch_pass(Samples(act=_break), sampler=[(2, 32)], num_workers=1)
-    assert "Sample" not in str(caught.value).partition("Original Traceback")[0]
-    assert "raised this error" not in str(caught.value)
     _end_workers()
 
 
@@ -396,21 +347,12 @@ class _Resumed(_Short):
         return {}
 
 
-class _Guessing(_Stream):
-    def __len__(self):
-        return 9
-
-    def __iter__(self):
-        return iter([0, 1])
-
-
 def test_only_a_pass_that_ends_too_early_is_reported():
     with pytest.warns(ColabUtilsWarning, match="after 2 of 4 batches: no error came"):
         list(watch(DataLoader(range(4), sampler=_Short())))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert list(watch(_Resumed())) == [0, 1]
-        assert len(list(watch(DataLoader(_Guessing())))) == 2
 
 
 def _clone(samples):
@@ -446,13 +388,6 @@ def test_a_worker_that_ended_between_two_passes_is_named(tmp_path):
             _list_ids(watched)
     finally:
         signal.signal(signal.SIGCHLD, handler)
-
-
-def test_the_files_of_our_datasets_are_known(tiny_dataset: BuiltinDataset, tiny_shards):
-    folder = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
-    assert Path(passes.find_file(folder, 2)).is_file()
-    assert Path(passes.find_file(ShardDataset(tiny_shards), 11)).suffix == ".tar"
-    assert passes.find_file(folder, None) == passes.find_file([1, 2], 0) == ""
 
 
 @pytest.mark.parametrize(
