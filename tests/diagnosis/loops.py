@@ -1,11 +1,14 @@
 """What the tests of this room share: samples that wait or work, and loops over their loaders."""
 
+import multiprocessing
 import time
+from contextlib import contextmanager
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from colab_utils.diagnosis.watch import watch
+from colab_utils.machine import count_cores
 
 
 def burn(seconds):
@@ -43,3 +46,19 @@ def watch_pass(source, **options):
     watched = watch(DataLoader(source, **options) if options else source)
     list(watched)
     return watched
+
+
+@contextmanager
+def crowd(processes):
+    """Keep all cores busy by so many processes for each core."""
+    context = multiprocessing.get_context("fork")
+    number = processes * count_cores()
+    rivals = [context.Process(target=burn, args=(60,), daemon=True) for _ in range(number)]
+    for rival in rivals:
+        rival.start()
+    try:
+        yield
+    finally:
+        for rival in rivals:
+            rival.kill()
+            rival.join()
