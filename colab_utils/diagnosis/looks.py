@@ -140,17 +140,12 @@ class Looks:
         """Return the thread that loads what the loop waits for, if that is another thread of this
         process, and where it is; else return what is known of the loop's own thread.
         """
-        result = kind, thread, seen
-        if "futex" not in read_call(os.getpid(), thread.native_id or 0)[0]:
-            return result
-        # A sample may have threads of its own.
-        place = kind if kind == SAMPLE else THREAD
-        for helper, activity in self._monitor.list_helpers(thread):
-            if place == THREAD and _LOADERS.search("\n".join(activity.stack)):
-                return place, helper, activity
-            if not SERVES.search(activity.stack[0]):
-                result = place, helper, activity
-        return result
+        if "futex" in read_call(os.getpid(), thread.native_id or 0)[0]:
+            for helper, activity in self._monitor.list_helpers(thread):
+                if not SERVES.search(activity.stack[0]):
+                    # A sample may have threads of its own.
+                    return kind if kind == SAMPLE else THREAD, helper, activity
+        return kind, thread, seen
 
     def count_kinds(self, phase: str) -> Counter[str]:
         """Return how often each special place was seen in a phase, and "" for any other place."""

@@ -31,9 +31,10 @@ from colab_utils.processes import quiet_fork, start_thread
 
 # Seconds between two looks at a loop. This time is shorter if timeout_s is short.
 _PAUSE_S = 0.25
-# Seconds for which a worker is observed, and seconds of each sleep meanwhile.
+# Seconds for which a worker is observed.
 _LOOK_S = 0.5
-_TICK_S = 0.1
+# A worker that closed its pipes ends within so many seconds.
+_END_S = 0.1
 # A worker that takes more CPU seconds than this while it is observed is at work.
 _BUSY_S = 0.025
 # After this many seconds of a wait, the sample that the worker is loading is noted.
@@ -246,7 +247,7 @@ class Pass:
         # in this thread.
         if isinstance(error, EOFError | ConnectionError):
             with suppress(RuntimeError):
-                sleep(_TICK_S)
+                sleep(_END_S)
         for job, ending in self._list_ended(error):
             stall = self._explain(wait, job, ending)
             self.record.stalls.append(stall)
@@ -305,8 +306,7 @@ class Pass:
         blamed = self._find_blamed()
         sample = self._monitor.inspect(blamed.pid, self._thread).sample
         self.record.note_samples(blamed.indices if sample is None else (sample,))
-        # An explanation takes half a second, so it begins before it is due.
-        if waited_s > wait.due_s - min(_LOOK_S, wait.due_s / 2):
+        if waited_s > wait.due_s:
             wait.due_s += self._watched.timeout_s
             stall = self._explain(wait, blamed, read_ending(blamed.pid))
             if self._wait is wait:
@@ -336,24 +336,20 @@ class Pass:
             _, _, cure = explain_death(ending, self._oom_kills).partition("). ")
             seen = self._monitor.inspect(job.pid, self._thread)._replace(call=ending)
         else:
-            verdict, seen = self._observe(wait, job.pid)
+            verdict, seen = self._observe(job.pid)
             # Where files are used up, a worker may be idle, wait, or ask again and again.
             _, usual_cure = FINDINGS[verdict]
             cure = self._describe_files() or usual_cure
         file = "" if verdict == "read" else find_file(self._monitor.dataset, seen.sample)
         return Stall(verdict, perf_counter() - wait.asked_s, job, seen, file, cure)
 
-    def _observe(self, wait: _Wait, pid: int) -> tuple[str, Activity]:
-        """Observe a process for half a second, or until the batch comes. Return the verdict, and
-        what the process does.
-        """
+    def _observe(self, pid: int) -> tuple[str, Activity]:
+        """Observe a process for half a second. Return the verdict, and what the process does."""
         is_own = pid == os.getpid()
         folder = f"/proc/{pid}/task/{self._thread.native_id}" if is_own else f"/proc/{pid}"
         sample = self._monitor.inspect(pid, self._thread).sample
         cpu_began_s = measure_cpu(folder)
-        until_s = perf_counter() + _LOOK_S
-        while self._wait is wait and perf_counter() < until_s:
-            sleep(_TICK_S)
+        self._over.wait(_LOOK_S)
         seen = self._monitor.inspect(pid, self._thread)
         if seen.sample != sample or measure_cpu(folder) - cpu_began_s > _BUSY_S:
             verdict = "slow"

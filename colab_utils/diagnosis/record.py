@@ -154,7 +154,7 @@ class LoopRecord:
 
     def note_samples(self, samples: Sequence[int]) -> None:
         """Note the samples that workers are loading while the loop waits for a batch."""
-        if samples and len(self.seen) < _KEPT:
+        if len(self.seen) < _KEPT:
             self.seen[self.clock.count].update(samples)
 
 

@@ -104,7 +104,7 @@ def _explain_samples(share: float, times: SampleTimes, record: LoopRecord) -> Ca
     place = looks.find_place("wait")
     is_alone = not record.workers and place not in (WORKERS, HANDOFF)
     if place == THREAD:
-        why = f"A thread of this process loads the samples, or takes them from a loader. {why}"
+        why = f"A thread of this process loads the samples. {why}"
     elif is_alone:
         why = f"This process loads the samples itself, between its steps. {why}"
     # A worker looks at its main thread four times a second, and another thread sends its batches.

@@ -48,36 +48,22 @@ class _Stream(IterableDataset):
         return islice((torch.full((2,), float(number)) for number in count()), self.length)
 
 
-class _WithoutLength:
-    """A loader that can only be iterated over."""
-
-    def __iter__(self):
-        return (torch.full((2, 2), float(number)) for number in range(4))
-
-
 class _Model(nn.Module):
-    """One layer that keeps the numbers that it has seen."""
+    """One layer."""
 
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(2, 1)
-        self.seen = []
 
     def forward(self, x):
-        self.seen.append(x.tolist())
         return {"loss": self.layer(x).sum()}
 
 
 def make_training():
-    """The same model, optimizer and shuffled loader at every call."""
-    torch.manual_seed(3)
+    """Return a model, an optimizer and a shuffled loader."""
     model = _Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     return model, optimizer, DataLoader([*NUMBERS], batch_size=2, shuffle=True)
-
-
-def read_weights(model):
-    return [values.tolist() for values in model.parameters()]
 
 
 def assert_saw(watched, batches, passes=1):
@@ -88,15 +74,6 @@ def assert_saw(watched, batches, passes=1):
     assert batches - 1 <= summary.batches <= batches
     assert not any("No optimizer" in text for text in summary.unseen)
     assert sum(part.share for part in summary.parts) <= 1.001
-
-
-def assert_unchanged(train):
-    """Training gets the same batches with and without watch, and each of them is seen."""
-    _, plain = train(lambda loader: loader)
-    watched, model = train(watch)
-    assert len(model.seen) == ITEMS
-    assert (model.seen, read_weights(model)) == (plain.seen, read_weights(plain))
-    assert_saw(watched, ITEMS, passes=2)
 
 
 # These tests run the frameworks.
@@ -138,13 +115,9 @@ ignore_lightning = pytest.mark.filterwarnings(
 
 @ignore_lightning
 def test_lightning_fits_a_watched_loader():
-    def fit(around):
-        loader = around(make_training()[2])
-        module, trainer = make_lightning(3)
-        trainer.fit(module, loader)
-        return loader, module.model
-
-    assert_unchanged(fit)
+    module, trainer = make_lightning(3)
+    trainer.fit(module, watched := watch(make_training()[2]))
+    assert_saw(watched, ITEMS, passes=2)
 
 
 @ignore_lightning
@@ -153,7 +126,6 @@ def test_lightning_gives_its_own_loader_to_watch():
     # At this point Lightning has put a sampler for each process into the loader.
     trainer.strategy.process_dataloader = watch
     trainer.fit(module, make_training()[2])
-    assert len(module.model.seen) == ITEMS
     assert_saw(trainer.train_dataloader, ITEMS, passes=2)
 
 
@@ -170,43 +142,34 @@ def test_accelerate_prepares_a_loader_before_it_is_watched(accelerators):
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
-
-    def train(around):
-        model, optimizer, loader = accelerator.prepare(*make_training())
-        loader = around(loader)
-        for _ in range(2):
-            for batch in loader:
-                with accelerator.accumulate(model):
-                    accelerator.backward(model(batch["x"])["loss"])
-                    optimizer.step()
-                    optimizer.zero_grad()
-        return loader, model
-
-    assert_unchanged(train)
+    model, optimizer, loader = accelerator.prepare(*make_training())
+    loader = watch(loader)
+    for _ in range(2):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch["x"])["loss"])
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_saw(loader, ITEMS, passes=2)
 
 
 def test_the_hugging_face_trainer_trains_with_a_watched_loader(accelerators, tmp_path):
     transformers = pytest.importorskip("transformers")
-
-    def train(around):
-        model = make_training()[0]
-        settings = transformers.TrainingArguments(
-            str(tmp_path),
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=4,
-            num_train_epochs=2,
-            use_cpu=True,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-        )
-        trainer = transformers.Trainer(model, settings, train_dataset=NUMBERS)
-        make_loader = trainer.get_train_dataloader
-        trainer.get_train_dataloader = lambda: around(make_loader())
-        trainer.train()
-        return trainer.callback_handler.train_dataloader, model
-
-    assert_unchanged(train)
+    settings = transformers.TrainingArguments(
+        str(tmp_path),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
+        num_train_epochs=2,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = transformers.Trainer(_Model(), settings, train_dataset=NUMBERS)
+    make_loader = trainer.get_train_dataloader
+    trainer.get_train_dataloader = lambda: watch(make_loader())
+    trainer.train()
+    assert_saw(trainer.callback_handler.train_dataloader, ITEMS, passes=2)
 
 
 RANK = """
@@ -284,12 +247,11 @@ def check(make, batches, pick=lambda batch: batch):
 SAMPLES = [{"x": torch.full((3, 2), float(number))} for number in range(4)]
 
 
-# A loader, or a dataset with the size of its batches; the batches, and their images.
+# A dataset with the size of its batches; the batches, and their images.
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(
     ("source", "size", "batches", "images"),
     [
-        (_WithoutLength(), 0, 4, 8),
         # A stream has an end, or none.
         (_Stream(6), None, 6, 12),
         (_Stream(), 2, MOST, 2 * MOST),
@@ -299,7 +261,7 @@ SAMPLES = [{"x": torch.full((3, 2), float(number))} for number in range(4)]
 )
 def test_a_loader_of_any_kind_is_watched(source, size, batches, images, workers):
     def make():
-        return source if size == 0 else DataLoader(source, size, num_workers=workers)
+        return DataLoader(source, size, num_workers=workers)
 
     def pick(batch):
         return batch["x"] if isinstance(batch, dict) else batch

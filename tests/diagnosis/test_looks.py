@@ -6,7 +6,6 @@ import fcntl
 import gc
 import multiprocessing
 import os
-import queue
 import re
 import threading
 import time
@@ -216,26 +215,6 @@ class _Ahead:
                 yield pool.submit(load_late).result()
 
 
-class _Around:
-    """Takes the batches of a DataLoader in a thread."""
-
-    def __init__(self):
-        self.loader = DataLoader(Samples(20, 0.1))
-
-    def __iter__(self):
-        batches = queue.SimpleQueue()
-
-        def fill():
-            for batch in self.loader:
-                batches.put(batch)
-            batches.put(None)
-
-        thread = threading.Thread(target=fill)
-        thread.start()
-        yield from iter(batches.get, None)
-        thread.join()
-
-
 class _Stream(IterableDataset):
     def __iter__(self):
         for number in range(40):
@@ -243,7 +222,6 @@ class _Stream(IterableDataset):
             yield number
 
 
-AROUND = r"^A thread of this process loads the samples, .* __getitem__ `time.sleep"
 HELPED = Samples(40, act=lambda _: _act_in_a_pool(1, load_late))
 
 
@@ -257,7 +235,6 @@ HELPED = Samples(40, act=lambda _: _act_in_a_pool(1, load_late))
             r"A thread of this process loads the samples.*test_\w+.py:\d+ load_late ",
             False,
         ),
-        (_Around(), AROUND, False),
         (DataLoader(HELPED, num_workers=1), r"^A sample takes .* load_late `", True),
         # Samples of a stream are not seen.
         (DataLoader(_Stream(), 2, num_workers=1), r"^In \d+ looks at samples", True),

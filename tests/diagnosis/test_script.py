@@ -24,8 +24,8 @@ RUN = ["-m", "colab_utils", "run"]
 # each script of torch alone once.
 EVERY = bool(os.environ.get("EVERY_STALL"))
 USUAL = [
-    ("references", "work"),
     ("epochs", "read"),
+    ("epochs", "work"),
     ("thread", "healthy"),
     ("anew", "gap"),
 ]

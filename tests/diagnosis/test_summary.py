@@ -105,22 +105,6 @@ def test_a_watched_loader_goes_as_soon_as_nothing_holds_it():
         gc.enable()
 
 
-def test_micro_batches_without_a_step_have_the_parts_of_those_with_one():
-    step = make_step()
-    watched = watch(DataLoader(Samples(48), batch_size=2))
-    for number, (values, _) in enumerate(watched):
-        time.sleep(0.01)
-        if number % 4 == 3:
-            step(values)
-        time.sleep(0.08)
-    summary = watched.summary()
-    _wait, trained, between = summary.parts
-    assert between.share > 2 * trained.share > 0
-    assert between.median_ms == pytest.approx(80, rel=0.3)
-    assert [cause.id for cause in summary.causes] == ["between"]
-    assert "The optimizer steps every 4 batches" in summary.unseen[0]
-
-
 def test_loaders_that_one_line_makes_anew_are_one_loader():
     def train(items):
         watched = watch(DataLoader(items, num_workers=1, persistent_workers=True))

@@ -153,11 +153,9 @@ def test_only_slow_is_told_from_a_read_that_hangs_and_both_are_said(tmp_path, ki
     thread.join()
     slow, read = watched.stalls
     assert (slow.verdict, slow.seen.sample, read.verdict) == ("slow", BAD, "read")
-    # Only our own loader says which batch is being loaded.
-    assert read.job.indices == (() if "torch" in kind else (2, 3))
     is_alone = kind.endswith("alone")
     assert is_alone == any(line.endswith(" __getitem__") for line in read.seen.stack)
-    assert (read.job.worker is None) == (read.job.pid == os.getpid()) == is_alone
+    assert is_alone == (read.job.worker is None)
     # A busy machine may add seconds to the 1 s that it should take.
     assert TIMEOUT_S <= slow.waited_s < TIMEOUT_S + 5
 
