@@ -199,14 +199,6 @@ def two_cores(monkeypatch):
             {"other_process": 0.5},
             "for a lock that.*take turns: give each worker",
         ),
-        (
-            {
-                "times": SampleTimes(200, 14.0, 13.0),
-                "cpu_s": 14.0,
-            },
-            {"work": 0.5},
-            "65.0 ms of work.*offline",
-        ),
         # A thread of the sample's own works and waits for a core, and most looks show nothing else.
         (
             {
@@ -342,25 +334,6 @@ def two_cores(monkeypatch):
             {"other_programs": 0.7},
             "",
         ),
-        # Starts of workers come before other programs that slow them down.
-        (
-            {
-                "waits": RARE,
-                "firsts": (0, 24, 49, 74, 99),
-                "restarts": True,
-                "times": BUSY,
-                "looks": RUNNING,
-                "others_s": 14.0,
-            },
-            {"restarts": 0.4},
-            "",
-        ),
-        # A wait that was not seen is no cause beside a lack of cores.
-        (
-            {"times": IDLE, "others_s": 15.0, "queued_s": 6.0},
-            {"other_programs": 0.6},
-            "",
-        ),
         # Workers are mostly idle, and no wait shows a sample, or most waits do.
         (
             {
@@ -372,17 +345,6 @@ def two_cores(monkeypatch):
             },
             {"wait": 0.2},
             CURES["idle"],
-        ),
-        (
-            {
-                "waits": spread(0.02),
-                "times": FEW,
-                "looks": RUNNING,
-                "places": AT_WORKERS,
-                "inside": 15,
-            },
-            {"work": 0.2},
-            "",
         ),
         # Workers are busy after their samples, or in them, or one of them in one.
         (

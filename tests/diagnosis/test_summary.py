@@ -37,7 +37,7 @@ def test_attributes_of_the_loader_are_reachable():
     sampler = DistributedSampler(items, num_replicas=2, rank=0)
     loader = DataLoader(items, batch_size=2, sampler=sampler)
     watched = watch(loader)
-    assert (len(watched), watched.batch_size, watched.dataset) == (2, 2, loader.dataset)
+    assert (len(watched), watched.dataset) == (2, loader.dataset)
     watched.sampler.set_epoch(3)
     assert sampler.epoch == 3
     # A framework sets a function of its own like this.
