@@ -130,9 +130,7 @@ def weigh_evidence(record: LoopRecord) -> dict[str, float]:
     times = record.monitor.read_times()
     waits = record.looks.waits
     count = waits.total()
-    if not times.samples and count < _LEAST_LOOKS:
-        return {"wait": 1.0}
-    if not times.samples:
+    if not times.samples and count >= _LEAST_LOOKS:
         times = SampleTimes(0, float(count), float(waits[""]))
     left_s = max(0.0, times.wall_s - times.cpu_s)
     evidence = {"work": times.cpu_s, "collate": times.other_cpu_s}

@@ -107,7 +107,6 @@ class LoopClock:
         is_open = len(self._moments) > 1 and not is_left
         left = self._note_moment() if is_open else self._moments[-1]
         self._end_batch(left)
-        self._settle()
         if self.firsts:
             self._left = self._left or left
 
@@ -118,8 +117,8 @@ class LoopClock:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         self._settle()
-        at_work = self._moments[:2] if len(self._moments) > 1 else []
-        return float(self.parts_s[:, 0].sum()) + sum(_measure(at_work))
+        # The batch at work has waited, too.
+        return float(self.parts_s[:, 0].sum()) + sum(_measure(self._moments[:2]))
 
     def _note_moment(self) -> "_Moment":
         event = None
@@ -141,11 +140,9 @@ class LoopClock:
             event = moments[-1].event
             if event is not None and not event.query():
                 return
-            parts_s = _measure(moments)
             # If the end of the step was not noted, all the time after the arrival is the step.
-            if len(parts_s) == 2:
-                parts_s.append(0.0)
-            self._parts.extend(parts_s)
+            parts_s = [*_measure(moments), 0.0]
+            self._parts.extend(parts_s[:3])
             self._pending.popleft()
 
 
