@@ -142,8 +142,7 @@ class LoaderWatch(MetaPathFinder):
 
         summaries = list(filter(None, map(summarise, self._records)))
         self._records.clear()
-        longest_s = max((summary.loop_s for summary in summaries), default=0.0)
-        least_s = max(_LEAST_S, _LEAST_SHARE * longest_s)
+        least_s = max([_LEAST_S, *(_LEAST_SHARE * summary.loop_s for summary in summaries)])
         return ScriptReport(tuple(summary for summary in summaries if summary.loop_s >= least_s))
 
 
