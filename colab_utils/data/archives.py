@@ -10,7 +10,7 @@ from typing import IO
 from urllib.error import HTTPError
 from urllib.parse import quote
 from urllib.request import urlopen
-from zipfile import ZipFile
+from zipfile import BadZipFile, ZipFile
 
 import xxhash
 
@@ -128,7 +128,7 @@ def _extract(file: IO[bytes], target: Path) -> None:
     file.seek(0)
     kind = name_kind(file.read(_PIECE_BYTES))
     if kind and not kind.startswith("a zip"):
-        raise ValueError(f"it is {kind}. Then name the zip, or the folder with its images")
+        raise BadZipFile(f"it is {kind}. Then name the zip, or the folder with its images")
     with _open_zip(file) as archive:
         members = archive.infolist()
         needed = sum(info.file_size for info in members)

@@ -13,7 +13,7 @@ from typing import Any
 
 from colab_utils.data.decoding import name_kind
 from colab_utils.data.fields import read_sound_fields, to_integer
-from colab_utils.data.image_paths import take_base_name
+from colab_utils.data.image_paths import decode_name, take_base_name
 from colab_utils.data.segmentations import Entry
 from colab_utils.errors import DAMAGE, ColabUtilsError, escape, explain_os_error
 from colab_utils.files import open_store
@@ -86,7 +86,7 @@ class Columns:
     def _add_image(self, image: Entry) -> None:
         name = image.get("file_name")
         if not name and image.get("coco_url"):
-            name = take_base_name(image["coco_url"])
+            name = take_base_name(decode_name(image["coco_url"]))
         if not isinstance(name, str) or len(name) > _LONGEST_NAME:
             raise TypeError(
                 f"a file_name that is not text, or longer than a path may be: {name!r:.60}"

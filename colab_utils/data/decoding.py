@@ -319,9 +319,8 @@ def open_lazily(file: Any) -> "Image.Image":
         image = Image.open(file, formats=sorted(_FORMATS & Image.OPEN.keys()))
     except UnidentifiedImageError:
         file.seek(0)
-        kind = name_kind(file.read(256))
-        text = kind if kind.startswith("a TIFF") else f"not an image: {kind}"
-        raise ColabUtilsError(text.removesuffix(": ")) from None
+        kind = name_kind(file.read(256)) or "its format is not known"
+        raise ColabUtilsError(f"not an image that can be read: {kind}") from None
     if image.width * image.height > MOST_PIXELS:
         raise ColabUtilsError(
             f"{image.width} x {image.height} is more than {MOST_PIXELS:,} pixels: {_CUT}"
@@ -474,7 +473,8 @@ def _load_torchvision() -> JpegDecoder:
     # This import registers the operator.
     import torchvision  # noqa: F401
 
-    return _decode_by(partial(torch.ops.image.decode_jpeg, mode=3), _make_writable)
+    # torch warns about memory that is read-only, so the bytes are copied.
+    return _decode_by(partial(torch.ops.image.decode_jpeg, mode=3), bytearray)
 
 
 def _decode_by(operator: Any, prepare: Callable[[Encoded], bytearray]) -> JpegDecoder:
@@ -487,11 +487,6 @@ def _decode_by(operator: Any, prepare: Callable[[Encoded], bytearray]) -> JpegDe
         return pixels.transpose(1, 2, 0)
 
     return decode
-
-
-def _make_writable(data: Encoded) -> bytearray:
-    """Return the bytes in writable memory. torch warns about memory that is read-only."""
-    return data if isinstance(data, bytearray) else bytearray(data)
 
 
 def _hide_exif(data: Encoded) -> bytearray:

@@ -43,7 +43,7 @@ EFFECTS = {
     ),
     "normalised polygon": "object is trained without a pixel",
     "empty mask": "object is trained without a pixel",
-    "box of corners": "object is trained with a wrong box",
+    "box of corners": "object is trained with a wrong box: this one is like x0, y0, x1, y1",
     "mask and box disagree": (
         "object is trained with a wrong box, or with a wrong mask: COCO's polygons have x before "
         "y, its RLE runs along columns, and its boxes are x, y, width, height"

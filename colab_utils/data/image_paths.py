@@ -18,7 +18,7 @@ from colab_utils.places import Place, PlaceLike, find_server, open_place
 
 # The folder below a mount of Drive that holds what Drive's shortcuts point to.
 _SHORTCUTS = ".shortcut-targets-by-id"
-# The ending of a zip. No name has it as its stem, because a name that begins with a dot is hidden.
+# The ending of a zip. No file has it as its name, because a name that begins with a dot is hidden.
 _ZIP = ".zip"
 
 
@@ -72,9 +72,9 @@ def find_file(folder: PlaceLike, name: str, shared_names: frozenset[str]) -> tup
 
 def _find_at_url(folder: Any, name: str) -> tuple[Place, bool]:
     """Return the file at a URL that a ``file_name`` means, and whether another name led to it."""
-    decoded = _decode_name(name).replace("\\", "/")
+    decoded = decode_name(name).replace("\\", "/")
     if _leads_out(decoded):
-        decoded = take_base_name(name)
+        decoded = take_base_name(decoded)
     if _leads_out(decoded):
         raise ColabUtilsError(
             f"The file_name {name!r:.80} leads out of {folder}. Write the image's path in the "
@@ -120,14 +120,11 @@ def _is_shortcut(folder: str | Path, real: Path) -> bool:
 
     Such a link stays within the mount of Drive.
     """
-    roots = [parent / _SHORTCUTS for parent in Path(os.path.realpath(folder)).parents]
     mount = find_mount(folder)
-    if mount is not None:
-        roots.append(mount)
-    return any(real.is_relative_to(root) for root in roots)
+    return _SHORTCUTS in real.parts or (mount is not None and real.is_relative_to(mount))
 
 
-def _find_spelling(folder: str | Path, name: str) -> Path | None:
+def _find_spelling(folder: Path, name: str) -> Path | None:
     """Return the file below a folder that a name means, in any spelling of accents and slashes.
 
     None means that no such file is there.
@@ -135,10 +132,10 @@ def _find_spelling(folder: str | Path, name: str) -> Path | None:
     path = _resolve(folder, name)
     if os.path.exists(path):
         return path
-    path = Path(folder)
+    path = folder
     for part in name.replace("\\", "/").split("/"):
-        spellings = [path / normalize(form, part) for form in ("NFC", "NFD")]
-        existing = [*filter(os.path.exists, [path / part, *spellings])]
+        spellings = [path / part, path / normalize("NFC", part), path / normalize("NFD", part)]
+        existing = [*filter(os.path.exists, spellings)]
         if not existing:
             return None
         path = existing[0]
@@ -156,28 +153,27 @@ def require_folder(images: PlaceLike) -> None:
             cure = "It is a file. Name a folder: if the file is an archive, unpack it first."
         raise ColabUtilsError(f"There is no image folder at {images}. {cure}")
     list_base_names.cache_clear()
-    _list_alike.cache_clear()
 
 
 def take_base_name(name: str) -> str:
-    r"""Return the last part of a path of any operating system, or of a URL, in Unicode's NFC.
+    r"""Return the last part of a path of any operating system, in Unicode's NFC.
 
     Example:
         >>> take_base_name("C:\\data\\a.jpg")
         'a.jpg'
-        >>> take_base_name("https://example.org/my%20photo.jpg?v=1")
-        'my photo.jpg'
     """
-    if "://" in name:
-        name = unquote(name.partition("?")[0])
     return normalize("NFC", name.replace("\\", "/").rpartition("/")[2])
 
 
-def _decode_name(name: str) -> str:
+def decode_name(name: str) -> str:
     """Return a name without what an address adds to it.
 
     Label Studio puts the name behind ``?d=``. Other addresses end with ``?`` and a key. Both have
     ``%20`` for a space.
+
+    Example:
+        >>> decode_name("https://example.org/my%20photo.jpg?v=1")
+        'https://example.org/my photo.jpg'
     """
     return unquote(name.partition("?d=")[2] or name.partition("?")[0]).strip()
 
@@ -195,7 +191,7 @@ def list_meanings(name: str) -> set[str]:
 def _list_readings(name: str) -> list[str]:
     """Return a name as it is, and what it becomes if it is read as an address, once or twice."""
     readings = [name]
-    while (decoded := _decode_name(readings[-1])) not in readings:
+    while (decoded := decode_name(readings[-1])) not in readings:
         readings.append(decoded)
     return readings
 
@@ -204,7 +200,8 @@ def _list_readings(name: str) -> list[str]:
 def list_base_names(folder: str) -> dict[str, tuple[str, ...]]:
     """Return a dict from the base name of each file below a folder to its paths in the folder.
 
-    At most two paths are given of a name that several files have.
+    At most two paths are given of a name that several files have. The dict has each file by its
+    stem, too (see `_take_stem`), and a zip by `_ZIP`.
 
     No links are followed but Drive's shortcuts. Hidden files and folders are left out.
 
@@ -213,8 +210,11 @@ def list_base_names(folder: str) -> dict[str, tuple[str, ...]]:
     """
     places: dict[str, tuple[str, ...]] = {}
     for path in list_files(Path(folder)):
-        base = normalize("NFC", os.path.basename(path))
+        base = take_base_name(path)
         places[base] = (*places.get(base, ()), path)[:2]
+        places[_take_stem(base)] = (base,)
+        if base.lower().endswith(_ZIP):
+            places[_ZIP] = (base,)
     return places
 
 
@@ -264,32 +264,24 @@ def _walk(folder: str, *, links: bool) -> Iterator[str]:
 def explain_missing(folder: PlaceLike, name: str) -> str:
     """Say that an image is missing in a folder, and name a file that may be the right one."""
     with suppress(ColabUtilsError):
-        base = take_base_name(name)
-        places = list_base_names(str(folder)).get(base, ())
-        if places:
+        base = take_base_name(decode_name(name))
+        listed = list_base_names(str(folder))
+        if places := listed.get(base):
             return (
                 f"not in {folder}, but in another folder below it, or in several folders "
                 f"({' and '.join(sorted(places))}): write the folder into file_name"
             )
-        alike = _list_alike(str(folder))
-        if other := alike.get(_take_stem(base)):
-            return f"not in {folder}, but {other} is there: write file_name as the file is called"
-        if packed := alike.get(_ZIP):
-            return f"not in {folder}, which holds {packed}: unpack it first"
+        if alike := listed.get(_take_stem(base)):
+            return (
+                f"not in {folder}, but {alike[0]} is there: write file_name as the file is called"
+            )
+        if packed := listed.get(_ZIP):
+            return f"not in {folder}, which holds {packed[0]}: unpack it first"
     return f"not in {folder}"
 
 
-@lru_cache(4)
-def _list_alike(folder: str) -> dict[str, str]:
-    """Return a dict from each stem of `_take_stem`, and from `_ZIP`, to a file that has it."""
-    alike = {}
-    for base in list_base_names(folder):
-        alike[_take_stem(base)] = base
-        if base.lower().endswith(_ZIP):
-            alike[_ZIP] = base
-    return alike
-
-
 def _take_stem(base: str) -> str:
-    """Return a base name in small letters, without its ending, and without Drive's " (1)"."""
-    return re.sub(r" \(\d+\)$", "", Path(base).stem).casefold()
+    """Return a base name in small letters, without its ending, and without Drive's " (1)". A slash
+    before it tells it from a whole base name.
+    """
+    return "/" + re.sub(r" \(\d+\)$", "", Path(base).stem).casefold()

@@ -195,8 +195,7 @@ def _take_runs(rle: Rle, rows: NDArray[np.int64], columns: NDArray[np.int64]) ->
 
 def pack_masks(rles: Sequence[Rle]) -> PackedMasks:
     """Pack N masks of one image from compressed RLE; N may be 0."""
-    crops = (_draw_crop(rle) for rle in rles)
-    return _pack_crops((x0, y0, drawn.T) for x0, y0, drawn in crops)
+    return _pack_crops(map(_draw_crop, rles))
 
 
 def pack_pixels(masks: Iterable[NDArray[Any]]) -> PackedMasks:
@@ -231,14 +230,14 @@ def crop_pixels(mask: NDArray[Any]) -> tuple[int, int, NDArray[Any]]:
 
 
 def _draw_crop(rle: Rle) -> tuple[int, int, NDArray[np.uint8]]:
-    """Draw only the tight box of a mask; return left, top and uint8 [columns, rows].
+    """Draw only the tight box of a mask; return left, top and uint8 [rows, columns].
 
     A mask of the image's full size is never made, because it would take much more memory.
     """
     x0, y0, width, height = map(int, measure_mask(rle)[0])
     ends = _take_runs(rle, np.arange(y0, y0 + height), np.arange(x0, x0 + width))
     values = np.arange(len(ends), dtype=np.uint8) % 2
-    return x0, y0, np.repeat(values, np.diff(ends, prepend=0)).reshape(width, height)
+    return x0, y0, np.repeat(values, np.diff(ends, prepend=0)).reshape(width, height).T
 
 
 def nearest_indices(size_in: int, size_out: int) -> NDArray[np.int64]:

@@ -51,12 +51,14 @@ def check_object(
         beyond = max(*-corners.min(0), *(corners.max(0) - size[::-1]))
         if beyond > NEAR:
             defects.append(("polygon beyond the image", f"by {beyond:,.0f} pixels"))
-    defects += compare_box(annotation["bbox"], tight, *size)
+    box = annotation["bbox"]
+    if wrong := compare_box(box, tight, *size):
+        defects.append((wrong, f"bbox {box}, the mask lies in {tight}"))
     # V7 Darwin exports objects with holes as crowds in RLE without an area. COCO's own crowds have
     # an area.
     if pixels and annotation["iscrowd"] and isinstance(outline, dict) and not annotation["area"]:
         defects.append(("crowd without area", f"the mask has {pixels:,} pixels"))
-    elif pixels and is_area_odd(annotation["area"], annotation["bbox"], pixels):
+    elif pixels and is_area_odd(annotation["area"], box, pixels):
         text = f"area {annotation['area']:,.0f}, the mask has {pixels:,} pixels"
         defects.append(("area and mask disagree", text))
     return defects, pixels
@@ -110,30 +112,28 @@ def is_normalised(numbers: Any) -> bool:
     return bool(np.abs(numbers).max() <= _LARGEST_SHARE and not np.isin(numbers, (0, 1)).all())
 
 
-def compare_box(box: list[float], tight: list[float], height: int, width: int) -> list[Defect]:
-    """Compare a box with the image and with the tight box of its mask.
+def compare_box(box: list[float], tight: list[float], height: int, width: int) -> str:
+    """Compare a box with the image and with the tight box of its mask; return the kind of its
+    defect, or "".
 
     Both boxes are x, y, width, height in pixels.
     """
     from pycocotools import mask as coco_mask
 
     x, y, w, h = box
-    text = f"bbox {box}, the mask lies in {tight}"
     if not (w and h):
-        return [("box without area", text)]
+        return "box without area"
     # Training clips boxes to the image, so the box is clipped before it is compared.
     edges = np.clip(np.add(box, [0, 0, x, y]), 0, [width, height] * 2)
     if (edges[2:] <= edges[:2]).any():
-        return [("box outside the image", text)]
+        return "box outside the image"
     if not tight[2]:
-        return [("empty mask", text)] if w * h >= NEAR**2 else []
+        return "empty mask" if w * h >= NEAR**2 else ""
     if np.abs(edges - np.add(tight, [0, 0, *tight[:2]])).max() <= NEAR:
-        return []
+        return ""
     boxes = np.array([[*edges[:2], *edges[2:] - edges[:2]], [x, y, w - x, h - y]], np.float64)
     overlap, corners_overlap = coco_mask.iou(boxes, np.array([tight]), [False]).ravel()
     if overlap >= _WRONG_OVERLAP:
-        is_loose = overlap < _LOOSE_OVERLAP and min(w, h) >= _FEW_SIDE
-        return [("loose box", text)] if is_loose else []
-    if corners_overlap >= _WRONG_OVERLAP:
-        return [("box of corners", f"{text}: like x0, y0, x1, y1")]
-    return [(APART, text)]
+        return "loose box" if overlap < _LOOSE_OVERLAP and min(w, h) >= _FEW_SIDE else ""
+    # A box of corners has x0, y0, x1, y1.
+    return "box of corners" if corners_overlap >= _WRONG_OVERLAP else APART

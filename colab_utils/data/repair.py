@@ -258,10 +258,10 @@ class _Repair:
             if (is_drawn or has_area) and not values["iscrowd"]:
                 raise _LostImageError("object without a whole mask")
             return {}
-        wrong = dict(compare_box(box, tight, *size)) if box else {}
-        if wrong or not box:
+        wrong = compare_box(box, tight, *size) if box else "no box"
+        if wrong:
             values["bbox"] = tight
-        if APART in wrong and not is_normalised(box):
+        if wrong == APART and not is_normalised(box):
             changes.append(APART)
         # A crowd whose ``area`` is 0 may be an object. Only the user knows, and says so by `crowds`
         # (an argument). The 0 stays, so that a check still finds such a crowd.

@@ -281,8 +281,8 @@ def test_photos_are_turned_where_the_annotations_say_so(orientation, size, turne
 @pytest.mark.parametrize(
     ("data", "size", "message"),
     [
-        (b"\0\0\0\x18ftypheic\0\0\0\0", (48, 64), "not an image: HEIC: save it as JPEG"),
-        (b"%PDF-1.4 ...", (48, 64), "not an image: a PDF"),
+        (b"\0\0\0\x18ftypheic\0\0\0\0", (48, 64), "can be read: HEIC: save it as JPEG"),
+        (b"%PDF-1.4 ...", (48, 64), "can be read: a PDF"),
         (
             save(Image.fromarray(DEEP_GREY.astype(np.int32)), "TIFF"),
             (48, 64),
