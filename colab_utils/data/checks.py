@@ -204,7 +204,7 @@ def _settle_turns(
     turn = pick_turn(finding.turn for finding in findings) if exif == "auto" else exif
     unclear = [i for i, finding in enumerate(findings) if finding.turn == "unclear"]
     for i in unclear:
-        text = f"{escape(dataset.file_name(i))}: orientation {findings[i].header.orientation}"
+        text = f"{escape(dataset.names[i])}: orientation {findings[i].header.orientation}"
         findings[i].defects.append((_TURNS[turn], text))
     if turn:
         return turn, ()

@@ -7,6 +7,7 @@ of JSON) therefore needs little more memory than its text, and worker processes 
 
 import json
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -53,7 +54,9 @@ class CocoDataset:
     sizes: NDArray[np.int32]
     """int32 [I, 2]: height and width in pixels; 0 if the file gives none."""
     names: tuple[str, ...]
-    """``file_name`` of each image: see :meth:`file_name`."""
+    """``file_name`` of each image as in the JSON: a path relative to the image folder. It may lead
+    out of the folder. Use :meth:`find_image` to get a file that is safe to open.
+    """
     first: NDArray[np.int64]
     """int64 [I + 1]: image i has the annotations ``first[i]`` to ``first[i + 1] - 1``."""
     ids: NDArray[np.int64]
@@ -86,18 +89,11 @@ class CocoDataset:
             f"{format_count(len(self.categories), 'category', 'categories')}"
         )
 
-    def file_name(self, index: int) -> str:
-        """Return the image's ``file_name`` as in the JSON: a path relative to the image folder.
-
-        It may lead out of the folder. Use :meth:`find_image` to get a file that is safe to open.
-        """
-        return self.names[index]
-
     def image(self, index: int) -> Entry:
         """Return the image's ``id``, ``file_name``, ``width`` and ``height``."""
         height, width = self.sizes[index].tolist()
         number = int(self.image_ids[index])
-        return {"id": number, "file_name": self.file_name(index), "width": width, "height": height}
+        return {"id": number, "file_name": self.names[index], "width": width, "height": height}
 
     def find_image(self, folder: PlaceLike, index: int) -> tuple[Place, bool]:
         """Return the image's file, and whether it was found under another name than ``file_name``.
@@ -117,7 +113,7 @@ class CocoDataset:
                 folder has its base name; or if a link at this name leads out of the folder.
             DriveLostError: if Drive went away.
         """
-        return find_file(folder, self.file_name(index), self.shared_names)
+        return find_file(folder, self.names[index], self.shared_names)
 
     @property
     def crowds(self) -> int:
@@ -285,13 +281,8 @@ def _group_annotations(columns: Columns, text: str, fingerprint: str) -> CocoDat
 
 def _find_shared_names(names: Iterable[str]) -> frozenset[str]:
     """Return the base names that several file names have."""
-    bases: dict[str, str] = {}
-    shared = set[str]()
-    for name in names:
-        for base in list_meanings(name):
-            if bases.setdefault(base, name) != name:
-                shared.add(base)
-    return frozenset(shared)
+    bases = Counter(base for name in set(names) for base in list_meanings(name))
+    return frozenset(base for base, count in bases.items() if count > 1)
 
 
 def open_coco(images: PlaceLike, annotations: PlaceLike) -> CocoDataset:
@@ -335,8 +326,7 @@ def _list_warnings(
         path, by_base_name = dataset.find_image(images, 0)
         if by_base_name:
             yield (
-                "images do not lie where the annotations say: "
-                f"found {dataset.file_name(0)!r} at {path}"
+                f"images do not lie where the annotations say: found {dataset.names[0]!r} at {path}"
             )
 
 
@@ -346,7 +336,7 @@ def list_repeated_names(dataset: CocoDataset) -> Iterator[tuple[str, bool]]:
     """
     first: dict[str, int] = {}
     for i in range(len(dataset)):
-        name = dataset.file_name(i)
+        name = dataset.names[i]
         other = first.setdefault(name, i)
         if other != i:
             yield name, _list_outlines(dataset, i) == _list_outlines(dataset, other)

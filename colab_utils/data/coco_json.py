@@ -244,9 +244,6 @@ def _find_entries(reader: _Reader) -> Iterator[str]:
         )
     keys = set[str]()
     for key in reader.read_entries(opening):
-        # If a name occurs twice, other readers of JSON silently keep only its last value.
-        if key in keys:
-            raise ValueError(f"it has {key} twice. Make one list of both.")
         keys.add(key)
         if key in _SECTIONS:
             for _ in reader.read_entries(reader.read_mark("[{")):

@@ -77,33 +77,31 @@ def read_header(store: Store, dataset: CocoDataset, i: int, *, deep: bool = Fals
         raise
     except ColabUtilsError as error:
         return Header([("unsafe file_name", str(error))])
-    notes: list[Defect] = []
-    if by_base_name:
-        notes.append(("found by base name", escape(name_below(path, store.place))))
     try:
-        return _describe(store.read(path), notes, deep=deep)
+        header = _describe(store.read(path), deep=deep)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        return Header([("missing image", explain_missing(store.place, dataset.file_name(i)))])
+        return Header([("missing image", explain_missing(store.place, dataset.names[i]))])
     except (UnavailableError, *MACHINE_FAULTS):
         raise
     # Pillow's readers raise all kinds of errors on damaged data.
     except Exception as error:
         kind = "truncated image" if "truncated" in str(error) else "bad image"
         return Header([(kind, str(error))])
+    if by_base_name:
+        header.defects.append(("found by base name", escape(name_below(path, store.place))))
+    return header
 
 
 @guard_pillow()
-def _describe(data: bytes, notes: list[Defect], *, deep: bool) -> Header:
-    """Return the header of an image file with this content.
-
-    ``notes`` are the defects that are known already. Further ones are added to them.
-    """
+def _describe(data: bytes, *, deep: bool) -> Header:
+    """Return the header of an image file with this content."""
     from PIL import Image
 
     if not data:
         return Header([("empty file", "0 bytes")])
     opened = open_lazily(io.BytesIO(data))
     kind = opened.format or ""
+    notes: list[Defect] = []
     is_deep = has_16_bits(opened)
     if is_deep:
         notes.append(("16-bit image", opened.mode))
@@ -115,10 +113,9 @@ def _describe(data: bytes, notes: list[Defect], *, deep: bool) -> Header:
         to_rgb(open_reduced(data)[0])
     # This raises an error for pixels that do not fit into 8 bits.
     to_rgb(Image.new(opened.mode, (1, 1)))
-    orientation = read_orientation(opened)
     if opened.has_transparency_data:
         notes.append(("image with alpha", ""))
-    return Header(notes, (height, width), orientation)
+    return Header(notes, (height, width), read_orientation(opened))
 
 
 def check_image(dataset: CocoDataset, i: int, header: Header) -> Findings:
@@ -141,7 +138,7 @@ def check_image(dataset: CocoDataset, i: int, header: Header) -> Findings:
     if not annotations and not faults:
         defects.append(("image without objects", ""))
     wrong, objects = _check_objects(annotations, size)
-    name = escape(dataset.file_name(i))
+    name = escape(dataset.names[i])
     named = [(kind, f"{name}: {text}".removesuffix(": ")) for kind, text in defects + wrong]
     return Findings(named, header, np.array(objects, np.float64).reshape(-1, 3), turn)
 
@@ -157,15 +154,14 @@ def _check_objects(
         return [], []
     for annotation in annotations:
         wrong, pixels = check_object(annotation, size)
-        if pixels:
-            key = annotation["category_id"], repr(annotation["segmentation"])
-            if key in seen:
-                wrong.append(("repeated annotation", ""))
-            elif not annotation["iscrowd"]:
-                left, top, width, height = annotation["bbox"]
-                ends = (left + width) / size[1], (top + height) / size[0]
-                objects.append((annotation["category_id"], *ends))
-            seen.add(key)
+        key = annotation["category_id"], repr(annotation["segmentation"])
+        if pixels and key in seen:
+            wrong.append(("repeated annotation", ""))
+        elif pixels and not annotation["iscrowd"]:
+            left, top, width, height = annotation["bbox"]
+            ends = (left + width) / size[1], (top + height) / size[0]
+            objects.append((annotation["category_id"], *ends))
+        seen.add(key)
         for kind, text in wrong:
             defects.append((kind, f"annotation {annotation['id']}: {text}".removesuffix(": ")))
     return defects, objects

@@ -63,10 +63,9 @@ def find_file(folder: PlaceLike, name: str, shared_names: frozenset[str]) -> tup
         return Path(folder, places[0]), places[0] != name
     if path is not None:
         return path, False
-    number = "several images or files have" if places or not bases else "no file there has"
     raise ColabUtilsError(
-        f"The file_name {name!r:.80} leads out of {folder}, and {number} its base name. Put the "
-        "image into that folder, and write its path in the folder as file_name."
+        f"The file_name {name!r:.80} leads out of {folder}, and no single file there has its base "
+        "name. Put the image into that folder, and write its path in the folder as file_name."
     )
 
 

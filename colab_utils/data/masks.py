@@ -77,10 +77,6 @@ def encode_segmentation(segmentation: Any, height: int, width: int) -> Rle:
         >>> encode_segmentation([[1, 1, 4, 1, 4, 3, 1, 3]], 6, 8)
         {'size': [6, 8], 'counts': b'724000g0'}
     """
-    # With integers of numpy, the product below could overflow. With arrays, a comparison would give
-    # an array and not a bool.
-    height = int(height)
-    width = int(width)
     if height < 1 or width < 1 or height * width > MOST_PIXELS:
         raise ColabUtilsError(
             f"expected an image of 1 to {MOST_PIXELS:,} pixels, found {width} x {height}"
@@ -110,8 +106,6 @@ def _encode_polygons(segmentation: list[Any], height: int, width: int) -> Rle:
 def _encode_rle(rle: Rle, height: int, width: int) -> Rle:
     counts = rle.get("counts")
     size = rle.get("size")
-    if not isinstance(counts, list | str | bytes):
-        raise ColabUtilsError("the RLE has no counts")
     if not isinstance(size, list | tuple) or list(size) != [height, width]:
         raise ColabUtilsError(f"expected RLE of the image's size [{height}, {width}], found {size}")
     if isinstance(counts, str):
@@ -123,7 +117,7 @@ def _encode_rle(rle: Rle, height: int, width: int) -> Rle:
     runs: NDArray[Any] = np.zeros(0)
     with suppress(*DAMAGE):
         # Some tools write runs as floats without a fraction, or as text.
-        runs = read_numbers(counts) if isinstance(counts, list) else read_counts(counts)
+        runs = read_numbers(counts) if isinstance(counts, list) else read_counts(counts or b"")
     # A list within the list is no run.
     is_sound = runs.ndim == 1 and (runs >= 0).all() and runs.sum() == height * width
     if not is_sound or (runs % 1).any():

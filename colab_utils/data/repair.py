@@ -146,7 +146,7 @@ class _Repair:
             self._ids = np.arange(1, len(dataset.ids) + 1)
         for i in _find_swapped(dataset, headers):
             dataset.sizes[i] = headers[i].size
-            self.note("width and height swapped", dataset.file_name(i))
+            self.note("width and height swapped", dataset.names[i])
 
     def note(self, kind: str, name: str, effect: str = "mended") -> None:
         """Note one repair, with the name of what it concerns."""
@@ -309,5 +309,4 @@ def _mend_outline(outline: Any, size: Size) -> Any:
     polygons = read_polygons(outline)
     if all(map(is_normalised, polygons)):
         polygons = [(polygon.reshape(-1, 2) * size[::-1]).ravel() for polygon in polygons]
-    numbers = [polygon.tolist() for polygon in polygons]
-    return outline if numbers == outline else numbers
+    return [polygon.tolist() for polygon in polygons]

@@ -83,15 +83,13 @@ def read_polygons(segmentation: list[Any]) -> list[NDArray[np.float64]]:
             "a polygon holds something that is no number. COCO has polygons as x, y, x, y, ..., or "
             "one RLE"
         ) from None
-    drawn = [part for part in parts if not _is_short(part)] or parts
-    for part in drawn:
+    # What consists of points, but of fewer than three, is left out.
+    drawn = [
+        part for part in parts if part.ndim > 1 or part.size % 2 or part.size >= OUTLINE_NUMBERS
+    ]
+    for part in drawn or parts:
         _check_polygon(part)
-    return drawn
-
-
-def _is_short(part: NDArray[np.float64]) -> bool:
-    """Return whether a polygon consists of points, but of fewer than three."""
-    return part.ndim == 1 and part.size < OUTLINE_NUMBERS and part.size % 2 == 0
+    return drawn or parts
 
 
 def _check_polygon(part: NDArray[np.float64]) -> None:

@@ -198,7 +198,7 @@ class CocoFolder(CocoSamples):
 
     def name_image(self, index: int) -> str:
         """Return the image's ``file_name``, for messages."""
-        return self.coco.file_name(index)
+        return self.coco.names[index]
 
     def find_path(self, index: int) -> Place:
         """Return the path of the image file.

@@ -140,7 +140,7 @@ def are_still_bad(index: ShardIndex, images: Place, dataset: CocoDataset) -> boo
     names = {image.file_name for image in index.skipped}
     if not names:
         return True
-    places = [place for place in range(len(dataset)) if dataset.file_name(place) in names]
+    places = [place for place in range(len(dataset)) if dataset.names[place] in names]
     store = open_store(images)
     # What Drive did not show before is not waited for.
     store.retries.trusts_absence = True

@@ -196,7 +196,7 @@ def dump_record(record: dict[str, Any]) -> bytes:
 
 def name_image(images: Place, dataset: CocoDataset, i: int) -> str:
     """Return the name of one image's file in a `FileCache`."""
-    return f"{images.absolute()}/{dataset.file_name(i)}"
+    return f"{images.absolute()}/{dataset.names[i]}"
 
 
 def read_image(

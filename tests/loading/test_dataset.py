@@ -479,7 +479,7 @@ def test_an_annotation_whose_mask_cannot_be_drawn_is_named(tmp_path):
 def test_a_faulty_image_of_a_folder_is_named(tiny_dataset, tmp_path):
     images = Path(shutil.copytree(tiny_dataset.images, tmp_path / "images"))
     dataset = CocoFolder(images, tiny_dataset.annotations)
-    path = images / dataset.coco.file_name(3)
+    path = images / dataset.coco.names[3]
     # The file was cut short, is empty, begins as a PNG does and is none, or is gone.
     for content in (path.read_bytes()[:200], b"", b"\x89PNG\r\n\x1a\nxxxxyyyyzzzzwwww", None):
         path.unlink()

@@ -384,7 +384,7 @@ def test_a_session_that_was_killed_goes_on_after_its_last_shard(
 
 def test_an_image_that_was_repaired_is_read_anew(open_own, own_dataset, places):
     images, annotations = own_dataset
-    path = images / read_coco(annotations).file_name(4)
+    path = images / read_coco(annotations).names[4]
     content = path.read_bytes()
     path.write_bytes(b"no image")
     for skipped in ([path.name], []):
@@ -425,10 +425,10 @@ def test_bad_images_are_told_and_left_out(open_own, own_dataset, places):
     dataset.wait()
     bad = [*dataset.image_ids[dataset.shard_of == 1], dataset.image_ids[dataset.shard_of == 2][0]]
     rows = np.flatnonzero(np.isin(coco.image_ids, bad)).tolist()
-    names = [coco.file_name(row) for row in rows]
+    names = [coco.names[row] for row in rows]
     for name in names:
         (images / name).unlink()
-    damaged = coco.file_name(coco.image_ids.tolist().index(bad[-1]))
+    damaged = coco.names[coco.image_ids.tolist().index(bad[-1])]
     (images / damaged).write_bytes(b"no image")
     for folder in places.values():
         shutil.rmtree(folder)
@@ -447,7 +447,7 @@ def test_bad_images_are_told_and_left_out(open_own, own_dataset, places):
 
 def test_too_many_bad_images_end_in_one_message(open_own, own_dataset):
     images, annotations = own_dataset
-    (images / read_coco(annotations).file_name(4)).unlink()
+    (images / read_coco(annotations).names[4]).unlink()
     dataset = open_own(max_bad=0)
     with pytest.raises(ColabUtilsError, match=r"The image file .* cannot be read"):
         count_samples(dataset)

@@ -90,7 +90,7 @@ def test_a_stock_loader_gives_every_sample(dataset, workers):
 def test_a_batch_with_a_missing_file_names_it_and_leaves_nothing_behind(dataset, few):
     copy = CocoFolder(*few, streams=4)
     copy.find_path(2).unlink()
-    with pytest.raises(ColabUtilsError, match=copy.coco.file_name(2)):
+    with pytest.raises(ColabUtilsError, match=copy.coco.names[2]):
         copy.__getitems__([0, 1, 2, 3])
     copy.find_path(2).write_bytes(dataset.read(2))
     assert_equal_lists(copy.__getitems__([2]), [dataset[2]])
@@ -193,7 +193,7 @@ def test_a_file_that_was_repaired_is_read_anew(dataset, few, tmp_path):
     copy = CocoFolder(*few, cache=tmp_path / "cache")
     content = copy.find_path(2).read_bytes()
     copy.find_path(2).write_bytes(content[:100])
-    with pytest.raises(ColabUtilsError, match=copy.coco.file_name(2)):
+    with pytest.raises(ColabUtilsError, match=copy.coco.names[2]):
         copy[2]
     copy.find_path(2).write_bytes(content)
     assert_equal_samples(copy[2], dataset[2])
