@@ -433,7 +433,7 @@ def test_images_are_found_by_their_base_names(tmp_path, name, files, expected, b
     ],
 )
 def test_an_image_that_may_be_another_is_not_taken(tmp_path, names, files):
-    with pytest.raises(ColabUtilsError, match="leads out of .*, and no single file there"):
+    with pytest.raises(ColabUtilsError, match=r"leads out of .*, and no single file there"):
         find(tmp_path, names, files=files)
 
 
