@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import multiprocessing
 import random
 import signal
@@ -14,7 +13,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from colab_utils import CocoFolder, ShardDataset, make_loader
-from colab_utils.data.coco import read_coco, write_subset
 from colab_utils.diagnosis import diagnose as module
 from colab_utils.diagnosis.diagnose import describe_verdict, diagnose
 from colab_utils.diagnosis.fixes import Fix, Situation, rank_fixes
@@ -49,15 +47,6 @@ def _situate(ceiling, stages=()):
     return Situation([], lambda batch: None, times, times, timed, 1.0, ceiling=ceiling)
 
 
-def test_a_step_is_slowed_by_its_loader_by_the_time_without_a_core():
-    times = _make_times(0.1, 0.2)
-    quick = _make_times(0.0, 0.02)
-    assert module._find_slowdown(times, quick, 0.0) == 1.0
-    assert module._find_slowdown(times, quick, 1 / 3) == pytest.approx(2.0)
-    # The loop has no core during its waits. Without a loader, its steps take as long.
-    assert module._find_slowdown(times, times, 1.0) == 1.0
-
-
 def test_the_largest_stage_is_the_one_with_the_largest_mean():
     # Half of the files lie in Drive's cache, so their median says nothing.
     stages = [Stage("read", 2, 600, 1, mean_ms=300), Stage("decode", 10, 12, 10, mean_ms=10)]
@@ -84,16 +73,18 @@ def test_a_stalled_loader_is_told_what_it_could_win():
     # Loading 4 images takes 40 ms in one worker and the step takes 10 ms, so it can be at most five
     # times as fast, and workers cure it.
     loader = DataLoader(Samples(64, 0.01), batch_size=4, num_workers=1, persistent_workers=True)
-    diagnosis = diagnose(loader, _sleep_step(0.01), seconds=2)
+    diagnosis = diagnose(loader, _sleep_step(0.01), seconds=2, verify=True)
     assert diagnosis.verdict.startswith("Training waits")
     assert "the largest stage is sample" in diagnosis.verdict
     assert diagnosis.headspace > 2
     assert diagnosis.stall_share > 0.4
     assert [stage.name for stage in diagnosis.stages] == ["sample", "collate", "wait", "step"]
     assert [fix.id for fix in diagnosis.fixes] == ["workers", "prefetch"]
-    best = diagnosis.fixes[0]
-    rates = best.forecast_images_per_second, best.measured_images_per_second
-    assert min(rates) > 1.3 * diagnosis.images_per_second
+    for fix in diagnosis.fixes:
+        # A fix says itself how far off it may be where other programs take a part of the cores.
+        measured = pytest.approx(fix.measured_images_per_second, rel=0.3 + 2 * fix.error)
+        assert fix.forecast_images_per_second == measured, fix
+    assert diagnosis.fixes[0].measured_images_per_second > 1.3 * diagnosis.images_per_second
 
 
 @pytest.mark.clock
@@ -110,7 +101,8 @@ def test_a_slow_drive_is_named_and_its_fixes_are_forecast(tiny_dataset):
     assert stages["read"].median_ms >= 30
     assert "the largest stage is read" in diagnosis.verdict
     assert "emulated 10 ms step" in diagnosis.verdict
-    assert {"local_files", "shards", "workers"} <= {fix.id for fix in diagnosis.fixes}
+    # Its files are read ahead already, so more streams are no fix.
+    assert {fix.id for fix in diagnosis.fixes} == {"local_files", "shards", "workers", "prefetch"}
     assert str(diagnosis).endswith("\n".join(f"  {fix}" for fix in diagnosis.fixes))
 
 
@@ -141,17 +133,6 @@ def test_without_a_step_only_the_loader_is_judged(tiny_shards, no_fixes):
     assert diagnosis.step == "none"
     assert diagnosis.headspace == 1
     assert "step" not in [stage.name for stage in diagnosis.stages]
-
-
-def test_three_images_are_enough_for_a_diagnosis(tiny_dataset, tmp_path, no_fixes):
-    annotations = write_subset(
-        read_coco(tiny_dataset.annotations), range(3), tmp_path / "three.json"
-    )
-    loader = make_loader(CocoFolder(tiny_dataset.images, annotations), batch_size=2, workers=0)
-    # A busy machine gives few batches in less time.
-    diagnosis = diagnose(loader, EmulatedStep(5), seconds=3)
-    assert diagnosis.images_per_second > 0
-    json.dumps(dataclasses.asdict(diagnosis), allow_nan=False)
 
 
 # These tests look at what a diagnosis leaves behind.

@@ -127,14 +127,6 @@ def test_each_fix_of_a_slow_folder_is_forecast_and_measured(slow_folder, plain):
         assert min(rates) > 1.2 * now.loop.images_per_second, id
 
 
-def test_files_that_are_read_ahead_already_need_no_streams(tiny_dataset):
-    slow_down(tiny_dataset.images, DriveProfile("quick", 0.001, 1e9, "a test"))
-    wide = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
-    loader = make_loader(wide, batch_size=2, workers=0)
-    assert "streams" not in _find(_look_at(loader))
-    loader.close()
-
-
 @pytest.mark.clock
 def test_shards_on_a_slow_drive(tiny_shards):
     slow_down(tiny_shards, SLOW)
@@ -144,19 +136,6 @@ def test_shards_on_a_slow_drive(tiny_shards):
     # The masks are packed already.
     assert set(fixes_by_id) == {"shards", "workers"}
     assert fixes_by_id["shards"].measured_images_per_second > now.loop.images_per_second
-
-
-@pytest.mark.clock
-def test_settings_are_forecast_and_measured(quiet_machine):
-    loader = DataLoader(Samples(64, 0.02), batch_size=4, num_workers=1)
-    now = _look_at(loader, EmulatedStep(20), seconds=5, verify=True)
-    fixes_by_id = _find(replace(now, restart_s=0.1))
-    assert set(fixes_by_id) == {"workers", "persistent_workers", "prefetch"}
-    for fix in fixes_by_id.values():
-        # A fix says itself how far off it may be where other programs take a part of the cores.
-        measured = pytest.approx(fix.measured_images_per_second, rel=0.3 + 2 * fix.error)
-        assert fix.forecast_images_per_second == measured, fix
-    assert fixes_by_id["workers"].measured_images_per_second > 1.2 * now.loop.images_per_second
 
 
 def test_no_forecast_is_above_the_rate_on_batches_that_lie_ready(tries):
@@ -180,25 +159,17 @@ def test_an_order_that_waits_for_the_slowest_is_a_fix(tries):
     assert "any_order" not in _find(_situate(read_s=UNEVEN, workers=1))
 
 
-def test_the_best_fix_alone_is_tried_where_its_trial_confirms_it(tries):
-    _, tried = tries
-    ranked = find_fixes(_situate())
-    assert [fix.id for fix in ranked] == ["workers", "prefetch"]
-    assert tried == [8]
-    assert ranked[0].is_confirmed
-    assert ranked[1].measured_images_per_second is None
-    assert all("Measured: " in str(fix) for fix in find_fixes(_situate(verify=True)))
-
-
-@pytest.mark.parametrize("factor", [0.7, 1.3])
-def test_the_next_fixes_are_tried_where_a_trial_is_far_from_its_forecast(tries, factor):
+# What a trial gives over its forecast, and how many of three fixes are tried.
+@pytest.mark.parametrize(("factor", "count"), [(1.0, 1), (0.7, 3), (1.3, 3)])
+def test_the_next_fixes_are_tried_where_a_trial_is_far_from_its_forecast(tries, factor, count):
     factors, tried = tries
     factors[0] = factor
     ranked = find_fixes(_situate(read_s=UNEVEN, workers=2))
-    assert len(ranked) == len(tried) == 3
-    assert not next(fix for fix in ranked if fix.id == "workers").is_confirmed
-    best = max(fix.measured_images_per_second for fix in ranked)
-    assert ranked[0].measured_images_per_second >= 0.95 * best
+    assert [fix.measured_images_per_second is not None for fix in ranked].count(True) == count
+    assert len(tried) == count
+    # The first one was the forecast's best.
+    assert tried[0] == 8
+    assert next(fix for fix in ranked if fix.id == "workers").is_confirmed == (factor == 1)
 
 
 def test_nothing_is_tried_where_no_fix_wins(tries):
@@ -231,13 +202,9 @@ def test_one_fix_that_cannot_be_tried_keeps_the_others(monkeypatch, slow_folder)
     assert fixes_by_id["local_files"].measured_images_per_second > 0
 
 
-@pytest.mark.parametrize("batch_size", [4, None])
-def test_data_without_a_length_is_forecast(batch_size):
-    options = {"sampler": _Endless(), "batch_size": None}
-    if batch_size:
-        options = {"batch_sampler": BatchSampler(_Endless(), batch_size, drop_last=True)}
-    endless = DataLoader(Samples(64, 0.002), **options)
-    for loader in (endless, DataLoader(_Stream(), batch_size=batch_size)):
+def test_data_without_a_length_is_forecast():
+    endless = DataLoader(Samples(64, 0.002), sampler=_Endless(), batch_size=None)
+    for loader in (endless, DataLoader(_Stream(), batch_size=4)):
         diagnosis = diagnose(loader, EmulatedStep(2), seconds=0.3)
         (fix,) = diagnosis.fixes
         assert fix.id == "workers"

@@ -1,8 +1,6 @@
 """The simulated loop: a published reference, the exact laws, and the real DataLoader beside it."""
 
 import dataclasses
-import math
-import random
 import time
 
 import numpy as np
@@ -55,27 +53,17 @@ def test_seed_repeats_and_changes():
     assert ends_s[0] == ends_s[1] != ends_s[2]
 
 
-def test_a_load_longer_than_the_simulation_gives_no_batch():
-    run = simulate(workers=2, load_s=50, step_s=0.1, seconds=10)
-    assert (run.batches, run.utilisation, run.stall_share) == (0, 0.0, 1.0)
-    assert "0 batches in 10 s" in str(run)
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         # There cannot be fewer workers than none.
         ({"workers": -1}, "workers"),
-        # Nothing would ever be asked for.
-        ({"prefetch": 0}, "prefetch"),
         # This is no number.
         ({"load_s": float("nan")}, "load_s"),
         # The batches would never end.
         ({"load_s": 0, "step_s": 0}, "load_s or step_s more than 0"),
         # This leaves no time at all.
         ({"seconds": 0}, "no batch, or more than 1,000,000"),
-        # This would run for hours.
-        ({"load_s": 1e-9, "step_s": 1e-9}, "fewer seconds"),
         # There is no machine without a core.
         ({"cores": 0}, "cores"),
         # One of the measured times is no time, or none was measured.
@@ -95,41 +83,6 @@ _SLOW = Loop(workers=2, step_s=0.1, batch_size=4, read_s=_READS, work_s=0.004, c
 
 def _forecast(**changes):
     return forecast_rate(dataclasses.replace(_SLOW, **changes), batches=400)
-
-
-# What somebody's loop could be.
-_CHOICES = {
-    "workers": range(9),
-    "step_s": (0.01, 0.1, 1.0),
-    "load_s": (0.0, 0.05),
-    "prefetch": (1, 2, 4),
-    "batch_size": (1, 2, 8),
-    "streams": (1, 2, 16, 48),
-    "files_per_s": (math.inf, 20.0),
-    "work_s": (0.0, 0.005, 0.08),
-    "handoff_s": (0.0, 0.02),
-    "take_s": (0.0, 0.01),
-    "cores": (1.0, 2.0, 6.5),
-    "in_order": (True, False),
-    "read_ahead": (0, 16, 256),
-    "epoch_batches": (math.inf, 10),
-    "start_s": (0.0, 0.1),
-}
-
-
-def test_the_law_is_an_upper_limit():
-    chance = random.Random(0)
-    for _ in range(100):
-        drawn = {name: chance.choice(values) for name, values in _CHOICES.items()}
-        loop = Loop(read_s=_READS, **drawn)
-        lanes = max(1, loop.workers)
-        read_s = (loop.load_s + loop.batch_size * np.mean(_READS) / loop.streams) / lanes
-        cpu_s = loop.batch_size * loop.work_s + loop.handoff_s + loop.take_s
-        cpu_s += loop.busy * loop.step_s
-        link_s = loop.batch_size / loop.files_per_s
-        limit_s = max(read_s, cpu_s / loop.cores, link_s, loop.step_s)
-        # Images that were read before the first fifth ended come at once.
-        assert forecast_rate(loop) <= 1.3 * loop.batch_size / limit_s, loop
 
 
 @pytest.mark.parametrize(
@@ -157,8 +110,7 @@ def test_the_largest_term_decides(changes, limit):
 
 
 _BUSY = {"workers": 8, "read_s": (0.0,), "work_s": 0.08}
-_THREADS = {"workers": 0, "streams": 8, "read_ahead": 8}
-_LOCKED = {**_THREADS, "read_s": (0.0,), "work_s": 0.02}
+_LOCKED = {"workers": 0, "streams": 8, "read_ahead": 8, "read_s": (0.0,), "work_s": 0.02}
 
 
 # Two loops, and the rate of the first one over that of the second one: from, and to.
@@ -176,16 +128,12 @@ _LOCKED = {**_THREADS, "read_s": (0.0,), "work_s": 0.02}
         ),
         # Reading far ahead of the step wins it back.
         ({"streams": 16}, {"streams": 16, "in_order": False}, 0.98, 1.01),
-        # Threads hand over what comes first, too.
-        (_THREADS, {**_THREADS, "in_order": False}, 0, 0.8),
         # Streams that read only their own batch wait for its slowest file.
         ({}, {"streams": 4, "read_ahead": 0}, 0, 0.7),
-        ({"streams": 4, "read_ahead": 0}, {"streams": 4}, 0, 0.7),
         # A step takes longer where work has its core.
         (_BUSY, {**_BUSY, "cores": 9}, 0, 0.5),
         # Threads that hold the lock share a few cores.
         (_LOCKED, {**_LOCKED, "cores": 3.3}, 0, 0.9),
-        ({**_LOCKED, "cores": 64}, {**_LOCKED, "cores": 3.3}, 0.95, 1.05),
         # An epoch that ends uses up what was loaded ahead.
         ({"workers": 4, "epoch_batches": 8}, {"workers": 4}, 0, 0.9),
     ],
@@ -251,7 +199,6 @@ def _compare_loader(run, settings):
         run.steps.end_s - run.steps.start_s - over_step,
         1.5,
         num_workers=settings["workers"],
-        prefetch_factor=settings.get("prefetch", 2),
     )
     return (run.steps.end_s[count - 1] - run.steps.end_s[0]) / (count - 1) / batch_s
 
@@ -266,8 +213,6 @@ def _compare_loader(run, settings):
         {"workers": 0, "load_s": 0.03, "step_s": 0.02},
         # Loading and step are in balance, and unsteady.
         {"workers": 4, "load_s": 0.16, "step_s": 0.04, "load_cv": 0.5, "step_cv": 0.2},
-        # The queue is deep.
-        {"workers": 2, "load_s": 0.08, "step_s": 0.04, "load_cv": 0.8, "prefetch": 6},
     ],
 )
 def test_real_dataloader_does_as_many_batches(settings):

@@ -4,10 +4,9 @@ batches.
 
 from __future__ import annotations
 
-import heapq
 import math
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -56,16 +55,11 @@ def test_stages_of_a_folder_and_of_shards(tiny_dataset, tiny_shards):
     ],
 )
 def test_single_reads_are_those_that_do_not_meet_the_limit_of_the_folder(width, files_per_s):
-    free_s = [0.0] * width
-    lock = threading.Lock()
+    # Reads are served in the order in which they come.
+    server = ThreadPoolExecutor(width)
 
     def read(index):
-        # Reads are served in the order in which they come.
-        with lock:
-            now_s = time.perf_counter()
-            end_s = max(now_s, heapq.heappop(free_s)) + 0.03
-            heapq.heappush(free_s, end_s)
-        time.sleep(end_s - now_s)
+        server.submit(time.sleep, 0.03).result()
         return bytes(index)
 
     timed, contents = time_reads(read, range(1000), seconds=1.0)

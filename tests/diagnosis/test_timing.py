@@ -1,6 +1,5 @@
 """The clocks: what they count, what they leave out, and what they say of a broken loader."""
 
-import collections
 import itertools
 import threading
 import time
@@ -11,24 +10,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from colab_utils.diagnosis import timing
-from colab_utils.diagnosis.timing import CpuClock, find_error, time_batches
+from colab_utils.diagnosis.timing import find_error, time_batches
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.emulated_step import EmulatedStep
-from tests.diagnosis.loops import Samples, burn, crowd
-
-
-@pytest.mark.clock
-def test_a_step_without_a_core_has_waited_for_one():
-    with crowd(3):
-        clock = CpuClock()
-        times = time_batches([("image", "target")], EmulatedStep(20), batches=10, warmup=0)
-        use = clock.read()
-    # It burns 0.9 of a core: what it took beyond that was spent in line.
-    longer_s = sum(times.step_s) - times.step_cpu_s
-    assert use.queued_s == pytest.approx(longer_s, rel=0.3)
-    # Rivals are children of this process.
-    assert use.own_s > 2 * times.step_cpu_s
+from tests.diagnosis.loops import Samples, burn
 
 
 class _Closing:
@@ -224,7 +210,6 @@ EIGHT = torch.zeros(8, 3, 2, 2)
         ((torch.tensor(1.0), 2), 1, 2),
         # The default_collate of torch makes such a list of a batch.
         ([EIGHT, torch.zeros(8), torch.zeros(8)], 8, 1),
-        (collections.namedtuple("Batch", "images targets")(EIGHT, torch.zeros(8)), 8, 1),
         # The transformers library makes dicts. The first value of this one is a scalar.
         ({"epoch": 3, "images": EIGHT}, 8, 1),
         # Detectron2 makes lists of samples like this. Two of them are no images and targets.
