@@ -214,16 +214,13 @@ class ShardDataset(CocoSamples):
         # This list has one entry for each shard. If the arrays file of the shard was damaged, the
         # entry holds the mask bits that were made again. If the entry is a number, the mask bits
         # are read from the file.
-        try:
-            arrays = [*shards]
-            self._bits = [shard["bits"] for shard in arrays]
-            tables = join_shards(arrays)
-        except (IndexError, TypeError, ValueError) as error:
-            # The checksums are right, so nothing is damaged.
+        arrays = [*shards]
+        if not arrays:
             raise ColabUtilsError(
-                f"The shards in {self.folder} are not of this version of colab_utils "
-                f"({error!s:.100}). Run preprocess again, into another folder."
-            ) from None
+                f"The index in {self.folder} names no shards. Run preprocess again."
+            )
+        self._bits = [shard["bits"] for shard in arrays]
+        tables = join_shards(arrays)
         self._tables = tables
         self.image_ids = tables["image_ids"]
         self.sizes = tables["sizes"]

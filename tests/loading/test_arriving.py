@@ -162,17 +162,6 @@ def test_the_order_does_not_depend_on_how_fast_shards_arrive(
     assert list_two_epochs(ShardDataset(drive), shuffle=shuffle)[1] == epochs[1]
 
 
-def test_an_epoch_begun_on_a_finished_copy_goes_on_while_shards_arrive(drive, ssd):
-    loader = load(ShardDataset(drive))
-    batches = iter(loader)
-    next(batches)
-    state = loader.state_dict()
-    slow_down(drive, SLOW)
-    again = load(ArrivingShards(drive, ssd))
-    again.load_state_dict(state)
-    assert list_ids(again) == list_ids(batches)
-
-
 def test_a_drive_that_is_gone_ends_in_a_line_that_says_what_is_safe(drive, ssd, monkeypatch):
     real = Copying.copy_file
 
@@ -267,26 +256,6 @@ def mount(drive, tmp_path):
     profile = DriveProfile("mount", open_s=0.1, bytes_per_s=1e6, source="made up for the test")
     with mount_or_skip(drive, tmp_path / "mount", profile=profile) as mounted:
         yield mounted
-
-
-def test_the_copy_does_not_wait_for_the_tables(drive, ssd, monkeypatch):
-    copied = threading.Event()
-    real_copy = Copying.copy_file
-    real_load = dataset_module._load_shard
-
-    def copy(self, *file):
-        real_copy(self, *file)
-        copied.set()
-
-    def load(*arguments, **options):
-        assert copied.wait(60)
-        return real_load(*arguments, **options)
-
-    monkeypatch.setattr(Copying, "copy_file", copy)
-    monkeypatch.setattr(dataset_module, "_load_shard", load)
-    dataset = ArrivingShards(drive, ssd)
-    assert dataset.image_ids.tolist() == ShardDataset(drive).image_ids.tolist()
-    dataset.stop()
 
 
 def test_no_copy_goes_on_where_the_tables_cannot_be_read(drive, ssd, monkeypatch):

@@ -23,9 +23,7 @@ import pytest
 import torch
 from PIL import Image
 from pycocotools.coco import COCO
-from torchvision import tv_tensors
 from torchvision.datasets import CocoDetection
-from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from colab_utils.data.coco import read_coco
@@ -327,15 +325,6 @@ def test_arrays_with_tables_of_another_length_are_made_again(shards, tiny_shards
             assert_equal_samples(ShardDataset(shards)[0], ShardDataset(tiny_shards)[0])
 
 
-@pytest.mark.parametrize("put", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
-def test_arrays_that_are_no_file_are_made_again(shards, put):
-    path = shards / read_index(shards).shards[0].arrays_name
-    path.unlink()
-    put(path)
-    with pytest.warns(ColabUtilsWarning, match="made again"):
-        assert ShardDataset(shards)[0][0].shape == (3, 128, 160)
-
-
 @pytest.fixture
 def twins(tmp_path):
     """Two folders of shards of the same sizes, whose images and masks differ: ids are 1 to 6 and 7
@@ -510,22 +499,6 @@ def test_a_flipped_bit_is_never_fed_to_the_model(twins, part):
         list(make_loader(dataset, batch_size=4, workers=0))
     with pytest.warns(ColabUtilsWarning, match=message):
         assert len(list(make_loader(dataset, batch_size=1, workers=0, max_bad=1))) == 5
-
-
-def test_own_transforms_are_applied_to_each_sample(tiny_shards):
-    seen = []
-
-    def spy(image, target):
-        seen.append((type(image), type(target["boxes"]), type(target["masks"])))
-        return image, target
-
-    dataset = ShardDataset(tiny_shards, transforms=v2.Compose([spy, v2.RandomHorizontalFlip(1)]))
-    image, target = dataset[3]
-    original, objects = ShardDataset(tiny_shards)[3]
-    assert seen == [(tv_tensors.Image, tv_tensors.BoundingBoxes, tv_tensors.Mask)]
-    assert torch.equal(image, original.flip(-1))
-    assert torch.equal(target["boxes"][:, 0], 160 - objects["boxes"][:, 2])
-    assert type(image) is type(target["boxes"]) is torch.Tensor
 
 
 def list_annotations(entries):

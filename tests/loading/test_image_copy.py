@@ -120,14 +120,6 @@ def test_many_files_are_read_at_once(source, ssd, act_before_reads):
     assert copy_images(source, ssd, streams=9).files == 9
 
 
-def test_only_what_the_json_names_is_copied(source, ssd, tmp_path, reads):
-    annotations = write_json(tmp_path / "some.json", ["a/1.jpg", "0.jpg", "a/1.jpg"])
-    report = copy_images(source, ssd, annotations=annotations)
-    assert [*snapshot(ssd)] == ["0.jpg", "a/1.jpg"]
-    assert reads == {"some.json": 1, "0.jpg": 1, "1.jpg": 1}
-    assert report.files == 2
-
-
 def test_names_mean_what_they_mean_to_coco_folder(tmp_path, ssd):
     folder = tmp_path / "drive"
     (folder / "sub").mkdir(parents=True)

@@ -222,14 +222,6 @@ def test_files_that_were_read_for_another_pass_are_given_up(make, dataset, list_
     assert len(rest) == len(dataset) - 2
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_pass_that_was_broken_off_leaves_nothing_to_the_next(make, dataset, workers):
-    loaders = [make(dataset, streams=streams, workers=workers, seed=3) for streams in (8, 1)]
-    for loader in loaders:
-        next(iter(loader))
-    assert read_orders(loaders[0]) == read_orders(loaders[1])
-
-
 def test_a_damaged_piece_that_was_read_ahead_is_named(near_and_far):
     near, far = near_and_far
     start, length = far._tables["image_spans"][0].tolist()
