@@ -20,7 +20,7 @@ The life of a sample, from COCO JSON to a batch on the device:
    and 4 meanwhile. A `FileCache` (`colab_utils.file_cache`) keeps the bytes for both. For other
    trainers, `copy_images` (`colab_utils.loading.image_copy`) copies loose files.
 6. **Dataset** (`colab_utils.loading.dataset`): `ShardDataset` opens the arrays of all shards, and
-   reads their files with `ShardFiles`. ``dataset[i]`` returns
+   keeps the files open that it read last. ``dataset[i]`` returns
    ``(image, target)`` as in torchvision's references. Two faster
    methods serve batches: `describe` returns the tables of some images without reading a file, and
    `read_into` writes an image's pixels and mask bits into the caller's memory. `CocoFolder`

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 from colab_utils.drive import DriveLostError, explain_write
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading.dataset import ShardDataset, ShardFiles, load_shards
+from colab_utils.loading.dataset import ShardDataset, load_shards
 from colab_utils.loading.samples import Transforms
 from colab_utils.places import Place, PlaceLike, open_place, require_local_path
 from colab_utils.processes import start_thread
@@ -196,59 +196,6 @@ class Arrival:
         write_index(self.target, self.index)
 
 
-class _ArrivingFiles(ShardFiles):
-    """A reader of arriving shards, which waits for each file. It works in all processes.
-
-    Args:
-        target: The folder that the shards are copied into.
-        missing: The size of each file that has not been seen there yet, by its name.
-        arrival: The copy that this process makes; None in other processes.
-    """
-
-    folder: Path
-
-    def __init__(
-        self, target: Path, missing: dict[str, int], arrival: Arrival | None = None
-    ) -> None:
-        super().__init__(target)
-        self._missing = missing
-        self._arrival = arrival
-        self._process = os.getpid()
-
-    def __reduce__(self) -> Any:
-        return _ArrivingFiles, (self.folder, self._missing)
-
-    def read_into(self, shard: int, name: str, start: int, buffer: Any) -> None:
-        if name in self._missing:
-            if self._arrival is not None and self._process == os.getpid():
-                for _ in self._arrival.wait_for({shard}):
-                    sleep(_POLL_S)
-            else:
-                self._wait_for(name)
-            self._missing.pop(name, None)
-        super().read_into(shard, name, start, buffer)
-
-    def _wait_for(self, name: str) -> None:
-        """Wait until an `Arrival` of another process has brought a file.
-
-        Raises:
-            ColabUtilsError: no process brings files to the folder any more.
-        """
-        seen_s = monotonic()
-        wanted = [(name, self._missing[name], "")]
-        while not self.store.has_files(wanted):
-            with lock_here(self.folder) as is_free:
-                if not is_free:
-                    seen_s = monotonic()
-            # On a disk that stalls, the last file may have come since the look above.
-            if monotonic() - seen_s > _GRACE_S and not self.store.has_files(wanted):
-                raise ColabUtilsError(
-                    f"{self.folder / name} has not arrived, and the process that brings shards to "
-                    "its folder has ended. Make the dataset again: the work continues there."
-                )
-            sleep(_LOOK_S)
-
-
 class ArrivingShards(ShardDataset):
     """A `ShardDataset` whose shards are copied from Drive to the SSD while it is used.
 
@@ -307,7 +254,43 @@ class ArrivingShards(ShardDataset):
         except BaseException:
             arrival.stop()
             raise
-        files = _ArrivingFiles(target, {name: size for name, size, _ in index.files()}, arrival)
-        self._open(files, index, shards, transforms, contiguous_labels=contiguous_labels)
+        self._open(target, index, shards, transforms, contiguous_labels=contiguous_labels)
         self.arrival = arrival
         self.windows = arrival.windows
+        # The shards that this process has not seen yet.
+        self._missing = {*range(len(index.shards))}
+        self._process = os.getpid()
+
+    def _read_part(self, key: tuple[int, int]) -> Any:
+        shard = int(self.shard_of[key[0]])
+        if shard in self._missing:
+            self._wait_for(shard)
+            self._missing.discard(shard)
+        return super()._read_part(key)
+
+    def _wait_for(self, number: int) -> None:
+        """Wait until a shard has arrived.
+
+        Raises:
+            ColabUtilsError: the copy has ended without it, or no process brings files to the folder
+                any more.
+        """
+        if self.arrival is not None and self._process == os.getpid():
+            for _ in self.arrival.wait_for({number}):
+                sleep(_POLL_S)
+            return
+        # This is another process: a worker, for example.
+        shard = self.index.shards[number]
+        seen_s = monotonic()
+        while not self.store.has_files(shard.files()):
+            with lock_here(self.folder) as is_free:
+                if not is_free:
+                    seen_s = monotonic()
+            # On a disk that stalls, the last file may have come since the look above.
+            if monotonic() - seen_s > _GRACE_S and not self.store.has_files(shard.files()):
+                raise ColabUtilsError(
+                    f"{self.folder / shard.name} has not arrived, and the process that brings "
+                    "shards to its folder has ended. Make the dataset again: the work continues "
+                    "there."
+                )
+            sleep(_LOOK_S)

@@ -23,7 +23,6 @@ from colab_utils.loading.masks import unpack_masks
 from colab_utils.loading.samples import Bytes, CocoSamples, PackedSample, Sample
 from colab_utils.loading.targets import pack_target
 from colab_utils.places import Place, PlaceLike, open_place
-from colab_utils.reader import Reader
 from colab_utils.require import require_choice, require_number
 from colab_utils.shards.arrays import convert_boxes
 from colab_utils.shards.records import encode_masks, name_image, scale_annotation
@@ -170,7 +169,7 @@ class CocoFolder(CocoSamples):
         """Return the bytes of the image file."""
         return bytes(self._open_reader().take(self._check(index)))
 
-    def _read_file(self, index: int) -> bytes:
+    def _read_part(self, index: int) -> bytes:
         if self.cache is None:
             return self._read_slowly(index)
         name = name_image(self.folder, self.coco, index)
@@ -183,9 +182,6 @@ class CocoFolder(CocoSamples):
         except OSError as error:
             reason = explain_os_error(error, "Run check on the dataset.")
             raise ColabUtilsError(f"The image file {path} cannot be read: {reason}") from None
-
-    def _make_reader(self, streams: int | str) -> Reader:
-        return Reader(self._read_file, self.store, streams=streams)
 
     def _list_parts(self, index: int) -> list[int]:
         return [index]

@@ -55,47 +55,6 @@ OPEN_FILES = 4096
 _IMAGE, _MASKS, _RECORD = range(3)
 
 
-class ShardFiles:
-    """A reader of pieces of the files in a folder. The files that it read last stay open.
-
-    Threads may share it.
-    """
-
-    def __init__(self, folder: Place) -> None:
-        import resource
-
-        # Other datasets and the workers open files, too. A file that is dropped is closed when no
-        # thread reads it any more.
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self.folder = folder
-        self.store = open_store(folder)
-        self._open = lru_cache(min(OPEN_FILES, limit // 8 + 1))(self.store.open)
-
-    # A copy in another process opens the files anew.
-    def __reduce__(self) -> Any:
-        return ShardFiles, (self.folder,)
-
-    def read_into(self, shard: int, name: str, start: int, buffer: Any) -> None:
-        """Fill a writable buffer with bytes of a file of the shard, from byte ``start`` on.
-
-        Raises:
-            ColabUtilsError: The file is gone or was cut short.
-        """
-        length = memoryview(buffer).nbytes
-        cure = "Copy the shards again, or mount Drive again."
-        try:
-            count = self._open(name).readinto(buffer, start)
-            problem = f"the file was cut short. {cure}"
-        except OSError as error:
-            count = -1
-            problem = explain_os_error(error, cure)
-        if count < length:
-            raise ColabUtilsError(
-                f"The first {start + length:,} bytes of {self.folder / name} cannot be read: "
-                f"{problem}"
-            )
-
-
 def _load_shard(store: Store, shard: ShardInfo) -> ShardArrays:
     """Return the arrays of a shard.
 
@@ -182,33 +141,26 @@ class ShardDataset(CocoSamples):
         contiguous_labels: bool = False,
     ) -> None:
         folder = open_place(folder)
-        files = ShardFiles(folder)
         index = read_index(folder)
-        shards = load_shards(files.store, index)
-        self._open(
-            files,
-            index,
-            shards,
-            transforms,
-            contiguous_labels=contiguous_labels,
-        )
+        shards = load_shards(open_store(folder), index)
+        self._open(folder, index, shards, transforms, contiguous_labels=contiguous_labels)
         if is_remote(folder):
             self.streams = "auto"
             self.is_slow = True
 
     def _open(
         self,
-        files: ShardFiles,
+        folder: Place,
         index: ShardIndex,
         shards: Iterable[ShardArrays],
         transforms: Transforms | None,
         *,
         contiguous_labels: bool,
     ) -> None:
-        self._files = files
+        self.folder = folder
+        self.store = open_store(folder)
         self.index = index
         self.transforms = transforms
-        self.folder = files.folder
         self.fingerprint = index.fingerprint
         self._set_labels(index.categories, contiguous=contiguous_labels)
         # This list has one entry for each shard. If the arrays file of the shard was damaged, the
@@ -322,9 +274,6 @@ class ShardDataset(CocoSamples):
             raise self._explain_damage(index, "its bytes do not match their checksum")
         return data
 
-    def _make_reader(self, streams: int | str) -> Reader:
-        return Reader(self._read_part, self._files.store, streams=streams)
-
     def _list_parts(self, index: int) -> list[tuple[int, int]]:
         parts = [(index, _IMAGE)]
         return [(index, _MASKS), *parts] if self.counts[index] else parts
@@ -345,8 +294,36 @@ class ShardDataset(CocoSamples):
             spans = self._tables["image_spans" if part == _IMAGE else "record_spans"]
             start, length = spans[index].tolist()
         data = bytearray(length)
-        self._files.read_into(shard, name, start, data)
+        self._fill(data, name, start)
         return data
+
+    def _fill(self, data: bytearray, name: str, start: int) -> None:
+        """Fill the data with bytes of a file, from byte ``start`` on. Threads may call this.
+
+        The files that were read last stay open. A file that is dropped is closed when no thread
+        reads it any more.
+
+        Raises:
+            ColabUtilsError: The file is gone or was cut short.
+        """
+        if self._open_file is None:
+            import resource
+
+            # Other datasets and the workers open files, too.
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            self._open_file = lru_cache(min(OPEN_FILES, limit // 8 + 1))(self.store.open)
+        cure = "Copy the shards again, or mount Drive again."
+        try:
+            count = self._open_file(name).readinto(data, start)
+            problem = f"the file was cut short. {cure}"
+        except OSError as error:
+            count = -1
+            problem = explain_os_error(error, cure)
+        if count < len(data):
+            raise ColabUtilsError(
+                f"The first {start + len(data):,} bytes of {self.folder / name} cannot be read: "
+                f"{problem}"
+            )
 
     def find_path(self, index: int) -> Place:
         """Return the path of the shard that holds the image."""

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from colab_utils.data.decoding import decode_pixels
 from colab_utils.errors import MACHINE_FAULTS, ColabUtilsError, UnavailableError
+from colab_utils.files import Store
 from colab_utils.reader import Reader
 
 Target = dict[str, Any]
@@ -90,6 +91,7 @@ class CocoSamples(Dataset[Sample]):
     the parts of samples ahead, several at the same time. A part is a file, or a piece of a file.
     """
 
+    store: Store
     image_ids: NDArray[np.int64]
     sizes: NDArray[np.int32]
     counts: NDArray[np.int64]
@@ -114,6 +116,7 @@ class CocoSamples(Dataset[Sample]):
     """
     is_slow = False
     """Whether files come slowly, so that reading them ahead wins time."""
+    _open_file: Any = None
     _reader: Reader | None = None
     _reader_process = 0
 
@@ -130,9 +133,9 @@ class CocoSamples(Dataset[Sample]):
         self.num_classes = max(self.class_names, default=0) + 1
 
     def __getstate__(self) -> dict[str, Any]:
-        # Threads and locks cannot be pickled. The copy makes a reader of its own. The work that
+        # Threads, locks and open files cannot be pickled. The copy makes its own. The work that
         # brings shards belongs to the process that started it.
-        return {**vars(self), "arrival": None, "_reader": None}
+        return {**vars(self), "arrival": None, "_open_file": None, "_reader": None}
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
         """Return the samples of a batch. Their parts are read at the same time.
@@ -176,15 +179,17 @@ class CocoSamples(Dataset[Sample]):
         survive a fork.
         """
         if self._reader is None or self._reader_process != os.getpid():
-            self._reader = self._make_reader(self.streams if streams == "auto" else streams)
+            streams = self.streams if streams == "auto" else streams
+            self._reader = Reader(self._read_part, self.store, streams=streams)
             self._reader_process = os.getpid()
         return self._reader
 
-    def _make_reader(self, streams: int | str) -> Reader:
-        raise NotImplementedError
-
     def _list_parts(self, index: int) -> list[Any]:
         """Return the names of the parts of a sample, in the order in which they are used."""
+        raise NotImplementedError
+
+    def _read_part(self, name: Any) -> Any:
+        """Return the bytes of a part of a sample. Several threads call this."""
         raise NotImplementedError
 
     def stop(self) -> None:
