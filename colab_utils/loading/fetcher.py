@@ -112,8 +112,8 @@ class Fetcher:
         # user's subclass of Subset may override only __getitem__, to change the samples. The
         # inherited __getitems__ would return them unchanged, so it is not used.
         read_batch = getattr(type(base), "__getitems__", None)
-        inherited = (Subset.__getitems__, CocoSamples.__getitems__)
-        self.reads_batches = callable(read_batch) and read_batch not in inherited
+        inherited = (None, Subset.__getitems__, CocoSamples.__getitems__)
+        self.reads_batches = read_batch not in inherited
         if not self.writes_itself and self._packer is None:
             # The room is loaded before the fork, so that the workers need not load it.
             from colab_utils.loading.targets import SamplePacker

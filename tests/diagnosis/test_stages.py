@@ -41,7 +41,7 @@ def test_stages_of_a_folder_and_of_shards(tiny_dataset, tiny_shards):
     assert list(timed.stages) == list(slow.stages) == ["read", "decode", "masks"]
     assert slow.stages["read"].median_ms >= 20 > slow.stages["read"].cpu_ms
     assert min(slow.read_s) >= 0.02
-    assert slow.file_bytes == np.mean([len(folder._read_file(index)) for index in slow.indices])
+    assert slow.file_bytes == np.mean([len(folder._read_part(index)) for index in slow.indices])
 
 
 @pytest.mark.clock

@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -418,15 +417,6 @@ def test_a_changed_digit_of_a_record_is_refused(shards):
         pytest.raises(ColabUtilsError, match="another checksum than the index has"),
     ):
         ShardDataset(shards)
-
-
-def test_an_image_that_another_version_of_a_decoder_refuses_is_named(tiny_shards, monkeypatch):
-    refuse = Mock(side_effect=ColabUtilsError("not a complete image: no such coding"))
-    monkeypatch.setattr(dataset_module, "decode_pixels", refuse)
-    dataset = ShardDataset(tiny_shards)
-    message = rf"image {dataset.image_ids[4]} is damaged \(not a complete image"
-    with pytest.raises(ColabUtilsError, match=message):
-        dataset[4]
 
 
 @pytest.mark.parametrize("file", ["tar", "arrays"])

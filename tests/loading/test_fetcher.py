@@ -137,11 +137,6 @@ def test_another_number_of_samples_than_asked_for_is_told(make, answer, size):
         list(make(Table(answer), batch_size=3, shuffle=False))
 
 
-@pytest.mark.parametrize("answer", [tuple, iter], ids=["tuple", "iterator"])
-def test_samples_in_another_container_than_a_list_are_taken(make, answer):
-    assert list_ids(make(Table(answer), shuffle=False)) == [*range(6)]
-
-
 class Places(Numbers):
     """A dataset that tells as the image's id in which worker it was loaded."""
 

@@ -1,6 +1,5 @@
 """The nearest form of a dataset, and shards that are written while they are trained on."""
 
-import errno
 import os
 import pickle
 import shutil
@@ -392,15 +391,6 @@ def test_a_cell_may_run_again_while_shards_are_written(open_own, own_dataset, re
     assert read_files(places["drive"]) == read_files(reference)
     with pytest.raises(ColabUtilsError, match="was stopped"):
         first.wait()
-
-
-def test_a_folder_that_cannot_be_read_is_said_to_be_unreadable(open_tiny, monkeypatch):
-    def refuse(path, *_, **__):
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
-
-    monkeypatch.setattr("colab_utils.files.open_file", refuse)
-    with pytest.raises(ColabUtilsError, match=r"ssd.* cannot be read: Permission denied\. Give"):
-        open_tiny()
 
 
 def test_bad_images_are_told_and_left_out(open_own, own_dataset, places):
