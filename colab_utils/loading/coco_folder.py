@@ -20,8 +20,7 @@ from colab_utils.errors import ColabUtilsError, explain_os_error
 from colab_utils.file_cache import FileCache
 from colab_utils.files import open_store
 from colab_utils.loading.masks import unpack_masks
-from colab_utils.loading.samples import Bytes, CocoSamples, PackedSample, Sample
-from colab_utils.loading.targets import pack_target
+from colab_utils.loading.samples import Bytes, CocoSamples, Sample
 from colab_utils.places import Place, PlaceLike, open_place
 from colab_utils.require import require_choice, require_number
 from colab_utils.shards.arrays import convert_boxes
@@ -160,10 +159,6 @@ class CocoFolder(CocoSamples):
         if self.exif != "auto":
             return self.exif
         return choose_turn(self.folder, self.coco, is_met=True)
-
-    def read_packed(self, index: int) -> PackedSample:
-        """Return the sample with packed masks."""
-        return pack_target(*self[index])
 
     def read(self, index: int) -> bytes:
         """Return the bytes of the image file."""

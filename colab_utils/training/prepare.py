@@ -23,6 +23,7 @@ from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.devices import Ranks
 from colab_utils.loading.opening import open_dataset
+from colab_utils.loading.targets import pack_target
 from colab_utils.places import PlaceLike
 from colab_utils.training.checkpoint import State
 from colab_utils.training.layers import fold_norms
@@ -319,7 +320,7 @@ def _make_batch(dataset: ShardDataset | CocoFolder, indices: Sequence[int]) -> P
     """
     if isinstance(dataset, CocoFolder):
         dataset.read_ahead(indices)
-        return collate_packed([dataset.read_packed(index) for index in indices])
+        return collate_packed([pack_target(*dataset[index]) for index in indices])
     shape, memory = write_batch(
         dataset.describe(indices), _draw_black, lambda size: np.empty(size, np.uint8)
     )
