@@ -141,9 +141,8 @@ def test_what_a_user_keeps_does_not_keep_the_batch():
 @pytest.mark.parametrize(
     ("key", "change"),
     [
-        # Masks may come one by one, as tensors, as arrays of booleans, or as Pillow's images.
+        # Masks may come one by one, as tensors or as Pillow's images.
         ("masks", list),
-        ("masks", lambda masks: tuple(mask.bool().numpy() for mask in masks)),
         ("masks", lambda masks: [Image.fromarray(mask.numpy() * 255) for mask in masks]),
         # Each mask has a value of its own.
         ("masks", lambda masks: masks * NUMBERS),
@@ -152,8 +151,7 @@ def test_what_a_user_keeps_does_not_keep_the_batch():
         ("image", tv_tensors.Image),
         # The references of torchvision give the number as a tensor.
         ("image_id", torch.tensor),
-        # Labels may be narrower, and boxes wider.
-        ("labels", torch.Tensor.int),
+        # Boxes may be wider.
         ("boxes", torch.Tensor.double),
         # Boxes may come from a model that is trained.
         ("boxes", lambda boxes: boxes.clone().requires_grad_()),

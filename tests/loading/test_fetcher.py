@@ -50,7 +50,6 @@ NO_INDICES = [
     np.array([[1], [2], [5]]),
     # These lists have no one length.
     [[0, 1], [2]],
-    [0.5, 1.5],
     [1, 6],
     [-7, 1],
 ]

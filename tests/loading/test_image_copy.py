@@ -13,15 +13,12 @@ import sys
 import threading
 import time
 from collections import Counter, namedtuple
-from dataclasses import FrozenInstanceError
 from itertools import count
 from pathlib import Path
-from unicodedata import normalize
 
 import pytest
 
 from colab_utils import copy_images, files
-from colab_utils.data.coco import read_coco
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
 from colab_utils.shards.lock import lock_here
@@ -94,8 +91,6 @@ def test_all_files_arrive_in_their_folders_and_hidden_ones_stay(source, ssd):
     assert (report.files, report.bytes, report.skipped_files) == (9, 9009, 0)
     assert report.missing == ()
     assert str(report).startswith("9 files in place: 9.0 kB copied in ")
-    with pytest.raises(FrozenInstanceError):
-        report.files = 0
 
 
 def test_each_file_is_read_once_and_again_only_if_its_size_has_changed(source, ssd, reads):
@@ -118,33 +113,6 @@ def test_many_files_are_read_at_once(source, ssd, act_before_reads):
     together = threading.Barrier(9, timeout=60)
     act_before_reads(lambda _: together.wait())
     assert copy_images(source, ssd, streams=9).files == 9
-
-
-def test_names_mean_what_they_mean_to_coco_folder(tmp_path, ssd):
-    folder = tmp_path / "drive"
-    (folder / "sub").mkdir(parents=True)
-    cafe = normalize("NFD", "café.jpg")
-    for name in (cafe, "über.jpg", "my photo.jpg", "sub/plain.jpg", "sub/other.jpg"):
-        (folder / name).write_bytes(name.encode())
-    names = [
-        normalize("NFC", cafe),
-        normalize("NFD", "über.jpg"),
-        "my%20photo.jpg",
-        "C:\\photos\\plain.jpg",
-        "../../sub/other.jpg",
-        "../secret.jpg",
-    ]
-    (tmp_path / "secret.jpg").write_bytes(b"secret")
-    annotations = write_json(tmp_path / "names.json", names)
-    report = copy_images(folder, ssd, annotations=annotations)
-    assert snapshot(ssd) == snapshot(folder)
-    (missing,) = report.missing
-    assert missing.file_name == "../secret.jpg"
-    assert "leads out" in missing.reason
-    coco = read_coco(annotations)
-    for row in range(5):
-        below = [coco.find_image(place, row)[0].relative_to(place) for place in (folder, ssd)]
-        assert below[0] == below[1]
 
 
 def test_what_cannot_be_copied_is_named_and_the_rest_is_copied(source, ssd, tmp_path):

@@ -275,7 +275,6 @@ def test_two_passes_at_once_are_refused(make, seen):
         {"max_wait_s": 0},
         {"deliver": "sparse"},
         {"image_dtype": torch.float16},
-        {"device": "gpu"},
         {"device": "cuda:99" if torch.cuda.is_available() else "cuda"},
         # Torch knows this device, and a loader does not.
         {"device": "meta"},

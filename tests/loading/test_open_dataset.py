@@ -668,7 +668,6 @@ def test_a_damaged_shard_of_an_earlier_session_is_written_anew(open_tiny, refere
         ({"shard_mb": 0}, "expected shard_mb of"),
         ({"max_bad": 1.5}, "expected max_bad of 0"),
         ({"annotations": Path("none.json")}, "The annotations none.json cannot be read"),
-        ({"images": Path("none")}, "none"),
     ],
 )
 def test_bad_arguments_are_refused(tiny_dataset, places, change, message):

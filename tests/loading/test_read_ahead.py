@@ -16,7 +16,7 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.write import write_shards
 from colab_utils.slow_drive import DriveProfile, slow_down
 
-from .test_dataset import assert_equal_samples, flip_bit
+from .test_dataset import assert_equal_samples
 from .test_loader import flatten, list_ids
 from .test_open_dataset import wait_until
 from .test_prefetcher import list_samples
@@ -215,14 +215,3 @@ def test_files_that_were_read_for_another_pass_are_given_up(make, dataset, list_
     loader.load_state_dict(other.state_dict())
     [rest] = read_orders(loader, passes=1)
     assert len(rest) == len(dataset) - 2
-
-
-def test_a_damaged_piece_that_was_read_ahead_is_named(near_and_far):
-    near, far = near_and_far
-    start, length = far._tables["image_spans"][0].tolist()
-    flip_bit(far.find_path(0), start + length // 2)
-    with pytest.raises(ColabUtilsError, match="do not match their checksum"):
-        far.__getitems__([0, 1])
-    # Nothing is left of the batch that failed.
-    far.read_ahead([1])
-    assert_equal_samples(far[1], near[1])
