@@ -79,14 +79,14 @@ class SamplePacker:
             if by_batch:
                 # If this call fails, each sample is read alone, to find the sample that fails.
                 with suppress(Exception):
-                    batch = _list_samples(self._dataset.__getitems__(list(indices)), indices)
+                    batch = self._read_at_once(list(indices))
             for place, index in enumerate(indices):
                 at_work[0] = index
                 with blame_sample(place):
                     if batch:
                         sample = batch[place]
                     elif by_batch:
-                        [sample] = _list_samples(self._dataset.__getitems__([index]), [index])
+                        [sample] = self._read_at_once([index])
                     else:
                         sample = self._dataset[index]
                     pair = require_pair(sample, f"your dataset for sample {index}")
@@ -97,6 +97,17 @@ class SamplePacker:
                     samples.append(packed)
         return samples
 
+    def _read_at_once(self, indices: list[int]) -> list[Any]:
+        """Return what ``__getitems__`` returns as a list, with one sample for each index."""
+        samples = self._dataset.__getitems__(indices)
+        listed = list(samples) if isinstance(samples, Iterable) else []
+        if len(listed) != len(indices):
+            raise ColabUtilsError(
+                f"The __getitems__ of your dataset returned {len(listed)} samples for the indices "
+                f"{indices}. Return one sample for each index, in the order of the indices."
+            )
+        return listed
+
     def _warn_of_misfit(self, sample: PackedSample) -> None:
         """Warn once of a box and a mask that do not fit."""
         if self._has_warned[0]:
@@ -106,17 +117,6 @@ class SamplePacker:
         if misfit:
             self._has_warned[0] = True
             warnings.warn(misfit, ColabUtilsWarning, stacklevel=2)
-
-
-def _list_samples(samples: Any, indices: Sequence[int]) -> list[Any]:
-    """Return what ``__getitems__`` returned as a list, with one sample for each index."""
-    listed = list(samples) if isinstance(samples, Iterable) else []
-    if len(listed) != len(indices):
-        raise ColabUtilsError(
-            f"The __getitems__ of your dataset returned {len(listed)} samples for the indices "
-            f"{indices}. Return one sample for each index, in the order of the indices."
-        )
-    return listed
 
 
 def pack_target(image: Tensor, target: Target, *, index: int = 0) -> PackedSample:
