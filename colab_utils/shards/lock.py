@@ -140,22 +140,17 @@ def lock_here(folder: Place) -> Iterator[bool]:
 
 def find_writer(store: Store) -> str:
     """Return the mark that a writer touched shortly before; "" if there is none."""
-    if abs(_measure_silence_s(store.stamp(WRITER_NAME))) > _SILENT_S:
+    if abs(time() - store.stamp(WRITER_NAME).modified_s) > _SILENT_S:
         return ""
     with suppress(FileNotFoundError):
         return store.read(WRITER_NAME)[:200].decode(errors="replace") or "unknown"
     return ""
 
 
-def _measure_silence_s(stamp: FileStamp) -> float:
-    """Return the seconds since a file was written to."""
-    return time() - stamp.modified_s
-
-
 def _is_written(stamp: FileStamp, host: str, pid: int) -> bool:
     """Return whether the process in a temporary file's name may still be writing the file."""
     if host != find_host():
-        return _measure_silence_s(stamp) < _ABANDONED_S
+        return time() - stamp.modified_s < _ABANDONED_S
     with suppress(psutil.NoSuchProcess):
         # A zombie has ended, but its parent has not yet asked for its exit status.
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)

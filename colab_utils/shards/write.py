@@ -181,8 +181,14 @@ def write_shards(
     part = require_part(part)
     dataset = open_coco(images, annotations)
     begun = find_begun(folder, dataset.fingerprint, recipe)
-    index = _confirm_finished(folder, begun, images, dataset)
-    if index is None:
+    index = begun
+    # No bad image may have been repaired since the folder was finished.
+    if (
+        index is None
+        or index.partial
+        or not open_store(folder).has_files(index.files())
+        or not are_still_bad(index, images, dataset)
+    ):
         recipe = plan_recipe(images, dataset, recipe if begun is None else begun.recipe)
         run = ShardRun(folder, images, dataset, recipe, max_bad, part)
         with hold_folder(folder) if part is None else nullcontext(), explain_write(folder):
@@ -191,18 +197,6 @@ def write_shards(
             if part is None:
                 write_index(folder, index)
     return _make_report(index, dataset, started_s)
-
-
-def _confirm_finished(
-    folder: Place, index: ShardIndex | None, images: Place, dataset: CocoDataset
-) -> ShardIndex | None:
-    """Return the index of a folder if nothing is left to do there; else None.
-
-    All files must be there, and no bad image may have been repaired since.
-    """
-    if index is None or index.partial or not open_store(folder).has_files(index.files()):
-        return None
-    return index if are_still_bad(index, images, dataset) else None
 
 
 def _make_report(index: ShardIndex, dataset: CocoDataset, started_s: float) -> ShardReport:

@@ -223,13 +223,11 @@ def prepare_step(
     if state:
         step.load_state(state)
     if device.type == "cuda" and settings.augment != OWN_TRANSFORMS:
-        # The batch and the number of parts must fit in every process.
         with share_errors(ranks):
             settings = plan_memory(step, data.dataset, data.rows, settings)
-        smallest = min(ranks.gather(settings.batch_size))
-        settings = replace(settings, batch_size=smallest)
-    # With transforms of the user, the size of the images that these return is not known.
-    batch_size = settings.batch_size or 2 * ranks.count
+    # The batch must fit in every process. With transforms of the user, the size of the images that
+    # these return is not known.
+    batch_size = min(ranks.gather(settings.batch_size)) or 2 * ranks.count
     rate = settings.learning_rate or choose_rate(settings.model, batch_size)
     return step, replace(settings, batch_size=batch_size, learning_rate=rate)
 

@@ -12,7 +12,7 @@ import gc
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -323,13 +323,15 @@ def join_ranks(device: torch.device) -> Iterator[Ranks]:
 
 
 @contextmanager
-def share_errors(ranks: Ranks) -> Iterator[None]:
-    """Raise an error in every process if one process has an error in the block.
+def share_errors(ranks: Ranks) -> Iterator[dict[str, Any]]:
+    """Raise an error in every process if one process has an error in the block. The block may fill
+    the dict that it gets: texts, numbers or None, by name. They must be the same in all processes.
 
     So no process waits for one that has stopped. The block must not wait for another process.
 
     Raises:
-        ColabUtilsError: Another process had an error. The message has that error and its rank.
+        ColabUtilsError: Another process had an error. The message has that error and its rank. Or
+            a fact differs. The message lists its values, from rank 0 on.
 
     Example:
         >>> with share_errors(Ranks()):
@@ -337,32 +339,18 @@ def share_errors(ranks: Ranks) -> Iterator[None]:
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: There are no shards. Copy them first.
     """
+    facts: dict[str, Any] = {}
     try:
-        yield
+        yield facts
     except Exception as error:
         ranks.gather(describe_error(error))
         raise
-    for rank, text in enumerate(ranks.gather(None)):
-        if text is not None:
+    others = ranks.gather(facts)
+    for rank, text in enumerate(others):
+        if isinstance(text, str):
             raise ColabUtilsError(
                 f"Rank {rank} stopped before the first step, and so did all others. It says: {text}"
             )
-
-
-def require_same(ranks: Ranks, facts: Mapping[str, Any]) -> None:
-    """Raise an error in every process if a fact is not the same in all processes.
-
-    Args:
-        ranks: The processes that train together.
-        facts: What this process has: texts, numbers or None, by name.
-
-    Raises:
-        ColabUtilsError: A fact differs. The message lists its values, from rank 0 on.
-
-    Example:
-        >>> require_same(Ranks(), {"seed": 0})
-    """
-    others = ranks.gather(facts)
     if any(other != facts for other in others):
         raise ColabUtilsError(
             f"The processes that train together have other data or settings: {others}. Start all "

@@ -33,7 +33,7 @@ from colab_utils.training.settings import (
     choose_settings,
     read_settings,
 )
-from colab_utils.training.step import join_ranks, require_same, share_errors
+from colab_utils.training.step import join_ranks, share_errors
 from colab_utils.training.trainer import Trainer
 
 # A sample that takes longer than these seconds is tried once more by a new process.
@@ -176,7 +176,7 @@ def train(
         ranks = stack.enter_context(join_ranks(device))
         folder = CheckpointFolder(run)
         state: State | None = None
-        with share_errors(ranks):
+        with share_errors(ranks) as facts:
             dataset = open_images(
                 shards, images=images, annotations=annotations, drive=drive, ssd=ssd, seed=seed
             )
@@ -186,9 +186,8 @@ def train(
                 _warn_of_faults(data)
                 stack.enter_context(hold_folder(folder.run))
                 state = folder.read() if resume == "auto" else None
-        require_same(
-            ranks, {"version of colab_utils": __version__, **data.describe(), **asdict(asked)}
-        )
+            facts["version of colab_utils"] = __version__
+            facts.update(data.describe(), **asdict(asked))
         state = ranks.send(state)
 
         step, settings = prepare_step(

@@ -79,20 +79,6 @@ def test_a_bucket_is_never_made(store, photos, local):
     assert not open_store(url).find_kind()
 
 
-def test_a_server_that_fails_for_a_while_is_asked_again(store, url, local, tmp_path):
-    copy_shards(local, url)
-    store.set_rules(status=503, code="SlowDown", times=3)
-    copy_shards(url, tmp_path / "ssd")
-    assert snapshot(tmp_path / "ssd") == snapshot(local)
-
-
-def test_credentials_that_are_missing_are_told(store, url, local):
-    store.remove_credentials()
-    forget_servers()
-    with pytest.raises(RefusedError, match=r"NoCredentials.*Look at .*credentials"):
-        copy_shards(local, url)
-
-
 # In these tests, the credentials expire in the middle. The same call then continues in the same
 # process with new ones.
 

@@ -272,7 +272,6 @@ def refusals(monkeypatch) -> Counter[str]:
 
 
 ALWAYS = 1000
-MORE = {"id": 99, "name": "more"}
 NEWEST = "checkpoint-00000003.pt"
 BEST = "best-00000003.pt"
 
@@ -596,10 +595,9 @@ def test_validation_with_other_categories_is_refused_before_training(
     categories = json.loads(dataset.annotations.read_text())["categories"]
     names = [category["name"] for category in categories]
     swapped = [{**old, "name": name} for old, name in zip(categories, reversed(names), strict=True)]
-    for name, other in (("more", [*categories, MORE]), ("swapped", swapped)):
-        shards = write_variant(name, categories=other)
-        with pytest.raises(ColabUtilsError, match=r"other category ids or names"):
-            train_here(run=tmp_path / "run", val_shards=shards)
+    shards = write_variant("swapped", categories=swapped)
+    with pytest.raises(ColabUtilsError, match=r"other category ids or names"):
+        train_here(run=tmp_path / "run", val_shards=shards)
     assert not (tmp_path / "run").exists()
 
 
