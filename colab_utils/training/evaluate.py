@@ -51,6 +51,8 @@ class AveragePrecision:
     """Images that were evaluated."""
     step: int = 0
     """Steps that ``train`` had done; 0 outside of it."""
+    detections: int = USUAL_DETECTIONS
+    """The most detections of each class that counted in an image; 100 in COCO's evaluation."""
 
     def __str__(self) -> str:
         boxes = f"boxes {self.bbox:.3f} ({self.bbox_50:.3f} at IoU 0.5)"
@@ -157,7 +159,7 @@ def _score(truth: Any, results: list[dict[str, Any]], detections: int) -> Averag
             stats += [values[values > -1].mean() for values in (precision, precision[0])]
     bbox, bbox_50, segm, segm_50 = map(float, stats)
     images = len(truth.dataset["images"])
-    return AveragePrecision(bbox, segm, bbox_50, segm_50, images)
+    return AveragePrecision(bbox, segm, bbox_50, segm_50, images, detections=detections)
 
 
 # In inference_mode the model would cache anchors that it cannot train with later.

@@ -53,18 +53,8 @@ class OpenData:
     """Indices of the images with objects. Only these are trained on."""
     validation: ShardDataset | None
     """The images that the average precision is measured on; None without ``val_shards``."""
-
-    def count(self) -> dict[str, Any]:
-        """Return what the plan of a run says of its images, see `TrainingPlan`."""
-        dataset = self.dataset
-        return {
-            "dataset": dataset.fingerprint,
-            "num_classes": dataset.num_classes,
-            "images": len(self.rows),
-            "skipped_images": len(dataset) - len(self.rows),
-            "most_objects": int(dataset.counts.max()),
-            "order": hash_bytes(dataset.image_ids[self.rows].tobytes()),
-        }
+    facts: dict[str, Any]
+    """What the plan of a run says of its images, see `TrainingPlan`."""
 
     def match_state(self, state: dict[str, Any], order: str) -> dict[str, Any]:
         """Fit a loader's state from a checkpoint to the images of this session, and return it.
@@ -78,7 +68,7 @@ class OpenData:
             order: The ``order`` of the plan in the checkpoint.
         """
         are_shards_gone = state["joined"] and self.dataset.shard_of is None
-        if order == self.count()["order"] and not are_shards_gone:
+        if order == self.facts["order"] and not are_shards_gone:
             return state
         warnings.warn(
             "the images are others than when the run was begun, or lie in another order: the epoch "
@@ -91,7 +81,7 @@ class OpenData:
     def describe(self) -> dict[str, Any]:
         """Return facts that all processes must agree on, because they share the batches."""
         return {
-            **self.count(),
+            **self.facts,
             # The sizes decide which images share a batch.
             "sizes": hash_bytes(self.dataset.sizes.tobytes()),
             "validation dataset": getattr(self.validation, "fingerprint", None),
@@ -164,7 +154,15 @@ def find_images(
             f"None of the {len(dataset)} images in {place} has objects. "
             "Check the annotations that the shards were made from."
         )
-    return OpenData(dataset, rows, validation)
+    facts = {
+        "dataset": dataset.fingerprint,
+        "num_classes": dataset.num_classes,
+        "images": len(rows),
+        "skipped_images": len(dataset) - len(rows),
+        "most_objects": int(dataset.counts.max()),
+        "order": hash_bytes(dataset.image_ids[rows].tobytes()),
+    }
+    return OpenData(dataset, rows, validation, facts)
 
 
 # The share of the memory that a batch may take. The rest is for steps with more proposals, and for

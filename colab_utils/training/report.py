@@ -82,7 +82,7 @@ def make_plan(
     steps = settings.steps or first_step + max(0, left)
     return TrainingPlan(
         **vars(replace(settings, steps=steps)),
-        **data.count(),
+        **data.facts,
         starts_from=str(step.model.starts_from),
         device=str(step.device),
         precision=str(step.precision).removeprefix("torch."),

@@ -285,7 +285,7 @@ def _choose_settings(
                 f"The run of {state['path']} was begun with transforms, and this call has none. "
                 "Pass them again as augment."
             )
-        session = vars(settings) | data.count()
+        session = vars(settings) | data.facts
         for name in ("dataset", "model", "num_classes", "min_size", "max_size", "seed"):
             if state["plan"][name] != session[name]:
                 raise ColabUtilsError(
