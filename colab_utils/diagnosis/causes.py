@@ -43,14 +43,9 @@ def find_causes(parts_s: Array, is_first: Array, record: LoopRecord) -> list[Cau
         is_first: Whether each batch is the first one of a pass, bool [batches].
         record: What else was seen.
     """
-    waits, _, between = parts_s.T
+    waits = parts_s[:, 0]
     loop_s = float(parts_s.sum())
-    _, step_share, between_share = (parts_s.sum(axis=0) / loop_s).tolist()
-    looks = record.looks
-    at_other, _ = looks.measure_place("between", OTHER_LOADER)
-    causes = _explain_beside(step_share, at_other * between_share, record)
-    if at_other <= _HALF:
-        causes.append(_explain_between(between, (1 - at_other) * between_share, record))
+    causes = _explain_own(parts_s, record)
     is_start = is_first if record.workers else np.arange(len(waits)) == 0
     late = np.where(is_start, 0.0, waits)
     lack = _explain_cores(waits, late, loop_s, record)
@@ -68,30 +63,29 @@ def find_causes(parts_s: Array, is_first: Array, record: LoopRecord) -> list[Cau
     # Cheaper loading also cures "contention", and a cause in loading says what to make cheaper. So
     # "contention" is named last, unless threads that workers started themselves take the cores.
     is_loading = not _LOADING.isdisjoint(cause.id for cause in causes)
-    comes_last = is_loading and looks.find_place("sample") != OWN_THREADS
+    comes_last = is_loading and record.looks.find_place("sample") != OWN_THREADS
     causes.sort(key=lambda cause: (comes_last and cause.id == "contention", -cause.share))
     causes += [Cause("hang", 0.0, stall.why, stall.cure) for stall in record.stalls]
     return [*causes, *filter(None, [find_growth(record.memory.readings)])]
 
 
-def _explain_beside(step_share: float, share: float, record: LoopRecord) -> list[Cause]:
-    """Explain what the loop does beside its own step: it waits for another loader, for this
-    ``share`` of its time after steps, and in a part of its steps; or it works on the batch before
-    it calls the model.
+def _explain_own(parts_s: Array, record: LoopRecord) -> list[Cause]:
+    """Explain what the loop does beside waiting and training: it waits for another loader, works on
+    a batch before it calls the model, or is busy after a step.
     """
     looks = record.looks
-    causes = []
-    share += step_share * looks.measure_place("step", OTHER_LOADER)[0]
-    if share >= _LEAST_OTHER:
-        why = "Beside its own batches, the loop waits for another loader."
-        causes.append(
-            make_cause("other_loader", share, why + looks.describe_line("other", "Another loader"))
-        )
+    _, step, between = (parts_s.sum(axis=0) / parts_s.sum()).tolist()
+    after, _ = looks.measure_place("between", OTHER_LOADER)
+    beside, _ = looks.measure_place("step", OTHER_LOADER)
     part, seen = looks.measure_preparation()
-    if part * step_share >= _LEAST_OTHER:
-        why = f"This process works on each batch before it calls the model ({seen} at the step)."
-        line = looks.describe_line("step")
-        causes.append(make_cause("prepare", part * step_share, why + line))
+    why = "Beside its own batches, the loop waits for another loader."
+    line = looks.describe_line("other", "Another loader")
+    other = make_cause("other_loader", after * between + beside * step, why + line)
+    why = f"This process works on each batch before it calls the model ({seen} at the step)."
+    prepare = make_cause("prepare", part * step, why + looks.describe_line("step"))
+    causes = [cause for cause in (other, prepare) if cause.share >= _LEAST_OTHER]
+    if after <= _HALF:
+        causes.append(_explain_between(parts_s[:, 2], (1 - after) * between, record))
     return causes
 
 

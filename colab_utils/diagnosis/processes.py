@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from colab_utils.diagnosis.system_calls import read_call, read_ending
-from colab_utils.processes import share_array
+from colab_utils.processes import share_array, start_thread
 
 # There are rows for the notes of this many workers.
 _ROWS = 128
@@ -125,8 +125,7 @@ class WorkerMonitor:
         row["sample"] = NO_SAMPLE
         row["pid"] = os.getpid()
         row["cpu_s"] = process_time()
-        looks = partial(self._note_stacks, row, threading.current_thread())
-        threading.Thread(target=looks, name="watch", daemon=True).start()
+        start_thread(partial(self._note_stacks, row, threading.current_thread()), "watch")
         for kind in {*map(type, self._datasets)}:
             for name in _METHODS:
                 if hasattr(kind, name):

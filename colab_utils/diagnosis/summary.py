@@ -70,9 +70,24 @@ class Summary:
     """The dataset and the settings of the loader, and the line of code that iterates over it."""
 
     @property
+    def wait_share(self) -> float:
+        """Share of the loop's time spent waiting, including the first batches of passes, 0 to 1."""
+        return self.parts[0].share + self.start_s / self.seconds
+
+    @property
     def loop_s(self) -> float:
         """Return the seconds of all passes, without the time between them."""
         return self.seconds - self.ends_s
+
+    @property
+    def images_per_second(self) -> float:
+        """Return the rate over the whole loop, without the time between passes."""
+        return self.images / max(self.loop_s, 1e-9)
+
+    @property
+    def growth(self) -> Cause | None:
+        """Return the cause that says how memory grows; None if it does not."""
+        return next((cause for cause in self.causes if cause.id == "memory"), None)
 
     def __str__(self) -> str:
         largest = max(self.parts, key=lambda part: part.share)
@@ -86,7 +101,7 @@ class Summary:
         ends = f"; between passes {format_seconds(self.ends_s)}" if self.passes > 1 else ""
         lines.append(
             f"first batches {format_seconds(self.start_s)} of {format_seconds(self.seconds)}{ends}"
-            f"; {self.batches:,} batches, {self.images / max(self.loop_s, 1e-9):,.1f} images/s"
+            f"; {self.batches:,} batches, {self.images_per_second:,.1f} images/s"
         )
         lines += [*map(str, self.causes), *self.unseen]
         return "\n".join(lines)

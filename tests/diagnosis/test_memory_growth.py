@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import time
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from colab_utils.diagnosis.memory_growth import MemoryLog, Reading, find_growth
+from colab_utils.diagnosis.memory_growth import Reading, find_growth
 from colab_utils.diagnosis.system_calls import measure_memory
 from colab_utils.diagnosis.watch import watch
 from colab_utils.machine import find_free_memory
@@ -112,16 +111,6 @@ def test_batches_of_workers_count_while_somebody_keeps_them():
     assert measure_memory() - before_bytes == pytest.approx(128 * MB, abs=10 * MB)
     batches.clear()
     assert measure_memory() - before_bytes < 10 * MB
-
-
-def test_a_long_wait_for_a_batch_is_not_taken_for_steady_memory():
-    log = MemoryLog()
-    log.look(1)
-    time.sleep(0.5)
-    log.look(1)
-    assert len(log.readings) == 1
-    log.look(2)
-    assert len(log.readings) == 2
 
 
 @pytest.mark.clock
