@@ -10,7 +10,6 @@ import operator
 from collections.abc import Sequence
 from functools import partial
 from types import FunctionType
-from typing import Any
 
 import numpy as np
 import torch
@@ -91,7 +90,14 @@ def compute_losses(
         >>> sorted(compute_losses(model, batch))
         ['loss_box_reg', 'loss_classifier', 'loss_mask', 'loss_objectness', 'loss_rpn_box_reg']
     """
-    _check_input(model, batch)
+    if not (isinstance(model, MaskRCNN) and model.training and isinstance(batch, PackedBatch)):
+        raise ColabUtilsError(
+            "compute_losses takes a Mask R-CNN of torchvision after model.train(), and a batch of "
+            f"a loader with deliver='packed'. These are a {type(model).__name__} and a "
+            f"{type(batch).__name__}. Otherwise, call model(images, targets) with deliver='dense'. "
+            "For several GPUs, wrap a module whose forward calls compute_losses in "
+            "DistributedDataParallel."
+        )
     if flips is None:
         flips = [False] * len(batch)
     images, targets = model.transform(*_make_input(batch, flips))
@@ -118,18 +124,6 @@ def compute_losses(
         )
     _, losses = _run_heads(model.roi_heads, features, proposals, images.image_sizes, targets)
     return losses | proposal_losses
-
-
-def _check_input(model: Any, batch: Any) -> None:
-    """Refuse a model that is no Mask R-CNN in training mode, and a batch that is not packed."""
-    if not (isinstance(model, MaskRCNN) and model.training and isinstance(batch, PackedBatch)):
-        raise ColabUtilsError(
-            "compute_losses takes a Mask R-CNN of torchvision after model.train(), and a batch of "
-            f"a loader with deliver='packed'. These are a {type(model).__name__} and a "
-            f"{type(batch).__name__}. Otherwise, call model(images, targets) with deliver='dense'. "
-            "For several GPUs, wrap a module whose forward calls compute_losses in "
-            "DistributedDataParallel."
-        )
 
 
 def _make_input(batch: PackedBatch, flips: Sequence[bool]) -> tuple[list[Tensor], list[Tensors]]:

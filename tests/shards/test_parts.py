@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -134,18 +133,6 @@ def test_a_shard_without_a_usable_image_is_not_missing(dataset, folder, tmp_path
     write_parts(dataset, folder, 1, 2, parts=2)
     assert finish_shards(*dataset, shards=folder).images == 12
     assert snapshot(folder) == every
-
-
-def test_other_settings_or_data_are_refused_before_any_shard(dataset, folder):
-    write_parts(dataset, folder, 1, parts=2)
-    before = snapshot(folder)
-    with pytest.raises(ColabUtilsError, match="made with other settings"):
-        write(dataset, folder, part=(2, 2), min_size=640)
-    coco = json.loads(dataset[1].read_text())
-    dataset[1].write_text(json.dumps({**coco, "info": {"year": 1999}}))
-    with pytest.raises(ColabUtilsError, match="of another dataset"):
-        finish_shards(*dataset, shards=folder)
-    assert snapshot(folder) == before
 
 
 def test_parts_of_other_settings_and_what_was_lost_or_cut_are_named(dataset, folder, tmp_path):

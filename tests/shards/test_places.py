@@ -11,10 +11,8 @@ import pytest
 from colab_utils.drive import DriveLostError, RefusedError
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dataset import ShardDataset
-from colab_utils.places import open_place
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.index import read_index
-from colab_utils.shards.lock import hold_folder
 from colab_utils.shards.verify import inspect_folder, verify_shards
 from colab_utils.shards.write import finish_shards, write_shards
 from tests.faulty_server import FaultyFileSystem, fail_from, fail_times
@@ -90,14 +88,6 @@ def test_expired_credentials_are_never_called_a_damage(filled):
         FaultyFileSystem.calls.clear()
         with pytest.raises(RefusedError, match="token has expired"):
             ShardDataset(URL)[29]
-
-
-def test_a_second_writer_at_a_url_is_refused(photos, bucket):
-    with hold_folder(open_place(URL)):
-        assert (bucket / "writer.txt").exists()
-        with pytest.raises(ColabUtilsError, match="Another writer is at work"):
-            write(photos)
-    assert not (bucket / "writer.txt").exists()
 
 
 def test_parts_are_written_and_finished_at_a_url(photos, local, bucket):

@@ -21,7 +21,6 @@ from colab_utils.training.layers import fold_norms, keep_boxes_exact
 from colab_utils.training.model import (
     GPU_MODEL,
     LIGHT_MODEL,
-    assemble_mask_rcnn,
     build_mask_rcnn,
 )
 from colab_utils.training.train import train
@@ -139,16 +138,6 @@ def test_the_tiny_model_learns(tmp_path):
     assert report.plan.starts_from == "random"
     losses = [point.loss for point in report.losses]
     assert sum(losses[-6:]) < 0.9 * sum(losses[:6])
-
-
-def test_a_resumed_model_has_the_frozen_layers_of_the_built_one(monkeypatch):
-    patch_download(monkeypatch, mobilenet_v3_large(weights=None).state_dict())
-    sizes = {"num_classes": 3, "min_size": 64, "max_size": 96}
-    built = build_mask_rcnn(LIGHT_MODEL, **sizes)
-    resumed = assemble_mask_rcnn(LIGHT_MODEL, starts_from=built.starts_from, **sizes)
-    resumed.load_state_dict(built.state_dict())
-    for ours, theirs in zip(resumed.parameters(), built.parameters(), strict=True):
-        assert ours.requires_grad == theirs.requires_grad
 
 
 def make_network(seed):
