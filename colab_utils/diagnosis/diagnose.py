@@ -241,9 +241,7 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
     loading = [*now.timed.stages.values()]
     headspace = ceiling / loop.images_per_second
     waits = headspace >= _FINE_HEADSPACE
-    fixes = []
-    if waits and isinstance(loader, Loader | DataLoader):
-        fixes = find_fixes(now)
+    fixes = find_fixes(now) if waits and isinstance(loader, Loader | DataLoader) else []
     causes = refine_causes(summary.causes, loading, waits=waits)
     verdict = [describe_verdict(now, fixes)]
     for cause in causes:

@@ -281,8 +281,9 @@ def find_fixes(now: Situation) -> list[Fix]:
         ranked = rank_fixes(fixes)
         count = len(ranked) if now.verify else int(ranked[0].is_gain)
         tried: list[Fix] = []
-        while len(tried) < min(count, len(ranked)):
-            fix = ranked[len(tried)]
+        for fix in ranked:
+            if len(tried) == count:
+                break
             bar.set_postfix_str(f"trying {fix.name}")
             tried.append(model.try_out(fix, plans[fix.id]))
             if not tried[-1].is_confirmed:
@@ -452,9 +453,9 @@ class _Model:
         """
         now = self.now
         try:
-            if plan.form and plan.form not in self.forms:
-                raise ColabUtilsError(self.problem)
             dataset = self.forms.get(plan.form)
+            if plan.form and dataset is None:
+                raise ColabUtilsError(self.problem)
             with open_like(now.loader, plan.loop, dataset, packs=plan.packs) as loader:
                 times = time_batches(
                     WatchedLoader(loader, TIMEOUT_S, "raise"),
@@ -535,9 +536,9 @@ class _Model:
         """
         workers = self.loop.workers
         counts = [count for count in (1, 2, 4, 8) if count > workers] or [2 * workers]
-        rates = [self.forecast(self.make_loop(count))[0] for count in counts]
-        good = [rate >= (1 - LEAST_NOISE) * max(rates) for rate in rates]
-        return counts[good.index(True)]
+        rates = {count: self.forecast(self.make_loop(count))[0] for count in counts}
+        enough = (1 - LEAST_NOISE) * max(rates.values())
+        return next(count for count in counts if rates[count] >= enough)
 
     def forecast(self, loop: Loop) -> tuple[float, float]:
         """Return the images per second of a loop, and their standard error as a share. The model

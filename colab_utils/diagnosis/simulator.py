@@ -344,8 +344,6 @@ def _pop(queues: dict[Any, deque[Any]], name: Any) -> Any:
 
 def _draw_times(mean_s: float, cv: float, seed: list[int]) -> list[float]:
     """Return lognormal times with this mean and coefficient of variation."""
-    if not cv:
-        return [mean_s] * _TIMES
     log_variance = math.log1p(cv * cv)
     generator = np.random.default_rng(seed)
     times = generator.lognormal(-log_variance / 2, math.sqrt(log_variance), _TIMES)

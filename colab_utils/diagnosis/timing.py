@@ -161,14 +161,15 @@ def time_batches(
             f"The loader gives no more than the {untimed} batches of the warm-up, and no second "
             "epoch. Pass a loader that can be iterated again, or warmup=0."
         )
+    # The waits, the steps, the CPU seconds of the steps, and the images.
     columns = [*zip(*rows[untimed:], strict=True)]
     return BatchTimes(
-        wait_s=columns[0],
-        step_s=columns[1],
-        images=max(1, sum(columns[3])),
-        cpu_s=cpu_s,
-        step_cpu_s=sum(columns[2]),
-        round_batches=max(1, workers),
+        columns[0],
+        columns[1],
+        max(1, sum(columns[3])),
+        cpu_s,
+        sum(columns[2]),
+        max(1, workers),
     )
 
 
