@@ -251,20 +251,6 @@ def test_a_pass_broken_off_is_followed_by_the_next_epoch(make, workers):
     assert loader.epoch == 4
 
 
-@pytest.mark.parametrize("seen", [1, 7])
-def test_two_passes_at_once_are_refused(make, seen):
-    loader = make(Numbers(20), batch_size=3, workers=2, prefetch=1)
-    first = iter(loader)
-    second = iter(loader)
-    next(first)
-    # The last batch is all there is, so nothing more will come for the first pass.
-    got = [next(second) for _ in range(seen)]
-    with pytest.raises(ColabUtilsError, match="Another pass over this loader"):
-        next(first)
-    # The second pass goes on.
-    assert len([*got, *second]) == 7
-
-
 @pytest.mark.parametrize(
     "options",
     [
