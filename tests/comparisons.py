@@ -59,7 +59,6 @@ def make_comparison(*rows, **settings):
         step="emulated 100 ms",
         drive="bad: 606 ms per file, 65 MB/s. 1.65 images/s, as somebody measured.",
         batch_size=4,
-        batches=8,
         repeats=3,
         workers=2,
         note="",

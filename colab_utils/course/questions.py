@@ -21,8 +21,8 @@ from colab_utils.units import format_count
 
 # A guess within this factor of the measurement is close.
 _CLOSE = 1.25
-# From the name of a question to a dict with the keys "question", "unit", "guess" and "measured". If
-# the question was asked before, there is the key "guess_before" too. JSON can hold all of it.
+# From the name of a question to a dict with the keys "question", "unit", "guess", "guess_before"
+# and "measured". JSON can hold all of it.
 Answers = dict[str, dict[str, Any]]
 
 
@@ -76,8 +76,9 @@ def collect_answers(
         ('8', None)
     """
     answers: Answers = {}
+    before = before or {}
     for name, (question, unit) in QUESTIONS.items():
-        earlier = (before or {}).get(name, {})
+        earlier = before.get(name, {})
         measurement = measured.get(name)
         if measurement is None:
             measurement = earlier.get("measured")
@@ -85,11 +86,10 @@ def collect_answers(
             "question": question,
             "unit": unit,
             "guess": guesses.get(name, ""),
+            "guess_before": earlier.get("guess", ""),
             "measured": measurement,
         }
-        if before is not None:
-            answers[name]["guess_before"] = earlier.get("guess", "")
-    if before and OWN_LOADER in before:
+    if OWN_LOADER in before:
         answers[OWN_LOADER] = before[OWN_LOADER]
     return answers
 
@@ -112,7 +112,7 @@ def describe_answers(answers: Mapping[str, Any]) -> str:
             lines.append("    It was not measured on this machine. Notebook 1 measures it.")
             continue
         lines.append(f"    {compare_guess(answer['guess'], measured, answer['unit'])}")
-        before = read_guess(answer.get("guess_before", ""))
+        before = read_guess(answer["guess_before"])
         if before is not None:
             lines.append(f"    Before the course you guessed {format_figure(before)}.")
     return "\n".join(lines)

@@ -123,8 +123,6 @@ def test_what_is_far_apart_becomes_points_on_a_logarithmic_axis():
     assert [line.get_xdata()[0] for line in axis.lines] == [606, 8, 0.03]
     assert not axis.patches
     assert read_texts(figure) == ["606", "8", "0.03  from memory"]
-    assert {label.get_text() for label in axis.get_xticklabels()} >= {"0.1", "1", "10", "100"}
-    assert [*find_cut_texts(figure)] == []
 
 
 # The names are formulas, one of them wrong, names that legends hide, and other signs.
