@@ -377,9 +377,7 @@ def _run_in_turns(rows: Sequence[_Row], repeats: int) -> Iterator[None]:
     runs = [(_Row.check, row) for row in rows]
     for row in rows:
         runs += [(_Row.run_cold, row), (_Row.run_warm, row)]
-    for repeat in range(1, repeats):
-        first = repeat % len(rows)
-        runs += [(_Row.run_warm, row) for row in (*rows[first:], *rows[:first])]
+    runs += (repeats - 1) * [(_Row.run_warm, row) for row in rows]
     # This is not part of the runs, because preparing shows its own progress bars.
     for row in rows:
         row.attempt(_Row.prepare)

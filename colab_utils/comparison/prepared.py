@@ -96,7 +96,7 @@ class PreparedData:
         if is_on_drive(folder):
             self.ssd = Path(tempfile.gettempdir(), "colab_utils-ssd")
         rows = range(min(len(coco), count))
-        dataset = CocoFolder(images, write_subset(coco, rows, self.folder / "all.json"), streams=1)
+        dataset = CocoFolder(images, coco, streams=1)
         with ThreadPool(_STREAMS) as pool:
             reasons = pool.map(partial(_explain_bad, dataset), rows)
             errors = list(show_progress("decoding the images", reasons, total=len(rows)))

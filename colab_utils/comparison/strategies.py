@@ -325,7 +325,7 @@ _ALONE = partial(_by_workers, workers=0)
 _THREAD = partial(_by_workers, workers=0, ahead=_QUEUED)
 _AHEAD = partial(_by_workers, workers=1, prefetch=_QUEUED)
 
-_TABLE: tuple[tuple[str, str, str, str, Callable[..., Any]], ...] = (
+_TABLE: tuple[tuple[Any, ...], ...] = (
     ("sequential", "plain loop", "The training loop loads each image itself.", _FILES, _ALONE),
     ("thread_queue", "thread ahead", "A thread loads 4 batches ahead.", _FILES, _THREAD),
     ("process_queue", "process ahead", "A process loads 4 batches ahead.", _FILES, _AHEAD),

@@ -101,22 +101,21 @@ def draw_predictions(
             "There are no predictions to draw. Run the model on at least one sample."
         )
     panels: list[_Panel] = []
-    # For each sample, which predictions fit which objects.
-    matches = []
+    # The objects that were found, the predictions that are drawn, and all objects.
+    counts = np.zeros(3, int)
     for i, prediction in enumerate(predictions):
         image, target = dataset[i]
         sure = prediction["scores"] >= min_score
-        shown = {key: prediction[key][sure] for key in ("boxes", "labels", "scores", "masks")}
+        shown = {key: values[sure] for key, values in prediction.items()}
         shown["masks"] = shown["masks"][:, 0] > 0.5
         fits = _match(shown, target)
         panels.append((f"sample {i}, truth", image, {**target, "fits": fits.any(0)}))
         panels.append((f"sample {i}, prediction", image, {**shown, "fits": fits.any(1)}))
-        matches.append(fits)
-    objects = format_count(sum(fits.shape[1] for fits in matches), "object")
-    drawn = format_count(sum(map(len, matches)), "prediction")
+        counts += (fits.any(0).sum(), *fits.shape)
+    hits, drawn, objects = counts.tolist()
     title = (
-        f"{sum(fits.any(0).sum() for fits in matches)} of {objects} found (thick outlines), "
-        f"by {drawn} with a score of {min_score:g} or more"
+        f"{hits} of {format_count(objects, 'object')} found (thick outlines), by "
+        f"{format_count(drawn, 'prediction')} with a score of {min_score:g} or more"
     )
     return _draw_grid(title, panels, dataset.class_names)
 

@@ -242,7 +242,7 @@ def tabulate_comparison(content: Mapping[str, Any]) -> Table:
     # The figures of a strategy that was not timed are None.
     for row in content["strategies"]:
         figures = {
-            name: None if row[key] is None else round(factor * row[key], 1)
+            name: None if row[key] is None else factor * row[key]
             for name, (key, factor) in columns.items()
         }
         equal = "yes" if row["comparable"] else "no"
