@@ -168,9 +168,8 @@ def _draw_curve(values: Sequence[float], top: float) -> str:
     The upper edge of the square is ``top``, or the highest value if ``top`` is 0. Of many values,
     only every n-th is drawn.
     """
-    each = -(-len(values) // _POINTS)
-    first = (len(values) - 1) % each
-    shown = np.nan_to_num(values[first::each], posinf=0, neginf=0)
+    each = 1 + len(values) // _POINTS
+    shown = np.nan_to_num(values[::each], posinf=0, neginf=0)
     down = 1 - shown / (top or max(shown.max(), 1e-9))
     across = np.linspace(0, 1, len(shown))
     return " ".join(f"{x:.4f},{y:.3f}" for x, y in zip(across, down, strict=True))

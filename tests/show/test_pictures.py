@@ -63,8 +63,6 @@ def test_a_sample_shows_its_mask_box_and_name():
         make_sample((0, 0, 60, 40)),
         # The object is a single pixel.
         make_sample((0, 0, 1, 1)),
-        # The image is tall.
-        make_sample((3, 3, 9, 9), height=400, width=30),
     ],
 )
 def test_odd_samples_are_drawn(sample):
