@@ -27,8 +27,7 @@ def plot_first_seconds(
 ) -> DescribedFigure:
     """Draw when the training step ran and when it waited, since the first batch was requested.
 
-    Steps are orange; a row named "copy", which is blue, shows copies. In the white gaps, the step
-    waited. The text under the axis says so.
+    Steps are orange. In the white gaps, the step waited. The text under the axis says so.
 
     Args:
         rows: Dict from the name of a row to the start and end of each of its steps, in seconds
@@ -47,13 +46,14 @@ def plot_first_seconds(
         >>> figure.get_suptitle(), figure.axes[0].texts[0].get_text()
         ('The step waits 96% (plain loop)', 'waits 96%, 2 batches')
     """
-    steps = {name: spans for name, spans in rows.items() if name != "copy" and len(spans)}
-    if not steps:
+    if not any(map(len, rows.values())):
         raise ColabUtilsError("There are no steps to draw. Train for longer.")
-    shown_s = seconds or max(spans[-1][1] for spans in steps.values())
-    ends_s = {name: min(shown_s, spans[-1][1]) for name, spans in steps.items()}
+    shown_s = seconds or max(end_s for spans in rows.values() for _, end_s in spans)
+    ends_s = dict[str, float]()
     waits = dict[str, str]()
-    for name, spans in steps.items():
+    for name, spans in rows.items():
+        # A row without steps waits to the end.
+        ends_s[name] = min(shown_s, spans[-1][1]) if len(spans) else shown_s
         worked_s = np.diff(np.minimum(spans, shown_s)).sum()
         waits[name] = f"{max(0.0, 1 - worked_s / ends_s[name]):.0%}"
     # The title says how long the step waits in the first row, and in the last one.
@@ -65,17 +65,15 @@ def plot_first_seconds(
         height=1.35 + 0.62 * len(rows),
     )
     for row, (name, spans) in enumerate(rows.items()):
-        colour = ORANGE if name in steps else BLUE
         lengths = [(begin_s, end_s - begin_s) for begin_s, end_s in spans]
         # Without a line, the shortest steps could not be seen.
-        axis.broken_barh(lengths, (row - 0.35, 0.7), color=colour, linewidth=0.5)
-        if name in steps:
-            # The white area inside this frame shows when the step waited.
-            axis.barh(row, ends_s[name], height=0.7, fill=False, edgecolor=GREY)
-            batches = format_count(count_batches(spans, shown_s), "batch", "batches")
-            text = f"waits {waits[name]}, {batches}"
-            _write(axis, text, shown_s, row)
-            figure.words.append(f"{name}: {text}")
+        axis.broken_barh(lengths, (row - 0.35, 0.7), color=ORANGE, linewidth=0.5)
+        # The white area inside this frame shows when the step waited.
+        axis.barh(row, ends_s[name], height=0.7, fill=False, edgecolor=GREY)
+        batches = format_count(count_batches(spans, shown_s), "batch", "batches")
+        text = f"waits {waits[name]}, {batches}"
+        _write(axis, text, shown_s, row)
+        figure.words.append(f"{name}: {text}")
     axis.set_xlim(0, shown_s)
     return figure
 

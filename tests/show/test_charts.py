@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
 from colab_utils.errors import ColabUtilsError
@@ -55,26 +54,16 @@ def test_the_first_seconds_count_as_the_spans_do():
 
 def test_what_ended_early_is_not_waiting_and_what_is_cut_counts_as_far_as_it_is_seen():
     figure = charts.plot_first_seconds(
-        {"short": make_spans(0.5), "long": make_spans(0, 3, 3.75)}, seconds=4
+        {"short": make_spans(0.5), "long": make_spans(0, 3, 3.75), "none": []}, seconds=4
     )
-    # The loops wait 0.5 of 1 s, and 2.75 of 4 s.
-    assert read_texts(figure) == ["waits 50%, 1 batch", "waits 69%, 2 batches"]
+    # The loops wait 0.5 of 1 s, 2.75 of 4 s, and all the time.
+    texts = ["waits 50%, 1 batch", "waits 69%, 2 batches", "waits 100%, 0 batches"]
+    assert read_texts(figure) == texts
     # The white frame of each row ends where its loop did.
-    assert [patch.get_width() for patch in figure.axes[0].patches] == [1, 4]
+    assert [patch.get_width() for patch in figure.axes[0].patches] == [1, 4, 4]
 
 
-def test_copies_are_blue_and_neither_wait_nor_end_the_picture():
-    rows = {"copy": make_spans(0, 9, step=1), "training": make_spans(1, 1.5)}
-    assert charts.plot_first_seconds(rows, title="Mine").get_suptitle() == "Mine"
-    figure = charts.plot_first_seconds(rows)
-    assert read_texts(figure) == ["waits 50%, 2 batches"]
-    assert figure.get_suptitle() == "The step waits 50% (training)"
-    assert figure.axes[0].get_xlim() == (0, 2)
-    colours = [to_hex(bars.get_facecolor()[0]).upper() for bars in figure.axes[0].collections]
-    assert colours == [charts.BLUE, charts.ORANGE]
-
-
-@pytest.mark.parametrize("rows", [{}, {"plain loop": []}, {"copy": [(0, 1)]}])
+@pytest.mark.parametrize("rows", [{}, {"plain loop": []}])
 def test_nothing_to_draw_is_said(rows):
     with pytest.raises(ColabUtilsError, match="There are no steps to draw"):
         charts.plot_first_seconds(rows)
@@ -167,6 +156,6 @@ def test_a_figure_has_its_numbers_as_words():
     bars = plot_bars({"Drive": 16.0, "SSD": 480.0}, title="SSD wins", unit="images/s")
     _, metadata = bars._repr_mimebundle_()
     assert metadata == {"image/png": {"alt": "SSD wins. Drive: 16. SSD: 480"}}
-    steps = charts.plot_first_seconds({"copy": [(0, 1)], "loop": [(1, 2)]})
+    steps = charts.plot_first_seconds({"loop": [(1, 2)]})
     words = "The step waits 50% (loop). loop: waits 50%, 1 batch"
     assert steps.alternative_text == words
