@@ -224,13 +224,14 @@ def _draw_object(
     outline = corners.view(float).round(2).tolist()
     rle = encode_segmentation([outline], *pixels.shape[:2])
     box, area = measure_mask(rle)
-    columns, rows = coco_mask.decode(rle).T.nonzero()
+    columns, rows = coco_mask.decode(rle).T.view(bool).nonzero()
     # The ids rise to 36, which is 6 sevenths of the circle of hues.
-    hue = rng.laplace(category["id"] / 42, 0.08) % 1
-    colour = hsv_to_rgb(hue, rng.uniform(0.5, 0.8), rng.uniform(190, 255))
+    colour = hsv_to_rgb(
+        rng.laplace(category["id"] / 42, 0.08) % 1, rng.uniform(0.5, 0.8), rng.uniform(190, 255)
+    )
     # Light comes from above.
-    shades = np.linspace(1, 0.7, int(box[3]))[rows - int(box[1])]
-    pixels[rows, columns] = shades[:, None] * colour
+    shades = np.linspace(1, 0.7, int(box[3]))[:, None] * colour
+    pixels[rows, columns] = shades[rows - int(box[1])]
     return {
         "category_id": category["id"],
         "segmentation": [outline],
