@@ -103,9 +103,8 @@ class PreparedData:
         self.bad = [error for error in errors if error]
         usable = [row for row, error in enumerate(errors) if not error]
         if not usable:
-            why = f"{annotations} lists no image: choose an instances file."
-            if self.bad:
-                why = f"The first error: {self.bad[0]}"
+            nothing = f"{annotations} lists no image: choose an instances file."
+            why = f"The first error: {self.bad[0]}" if self.bad else nothing
             raise ColabUtilsError(f"No image in {images} can be used. {why}")
         self.annotations = write_subset(coco, usable, self.folder / "annotations.json")
         # The dataset classes that people write usually read one file after the other.

@@ -14,7 +14,7 @@ from typing import Any
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.places import require_local_path
 from colab_utils.show.charts import format_figure, plot_bars
-from colab_utils.show.comparison_charts import Content, find_gain, read_comparison
+from colab_utils.show.comparison_charts import find_gain, read_comparison
 from colab_utils.show.pictures import DescribedFigure
 from colab_utils.show.report import Table, make_table
 from colab_utils.units import format_count
@@ -221,8 +221,9 @@ def plot_class(lines: Sequence[Mapping[str, Any]]) -> DescribedFigure:
 
 
 def read_receipts(receipts: Sequence[str | Path]) -> list[dict[str, Any]]:
-    """Return the line that `summarise_receipt` makes of each file, with the receipt's name. The
-    machine that gains most comes first.
+    """Return a line for each receipt: its name, the machine, what its first and its best strategy
+    reached, and the speed of an own loader that passes all trials. The machine that gains most
+    comes first.
 
     The name is that of the file, or of its folder if the file is named ``comparison.json``.
 
@@ -231,41 +232,31 @@ def read_receipts(receipts: Sequence[str | Path]) -> list[dict[str, Any]]:
     """
     if not receipts:
         raise ColabUtilsError("There are no receipts. Name at least one comparison.json.")
-    lines = []
-    for receipt in receipts:
-        path = require_local_path(receipt).absolute()
-        name = path.parent.name if path.stem == "comparison" else path.stem
-        try:
-            line = summarise_receipt(json.loads(path.read_text(encoding="utf-8")))
-        except Exception as error:
-            raise ColabUtilsError(
-                f"{path} is no receipt ({describe_error(error)}). Name a comparison.json that "
-                "compare wrote."
-            ) from None
-        lines.append({"receipt": name, **line})
-    return sorted(lines, key=lambda line: -line["times as fast"])
+    return sorted(map(_read_receipt, receipts), key=lambda line: -line["times as fast"])
 
 
-def summarise_receipt(comparison: Content) -> dict[str, Any]:
-    """Return the line of one receipt in a table of many machines: the machine, what its first and
-    its best strategy reached, and the speed of an own loader that passes all checks.
-
-    Raises:
-        ColabUtilsError: No strategy was timed.
-    """
-    content = read_comparison(comparison)
-    machine = content["machine"]
-    busy = ", busy with other work" if content.get("busy") else ""
-    before, after = find_gain(content)
-    own_loader = content.get("questions", {}).get(OWN_LOADER, {})
-    return {
-        "machine": f"{machine['gpu'] or 'no GPU'}, {machine['cores']} cores{busy}",
-        "step": content["step"],
-        "drive": content["drive"].partition(",")[0],
-        "before": before["title"],
-        "waits before": round(before["wait_share"], 3),
-        "after": after["title"],
-        "waits after": round(after["wait_share"], 3),
-        "times as fast": round(after["images_per_second"] / before["images_per_second"], 1),
-        "own loader": read_guess(own_loader.get("times_as_fast")),
-    }
+def _read_receipt(receipt: str | Path) -> dict[str, Any]:
+    path = require_local_path(receipt).absolute()
+    try:
+        content = read_comparison(json.loads(path.read_text(encoding="utf-8")))
+        machine = content["machine"]
+        busy = ", busy with other work" if content.get("busy") else ""
+        before, after = find_gain(content)
+        own_loader = content.get("questions", {}).get(OWN_LOADER, {})
+        return {
+            "receipt": path.parent.name if path.stem == "comparison" else path.stem,
+            "machine": f"{machine['gpu'] or 'no GPU'}, {machine['cores']} cores{busy}",
+            "step": content["step"],
+            "drive": content["drive"].partition(",")[0],
+            "before": before["title"],
+            "waits before": round(before["wait_share"], 3),
+            "after": after["title"],
+            "waits after": round(after["wait_share"], 3),
+            "times as fast": round(after["images_per_second"] / before["images_per_second"], 1),
+            "own loader": read_guess(own_loader.get("times_as_fast")),
+        }
+    except Exception as error:
+        raise ColabUtilsError(
+            f"{path} is no receipt ({describe_error(error)}). Name a comparison.json that compare "
+            "wrote."
+        ) from None

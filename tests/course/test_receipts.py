@@ -13,7 +13,6 @@ from colab_utils.course.questions import (
     OWN_LOADER,
     plot_class,
     read_receipts,
-    summarise_receipt,
     write_class,
 )
 from colab_utils.errors import ColabUtilsError
@@ -65,23 +64,27 @@ def test_the_class_sheet_says_whose_own_loader_won(receipts, tmp_path):
     assert title.endswith("The fastest own loader: ben, 20 times the plain loop")
 
 
-def test_a_line_for_the_class_sheet():
+def test_a_line_for_the_class_sheet(tmp_path):
     comparison = make_comparison()
     machine = replace(comparison.machine, gpu="", cores=2)
-    line = summarise_receipt(to_content(replace(comparison, machine=machine)))
-    assert line == {
-        "machine": "no GPU, 2 cores",
-        "step": "emulated 100 ms",
-        "drive": "bad: 606 ms per file",
-        "before": "plain loop",
-        "waits before": 0.96,
-        "after": "make_loader on shards",
-        "waits after": 0.04,
-        "times as fast": 24.0,
-        "own loader": None,
-    }
-    busy = summarise_receipt(to_content(replace(comparison, busy="This machine was busy.")))
-    assert busy["machine"].endswith(" cores, busy with other work")
+    path = tmp_path / "anna.json"
+    path.write_text(json.dumps(to_content(replace(comparison, machine=machine))))
+    assert read_receipts([path]) == [
+        {
+            "receipt": "anna",
+            "machine": "no GPU, 2 cores",
+            "step": "emulated 100 ms",
+            "drive": "bad: 606 ms per file",
+            "before": "plain loop",
+            "waits before": 0.96,
+            "after": "make_loader on shards",
+            "waits after": 0.04,
+            "times as fast": 24.0,
+            "own loader": None,
+        }
+    ]
+    path.write_text(json.dumps(to_content(replace(comparison, busy="This machine was busy."))))
+    assert read_receipts([path])[0]["machine"].endswith(" cores, busy with other work")
 
 
 def test_what_is_no_receipt_is_named(tmp_path, receipts):
