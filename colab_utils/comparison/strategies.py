@@ -304,20 +304,18 @@ def _load_packed(setting: Setting, dataset: Any, **options: Any) -> Loader:
     )
 
 
-class ArrivingLoader:
-    """A loader over shards that are copied while it loads. The copies go to a new empty folder."""
-
-    def __init__(self, setting: Setting, kind: str) -> None:
-        shards = setting.prepared.get(kind).folder
-        with ExitStack() as opened:
-            folder = opened.enter_context(tempfile.TemporaryDirectory(dir=setting.prepared.ssd))
-            dataset = ArrivingShards(shards, Path(folder, "shards"))
-            opened.callback(dataset.stop)
-            self._loader = opened.enter_context(closing(_load_packed(setting, dataset)))
-            self.close = opened.pop_all().close
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._loader)
+def _while_copying(setting: Setting, kind: str) -> Iterator[Any]:
+    """Yield the batches of one epoch after another from shards that are copied meanwhile. The
+    copies go to a new empty folder.
+    """
+    shards = setting.prepared.get(kind).folder
+    with ExitStack() as opened:
+        folder = opened.enter_context(tempfile.TemporaryDirectory(dir=setting.prepared.ssd))
+        dataset = ArrivingShards(shards, Path(folder, "shards"))
+        opened.callback(dataset.stop)
+        loader = opened.enter_context(closing(_load_packed(setting, dataset)))
+        while True:
+            yield from loader
 
 
 _FILES = "files_on_drive"
@@ -404,7 +402,7 @@ _TABLE: tuple[tuple[Any, ...], ...] = (
         "make_loader while copying",
         "make_loader starts with the first shard that is copied.",
         "shards_on_drive",
-        ArrivingLoader,
+        _while_copying,
     ),
 )
 
