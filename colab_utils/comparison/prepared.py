@@ -12,6 +12,7 @@ from time import perf_counter
 import torch
 
 from colab_utils.data.coco import read_coco, write_subset
+from colab_utils.data.image_paths import require_folder
 from colab_utils.drive import is_on_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.coco_folder import CocoFolder
@@ -88,6 +89,7 @@ class PreparedData:
         self.images = require_local_path(images)
         self.folder = require_local_path(folder)
         self.profile = profile
+        require_folder(images)
         coco = read_coco(require_local_path(annotations))
         self.total = len(coco)
         self.fingerprint = coco.fingerprint

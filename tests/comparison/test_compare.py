@@ -331,7 +331,7 @@ def test_repeats_are_interleaved(race, watch_timing):
         ({"batches": 0}, "expected batches of 1 or more"),
         # Nobody knows this profile.
         ({"drive_profile": "warp"}, "Drive profile"),
-        ({"images": "no/such/folder"}, "no/such/folder cannot be listed"),
+        ({"images": "no/such/folder"}, "image folder"),
     ],
 )
 def test_bad_settings_are_refused(tiny_dataset, tmp_path, settings, words):
