@@ -35,14 +35,9 @@ SMALL = (
 
 def find_python(version: str) -> str:
     """Find a Python of Colab's minor version where there is one, else the Python that runs this."""
-    name = "python" + ".".join(version.split(".")[:2])
-    versions = sorted(Path.home().glob(f".pyenv/versions/{name[6:]}.*/bin/{name}"))
-    for path in (shutil.which(name), *map(str, versions)):
-        if (
-            path
-            and subprocess.run([path, "-c", "import venv"], capture_output=True).returncode == 0
-        ):
-            return path
+    path = shutil.which("python" + ".".join(version.split(".")[:2]))
+    if path and subprocess.run([path, "-c", "import venv"], capture_output=True).returncode == 0:
+        return path
     return sys.executable
 
 

@@ -9,7 +9,7 @@ import warnings
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +39,19 @@ class Known:
     """Classes and fingerprint."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Originals:
     """Everything a case starts from, in memory."""
 
-    dataset: Tree = field(default_factory=dict)
+    dataset: Tree
     """``images/...`` and ``coco.json``."""
-    shards: list[Tree] = field(default_factory=list)
+    shards: list[Tree]
     """Of the dataset; of the same images with other annotations; and of other images under the same
     names.
     """
-    export: bytes = b""
+    export: bytes
     """The dataset as a zip."""
-    known: list[Known] = field(default_factory=list)
+    known: list[Known]
     """What must come out of each folder of shards."""
 
 
@@ -96,21 +96,20 @@ def make_originals(folder: Path) -> Originals:
 
     # A forked process has lost OpenMP's threads, and would wait for them for ever.
     torch.set_num_threads(1)
-    made = Originals()
-    for number in range(3):
+    datasets = [_make_dataset(number) for number in range(3)]
+    shards = []
+    known = []
+    for number, dataset in enumerate(datasets):
         root = folder / str(number)
-        write_tree(root, _make_dataset(number))
-        if not number:
-            made.dataset = read_tree(root)
+        write_tree(root, dataset)
         store(root / "images", root / "coco.json", root / "shards")
-        made.shards.append(read_tree(root / "shards"))
-        made.known.append(_read_known(root, made.shards[-1]))
+        shards.append(read_tree(root / "shards"))
+        known.append(_read_known(root, shards[-1]))
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, content in made.dataset.items():
+        for name, content in sorted(datasets[0].items()):
             archive.writestr(zipfile.ZipInfo(f"export/{name}"), content, zipfile.ZIP_DEFLATED)
-    made.export = file.getvalue()
-    return made
+    return Originals(datasets[0], shards, file.getvalue(), known)
 
 
 def read_tree(folder: Path) -> Tree:

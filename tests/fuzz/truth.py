@@ -154,8 +154,7 @@ def _draw_runs(segmentation: dict[str, Any], height: int, width: int) -> np.ndar
         raise WrongDataError("negative RLE counts accepted")
     if sum(runs) != height * width:
         raise WrongDataError("RLE counts that do not add up accepted")
-    values = np.arange(len(runs)) % 2
-    pixels = np.repeat(values, runs)
+    pixels = np.repeat(np.arange(len(runs)) % 2, runs)
     return pixels.astype(np.uint8).reshape(height, width, order="F")
 
 

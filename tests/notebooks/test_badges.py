@@ -104,9 +104,17 @@ def remote(tmp_path):
     return tmp_path / "remote.git"
 
 
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
+
+
 @pytest.fixture
-def checkout(remote, tmp_path, monkeypatch):
-    """A copy of this repository with a tag; its remote lies beside it and holds main."""
+def checkout(remote, wheel, tmp_path, monkeypatch):
+    """A copy of this repository with a tag; its remote lies beside it and holds main. Its wheel is
+    built already.
+    """
+    monkeypatch.setattr("tools.cells.build_wheel", lambda folder, *, root: wheel)
     for role in ("AUTHOR", "COMMITTER"):
         monkeypatch.setenv(f"GIT_{role}_NAME", "me")
         monkeypatch.setenv(f"GIT_{role}_EMAIL", "me@example.org")
@@ -129,18 +137,11 @@ def checkout(remote, tmp_path, monkeypatch):
     return folder
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    return build_wheel(tmp_path_factory.mktemp("wheel"))
+def test_a_wheel_is_the_same_again(wheel, tmp_path):
+    assert build_wheel(tmp_path).read_bytes() == wheel.read_bytes()
 
 
-@pytest.fixture
-def built(wheel, monkeypatch):
-    """Builds no wheel: for tests that do not look at its bytes."""
-    monkeypatch.setattr("tools.cells.build_wheel", lambda folder, *, root: wheel)
-
-
-def test_the_first_push_names_the_repository_and_the_second_changes_nothing(checkout, remote):
+def test_a_push_names_the_repository_the_next_changes_nothing_and_a_fork_follows(checkout, remote):
     lines = publish_notebooks(checkout, "me/fast", MAIN)
     assert lines == ["main names me/fast", "colab has new notebooks"]
     assert run_git(remote, "rev-list --count main") == "2"
@@ -164,11 +165,6 @@ def test_the_first_push_names_the_repository_and_the_second_changes_nothing(chec
     assert lines == ["colab has these notebooks already"]
     assert read_refs(remote) == before
 
-
-@pytest.mark.usefixtures("built")
-def test_a_renamed_fork_follows(checkout, remote):
-    publish_notebooks(checkout, "me/fast", MAIN)
-    run_git(checkout, "pull --quiet origin main")
     lines = publish_notebooks(checkout, "you/next", MAIN)
     assert lines == ["main names you/next", "colab has new notebooks"]
     for branch in ("main", "colab"):
@@ -179,7 +175,6 @@ def test_a_renamed_fork_follows(checkout, remote):
     assert sum(int(line.split()[0]) for line in changed) <= 12
 
 
-@pytest.mark.usefixtures("built")
 def test_where_main_takes_no_push_the_notebooks_are_pushed_all_the_same(checkout, remote):
     hook = remote / "hooks" / "update"
     hook.write_text('#!/bin/sh\ntest "$1" != refs/heads/main\n')
@@ -194,7 +189,6 @@ def test_where_main_takes_no_push_the_notebooks_are_pushed_all_the_same(checkout
     assert read_badges(remote, "colab") == {"me/fast/blob/colab"}
 
 
-@pytest.mark.usefixtures("built")
 def test_a_branch_of_somebody_else_is_left_alone(checkout, remote):
     run_git(checkout, "push --quiet origin main:colab")
     with pytest.raises(ColabUtilsError, match="The branch colab holds somebody's own work"):
@@ -210,7 +204,6 @@ def test_a_ref_that_is_none_is_refused_in_one_line(capsys, ref):
     assert printed.count("\n") == 1
 
 
-@pytest.mark.usefixtures("built")
 def test_a_token_in_an_address_is_not_printed(checkout):
     run_git(checkout, "remote set-url origin https://secret@localhost:9/me/fast")
     with pytest.raises(ColabUtilsError, match="git ls-remote failed") as caught:
@@ -237,7 +230,6 @@ def test_the_workflow_calls_the_script_by_an_argument_list(workflow):
         assert re.fullmatch(r"actions/[a-z-]+@v[0-9]+", step.get("uses", "actions/checkout@v4"))
 
 
-@pytest.mark.usefixtures("built")
 def test_a_tag_has_a_branch_and_a_release_of_its_own(workflow, checkout, remote, tmp_path):
     """The release's own commands, with a `gh` that notes its arguments."""
     before = read_refs(remote)

@@ -96,13 +96,14 @@ def test_01_measures_each_term_of_the_law(results):
 
 def test_01_answers_its_five_questions_by_measurements(results):
     questions = results["01"]["questions"]
-    assert len(questions) == 5
     for question in questions.values():
         assert question["question"].endswith("?")
         # Nobody was at the keyboard.
         assert question["guess"] == ""
         assert question["measured"] > 0
     assert questions["waits_percent"]["measured"] == 100 * results["01"]["wait_share"]
+    # Notebook 05 answers the same ones again.
+    assert set(questions) == set(results["05"]["questions"]) == set(QUESTIONS)
 
 
 def test_02_packs_and_loses_nothing_on_the_way_to_shards(results):
@@ -132,8 +133,6 @@ def test_every_figure_has_its_numbers_as_alternative_text(executed):
 def test_03_copies_once_and_reads_faster(results):
     result = results["03"]
     assert result["shards"] == results["02"]["shards"]
-    assert result["first_step_s"] > 0
-    assert len(result["read_ms"]) == 4
     assert min(result["read_ms"].values()) < 59 / 2 < max(result["read_ms"].values())
 
 
@@ -142,8 +141,6 @@ def test_04_trains_loses_little_and_goes_on(results):
     assert result["steps"] == 24
     assert 0 <= result["lost_steps"] <= 24
     assert 0 < result["last_loss"] < 20
-    assert result["images_per_second"] > 0
-    assert 0 <= result["wait_share"] <= 1
 
 
 def test_05_times_the_course_on_equal_samples(results):
@@ -168,13 +165,6 @@ def test_05_tests_twelve_pieces_of_advice(results):
     assert verdicts["shuffle buffers do not matter"] == "false here"
     assert verdicts["EfficientDet-Lite as checkpoint"] == "false here"
     assert verdicts["pruning saves memory"] == "false here"
-
-
-def test_05_answers_the_five_questions_from_the_measurements(results):
-    answers = results["05"]["questions"]
-    assert set(answers) == set(QUESTIONS)
-    assert 0 < answers["waits_percent"]["measured"] <= 100
-    assert 0 <= answers["faster_gpu_percent"]["measured"] <= 100
 
 
 def test_the_index_shows_the_result_first_and_leads_to_all_pages(demo):
