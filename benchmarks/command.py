@@ -1,5 +1,5 @@
-"""What the benchmarks' command lines share: the data they are asked for, runs in turns, and how
-they end.
+"""What the benchmarks' command lines share: the data they are asked for, and how rows are measured
+until they end.
 """
 
 from __future__ import annotations
@@ -7,14 +7,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
-
-import psutil
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import write_file
@@ -22,18 +19,17 @@ from colab_utils.machine import describe_machine
 
 __all__ = [
     "README",
+    "Row",
     "format_spread",
     "make_parser",
-    "measure_in_turns",
     "run_to_end",
     "write_between",
 ]
 
 README = Path(__file__).with_name("README.md")
 
-NOTED_SHARE = 0.02
-Run = tuple[dict[str, Any], Callable[[], dict[str, float]]]
-"""What names a run, and the run itself."""
+Row = dict[str, Any]
+"""What was measured, with what names it."""
 
 
 def make_parser(
@@ -64,40 +60,6 @@ def make_parser(
     return parser
 
 
-def measure_in_turns(
-    runs: Sequence[Run],
-    rows: list[dict[str, Any]],
-    *,
-    repeats: int,
-    about: dict[str, Any],
-    path: Path,
-) -> None:
-    """Do every run once, then each again; the JSON at ``path`` holds ``about`` and the ``rows`` so
-    far.
-
-    Each has the share of this machine's CPU time that its host gave to others meanwhile (steal),
-    where it is told.
-    """
-    for repeat, (names, run) in product(range(repeats), runs):
-        print(
-            f"{', '.join(names.values())}: {repeat + 1} of {repeats}", file=sys.stderr, flush=True
-        )
-        before = psutil.cpu_times()
-        row = {**names, "repeat": repeat, **run()}
-        spent = [after - earlier for after, earlier in zip(psutil.cpu_times(), before, strict=True)]
-        stolen = dict(zip(before._fields, spent, strict=True)).get("steal", 0.0) / max(
-            sum(spent), 1e-9
-        )
-        if stolen > NOTED_SHARE:
-            print(
-                f"note: {stolen:.0%} of the CPU time went to other machines of this host",
-                file=sys.stderr,
-            )
-        rows.append({**row, "stolen_share": stolen})
-        content = {"machine": asdict(describe_machine()), **about, "rows": rows}
-        write_file(path, json.dumps(content, indent=1, default=str).encode())
-
-
 def format_spread(values: Sequence[float], how: str = ".2f") -> str:
     """Median [lowest-highest].
 
@@ -123,15 +85,24 @@ def write_between(marks: tuple[str, str], text: str, path: Path = README) -> Non
     write_file(path, f"{before}{begin}\n{text}\n{end}{after}".encode())
 
 
-def run_to_end(measure: Callable[[], None], tabulate: Callable[[], str]) -> int:
-    """Measure, and print the table of what there is, however it ended; returns the exit status."""
+def run_to_end(
+    measured: Iterable[Row], path: Path, tabulate: Callable[[list[Row]], object], **about: Any
+) -> int:
+    """Measure one row after the other; the JSON at ``path`` holds this machine, ``about`` and the
+    rows so far. However it ends, the table of what there is is printed; returns the exit status.
+    """
+    rows: list[Row] = []
+    content = {"machine": asdict(describe_machine()), **about, "rows": rows}
     try:
-        measure()
+        for row in measured:
+            rows.append(row)
+            print(row, file=sys.stderr, flush=True)
+            write_file(path, json.dumps(content, indent=1, default=str).encode())
     except (ColabUtilsError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     finally:
-        print(tabulate())
+        print(tabulate(rows) if rows else "nothing was measured")
     return 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass
 from itertools import product
@@ -16,16 +17,14 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Sampler
 
-from benchmarks.command import make_parser, run_to_end
+from benchmarks.command import Row, make_parser, run_to_end
 from benchmarks.data import make_data
 from benchmarks.systems.base import collate
 from colab_utils.course.sample_data import make_dataset
 from colab_utils.diagnosis import fixes
 from colab_utils.diagnosis.diagnose import diagnose
-from colab_utils.files import write_file
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.emulated_step import EmulatedStep
-from colab_utils.machine import describe_machine
 from colab_utils.show.report import make_table
 from colab_utils.slow_drive import read_at_full_speed, slow_down
 
@@ -123,10 +122,8 @@ def run_case(
     ]
 
 
-def tabulate_errors(rows: Sequence[dict[str, Any]]) -> str:
+def tabulate_errors(rows: Sequence[Row]) -> str:
     """Median and worst error of each fix, and of all."""
-    if not rows:
-        return "nothing was forecast"
     names = [*dict.fromkeys(row["fix"] for row in rows), "all"]
     table = []
     for name in names:
@@ -170,34 +167,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seconds", type=float, default=10, help="of each diagnosis (%(default)s)")
     options = parser.parse_args(arguments)
-    rows: list[dict[str, Any]] = []
-    results = {"machine": asdict(describe_machine()), "seconds": options.seconds, "rows": rows}
+    return run_to_end(measure(options), options.json, tabulate_errors, seconds=options.seconds)
 
-    def measure() -> None:
-        # Loaders begin slowly: a trial of `diagnose` is too short to show what they settle at.
-        fixes._TRIAL_SHARE = 1.5
-        fixes._TRIAL_BATCHES = 150
-        if options.json.exists():
-            rows.extend(json.loads(options.json.read_text())["rows"])
-        done = {tuple(row[name] for name in CASE_FIELDS) for row in rows}
-        for number, case in enumerate(list_cases(options.cases), start=1):
-            if astuple(case) in done:
-                continue
-            if case.data == "builtin":
-                made = make_dataset(options.work / "data" / "builtin", n=160)
-                images = made.images
-                annotations = made.annotations
-            else:
-                data = make_data(
-                    case.data, options.work, options.images, options.annotations, samples=300
-                )
-                images = data.images
-                annotations = data.annotations
-            print(f"{number} of {options.cases}: {case}", file=sys.stderr, flush=True)
-            rows.extend(run_case(case, images, annotations, seconds=options.seconds))
-            write_file(options.json, json.dumps(results, indent=1, default=str).encode())
 
-    return run_to_end(measure, lambda: tabulate_errors(rows))
+def measure(options: Namespace) -> Iterator[Row]:
+    """Yield the rows that the JSON has already, then those of each further case."""
+    # Loaders begin slowly: a trial of `diagnose` is too short to show what they settle at.
+    fixes._TRIAL_SHARE = 1.5
+    fixes._TRIAL_BATCHES = 150
+    known = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
+    yield from known
+    done = {tuple(row[name] for name in CASE_FIELDS) for row in known}
+    for number, case in enumerate(list_cases(options.cases), start=1):
+        if astuple(case) in done:
+            continue
+        data: Any
+        if case.data == "builtin":
+            data = make_dataset(options.work / "data" / "builtin", n=160)
+        else:
+            data = make_data(
+                case.data, options.work, options.images, options.annotations, samples=300
+            )
+        print(f"{number} of {options.cases}: {case}", file=sys.stderr, flush=True)
+        yield from run_case(case, data.images, data.annotations, seconds=options.seconds)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ of ours, for two models and several batches; the
 same in float16 with a batch of 4, as a T4 trains; the memory of 300 objects an image; training from
 shards, and by torchvision's references from files, each against training on one batch that lies
 ready; and evaluation. The rows that take longest come last, and after them the compiled network.
-What no longer fits into its minutes is left out, and named in the JSON. A row that fails is kept
+What no longer fits into its minutes is left out, and its row says so. A row that fails is kept
 with its error, and the others go on. The table goes into ``benchmarks/README.md``.
 """
 
@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
-from benchmarks.command import make_parser, run_to_end, write_between
+from benchmarks.command import Row, make_parser, run_to_end, write_between
 from benchmarks.step import (
     CHANGES,
     COMPILED,
@@ -45,7 +45,6 @@ from benchmarks.systems.base import collate
 from benchmarks.systems.references import ReferenceDataset
 from colab_utils.course.sample_data import BuiltinDataset, make_dataset
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import write_file
 from colab_utils.loading.batch import PackedBatch, collate_packed
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
@@ -79,7 +78,7 @@ SHOWN = 60
 MARKS = "<!-- gpu: written by benchmarks.gpu -->", "<!-- end of gpu -->"
 
 
-Run = tuple[dict[str, Any], Callable[[], dict[str, float]]]
+Run = tuple[Row, Callable[[], dict[str, float]]]
 """What names a measurement, and the measurement."""
 
 
@@ -280,11 +279,8 @@ def list_runs(
     return runs
 
 
-def measure_rows(
-    runs: Sequence[Run], results: dict[str, Any], path: Path, *, until_s: float
-) -> None:
-    """Measure one row after the other, and write the JSON after each; what fails is kept with its
-    error.
+def measure_rows(runs: Sequence[Run], *, until_s: float) -> Iterator[Row]:
+    """Measure one row after the other; what fails is kept with its error.
 
     A row is left out where the slowest one so far would not end before ``until_s``, of
     ``perf_counter``.
@@ -293,19 +289,18 @@ def measure_rows(
     for names, run in runs:
         began_s = perf_counter()
         if began_s + slowest_s >= until_s:
-            results["left_out"].append(names)
-        else:
-            print(*names.values(), file=sys.stderr, flush=True)
-            results["rows"].append(names | _measure_row(run))
-            slowest_s = max(slowest_s, perf_counter() - began_s)
-            # What the row held on the GPU. An error of the GPU itself comes here, too.
-            gc.collect()
-            with suppress(RuntimeError):
-                torch.cuda.empty_cache()
-        write_file(path, json.dumps(results, indent=1, default=str).encode())
+            yield names | {"left_out": True}
+            continue
+        print(*names.values(), file=sys.stderr, flush=True)
+        yield names | _measure_row(run)
+        slowest_s = max(slowest_s, perf_counter() - began_s)
+        # What the row held on the GPU. An error of the GPU itself comes here, too.
+        gc.collect()
+        with suppress(RuntimeError):
+            torch.cuda.empty_cache()
 
 
-def _measure_row(run: Callable[[], dict[str, float]]) -> dict[str, Any]:
+def _measure_row(run: Callable[[], dict[str, float]]) -> Row:
     """Return the figures of a row, or its error in one line."""
     try:
         return run()
@@ -316,7 +311,7 @@ def _measure_row(run: Callable[[], dict[str, float]]) -> dict[str, Any]:
         return {"error": text}
 
 
-def tabulate_results(rows: Sequence[dict[str, Any]]) -> str:
+def tabulate_results(rows: Sequence[Row]) -> str:
     """One table: what was measured, and how it stands beside the references or beside a cached
     batch.
     """
@@ -335,7 +330,9 @@ def tabulate_results(rows: Sequence[dict[str, Any]]) -> str:
         }
         line |= {"figure": "", "over the references": "", "MB": ""}
         usual = references.get((row["what"], row["model"], row["batch_size"]))
-        if "error" in row:
+        if "left_out" in row:
+            line["figure"] = "left out"
+        elif "error" in row:
             line["figure"] = f"failed: {row['error'][:SHOWN]}"
         elif "step_ms" in row:
             line |= {"figure": f"{row['step_ms']:.1f} ms", "MB": f"{row.get('memory_mb', 0):,.0f}"}
@@ -350,7 +347,7 @@ def tabulate_results(rows: Sequence[dict[str, Any]]) -> str:
                 f"{row['images_per_second']:.1f} images/s, {ratio:.2f} of a cached batch"
             )
         table.append(line)
-    return str(make_table(table)) if table else "nothing was measured"
+    return str(make_table(table))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -366,39 +363,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--device", default="cuda", help="cpu only tries the command out (%(default)s)"
     )
     options = parser.parse_args(arguments)
-    results: dict[str, Any] = {
-        "machine": asdict(describe_machine()),
-        "left_out": [],
-        "rows": [],
-    }
 
-    def measure() -> None:
-        if options.device == "cuda" and not torch.cuda.is_available():
-            raise ColabUtilsError("expected a GPU, found none: run this on a machine that has one")
-        until_s = perf_counter() + 60 * options.minutes
-        runs = list_runs(
-            options.models,
-            options.batch_sizes,
-            min_size=options.min_size,
-            device=options.device,
-            make_data=cache(partial(make_pictures, options.work, images=64)),
+    def tabulate(rows: Sequence[Row]) -> str:
+        table = tabulate_results(rows)
+        if options.device == "cuda":
+            machine = describe_machine()
+            head = f"{machine.gpu}, {machine.software}, {machine.cpu}."
+            write_between(MARKS, f"{head}\n\n```text\n{table}\n```")
+        return table
+
+    return run_to_end(measure(options), options.json, tabulate)
+
+
+def measure(options: Namespace) -> Iterator[Row]:
+    """Yield what the minutes suffice for.
+
+    Raises:
+        ColabUtilsError: There is no GPU, or rows failed.
+    """
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ColabUtilsError("expected a GPU, found none: run this on a machine that has one")
+    until_s = perf_counter() + 60 * options.minutes
+    runs = list_runs(
+        options.models,
+        options.batch_sizes,
+        min_size=options.min_size,
+        device=options.device,
+        make_data=cache(partial(make_pictures, options.work, images=64)),
+    )
+    errors = []
+    for row in measure_rows(runs, until_s=until_s):
+        yield row
+        errors += [row["error"]] if "error" in row else []
+    if errors:
+        raise ColabUtilsError(
+            f"{len(errors)} of {len(runs)} rows failed, the first with {errors[0]}. The others are "
+            f"in {options.json}."
         )
-        try:
-            measure_rows(runs, results, options.json, until_s=until_s)
-        finally:
-            if options.device == "cuda":
-                table = tabulate_results(results["rows"])
-                machine = describe_machine()
-                head = f"{machine.gpu}, {machine.software}, {machine.cpu}."
-                write_between(MARKS, f"{head}\n\n```text\n{table}\n```")
-        failed = [row for row in results["rows"] if "error" in row]
-        if failed:
-            raise ColabUtilsError(
-                f"{len(failed)} of {len(results['rows'])} rows failed, the first with "
-                f"{failed[0]['error']}. The others are in {options.json}."
-            )
-
-    return run_to_end(measure, lambda: tabulate_results(results["rows"]))
 
 
 if __name__ == "__main__":

@@ -17,9 +17,10 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import make_parser
 from benchmarks.data import Data, make_data
 from benchmarks.environments import find_python
-from benchmarks.report import format_scenario, summarise, write_readme
+from benchmarks.report import format_scenario, summarise
 from benchmarks.scenarios import SCENARIOS, Scenario, judge
 from benchmarks.systems import SYSTEMS, get_system
 from benchmarks.systems.base import BATCH_SIZE, Crew
@@ -192,11 +193,7 @@ def run_apart(job: Job, python: Path, *, timeout_s: float) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.loaders", description=__doc__)
-    parser.add_argument("--images", type=Path, nargs="+", metavar="DIR", help="image folders")
-    parser.add_argument(
-        "--annotations", type=Path, nargs="+", metavar="FILE", help="COCO instance JSON of each"
-    )
+    parser = make_parser("loaders", __doc__)
     parser.add_argument("--systems", help=f"some of: {', '.join(SYSTEMS)}")
     parser.add_argument(
         "--scenario", action="append", choices=SCENARIOS, help="one scenario, or several times one"
@@ -208,22 +205,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--samples", type=int, default=320, help="records in an epoch, about (%(default)s)"
     )
-    parser.add_argument(
-        "--work", type=Path, default=Path("runs/benchmarks"), help="for data, forms, environments"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="all that is measured")
-    parser.add_argument(
-        "--readme",
-        type=Path,
-        metavar="FILE",
-        help="put such a file's tables into benchmarks/README.md",
-    )
     options = parser.parse_args(arguments)
+    if len(options.images) != len(options.annotations) or min(options.repeats, options.samples) < 1:
+        parser.error(
+            "as many --annotations as --images are needed, and 1 or more --repeats and --samples"
+        )
     try:
-        if options.readme:
-            write_readme(json.loads(options.readme.read_text()))
-            return 0
-        _run_all(parser, options)
+        _run_all(options)
     except (ColabUtilsError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -232,13 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _run_all(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    if not options.images or not options.annotations or not options.json:
-        parser.error("--images, --annotations and --json are needed")
-    if len(options.images) != len(options.annotations) or min(options.repeats, options.samples) < 1:
-        parser.error(
-            "as many --annotations as --images are needed, and 1 or more --repeats and --samples"
-        )
+def _run_all(options: argparse.Namespace) -> None:
     wanted = options.systems.split(",") if options.systems else list(SYSTEMS)
     unknown = [name for name in wanted if name not in SYSTEMS]
     if unknown:

@@ -9,10 +9,9 @@ loader's own calls, and the CPU time of other threads.
 
 from __future__ import annotations
 
-import json
 import sys
+from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -24,10 +23,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from benchmarks.causes.loop import Photos
-from benchmarks.command import make_parser, run_to_end
+from benchmarks.command import Row, make_parser, run_to_end
 from colab_utils.diagnosis.watch import WatchedLoader
-from colab_utils.files import write_file
-from colab_utils.machine import describe_machine
 from colab_utils.show.report import make_table
 
 __all__ = ["ClockedLoader", "main", "tabulate", "time_loop"]
@@ -98,7 +95,7 @@ def make_pair(
     return loaders
 
 
-def find_costs(row: dict[str, Any]) -> tuple[float, float]:
+def find_costs(row: Row) -> tuple[float, float]:
     """What a watched epoch takes more, as shares of the bare one: by the count, and by the wall."""
     bare = row["bare"]
     watched = row["watched"]
@@ -106,7 +103,7 @@ def find_costs(row: dict[str, Any]) -> tuple[float, float]:
     return counted / bare["wall_s"], watched["wall_s"] / bare["wall_s"] - 1
 
 
-def tabulate(rows: Sequence[dict[str, Any]]) -> str:
+def tabulate(rows: Sequence[Row]) -> str:
     """Tabulate medians, each with the range of the middle half of the pairs."""
     table = []
     for workers in dict.fromkeys(row["workers"] for row in rows):
@@ -114,7 +111,7 @@ def tabulate(rows: Sequence[dict[str, Any]]) -> str:
         counted = _format_range([counted for counted, _ in costs])
         wall = _format_range([wall for _, wall in costs])
         table.append({"workers": workers, "pairs": len(costs), "counted": counted, "wall": wall})
-    return str(make_table(table)) if table else "nothing was timed"
+    return str(make_table(table))
 
 
 def _format_range(shares: Sequence[float]) -> str:
@@ -132,29 +129,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batches", type=int, default=500, help="of an epoch (%(default)s)")
     parser.add_argument("--step-ms", type=float, default=20, help="of a step (%(default)s)")
     options = parser.parse_args(arguments)
-    rows: list[dict[str, Any]] = []
+    return run_to_end(measure(options), options.json, tabulate, step_ms=options.step_ms)
 
-    def measure() -> None:
-        torch.set_num_threads(1)
-        with TemporaryDirectory() as folder:
-            for workers in WORKERS:
-                # Workers of another pair would be measured, too, so only these live.
-                loaders = make_pair(Path(folder), workers=workers, batches=options.batches)
-                for number in range(options.pairs):
-                    order = sorted(loaders, reverse=bool(number % 2))
-                    times = {
-                        name: time_loop(*loaders[name], step_ms=options.step_ms) for name in order
-                    }
-                    rows.append({"workers": workers, **times})
-                    print(rows[-1], file=sys.stderr, flush=True)
-                    content = {
-                        "machine": asdict(describe_machine()),
-                        "step_ms": options.step_ms,
-                        "rows": rows,
-                    }
-                    write_file(options.json, json.dumps(content, indent=1, default=str).encode())
 
-    return run_to_end(measure, lambda: tabulate(rows))
+def measure(options: Namespace) -> Iterator[Row]:
+    """Yield a pair of epochs after the other."""
+    torch.set_num_threads(1)
+    with TemporaryDirectory() as folder:
+        for workers in WORKERS:
+            # Workers of another pair would be measured, too, so only these live.
+            loaders = make_pair(Path(folder), workers=workers, batches=options.batches)
+            for number in range(options.pairs):
+                order = sorted(loaders, reverse=bool(number % 2))
+                times = {name: time_loop(*loaders[name], step_ms=options.step_ms) for name in order}
+                yield {"workers": workers, **times}
 
 
 if __name__ == "__main__":

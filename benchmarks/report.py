@@ -1,7 +1,12 @@
-"""What the loaders' benchmark measured, as text for the terminal and for benchmarks/README.md."""
+"""What the loaders' benchmark measured, as text for the terminal and, by `python -m
+benchmarks.report FILE`, for benchmarks/README.md.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -12,7 +17,7 @@ from colab_utils.units import format_bytes
 
 __all__ = ["format_scenario", "summarise", "write_readme"]
 
-MARKS = "<!-- results: written by --readme -->", "<!-- end of results -->"
+MARKS = "<!-- results: written by benchmarks.report -->", "<!-- end of results -->"
 _FIGURES = ("images_per_second", "cpu_ms_per_image", "wait_share")
 
 
@@ -70,3 +75,7 @@ def _format_target(target: dict[str, Any]) -> str:
         return f"{target['text']}: {target['wanted']} wanted, not measured"
     outcome = "reached" if target["reached"] else "NOT reached"
     return f"{target['text']}: {target['value']:.3g}, {target['wanted']} wanted, {outcome}"
+
+
+if __name__ == "__main__":
+    write_readme(json.loads(Path(sys.argv[1]).read_text()))

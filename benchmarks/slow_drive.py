@@ -19,7 +19,7 @@ from argparse import Namespace, RawDescriptionHelpFormatter
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
-from benchmarks.command import Run, format_spread, make_parser, measure_in_turns, run_to_end
+from benchmarks.command import Row, format_spread, make_parser, run_to_end
 from benchmarks.systems.base import collate
 from colab_utils.course.sample_data import make_dataset
 from colab_utils.errors import ColabUtilsError
@@ -316,26 +316,26 @@ MEASURES: dict[str, tuple[Callable[[Any, Setting], Figures], dict[str, Any]]] = 
 
 def run_way(way: str, data: Path, annotations: Path, options: Namespace) -> Figures:
     """Run a way once, on a copy of the data that is slow."""
-    measure, ways = MEASURES[options.measure]
+    time_way, ways = MEASURES[options.measure]
     with TemporaryDirectory(dir=options.work) as folder, read_at_full_speed():
         drive = Path(folder) / "drive"
         shutil.copytree(data, drive)
         slow_down(drive, options.profile)
-        return measure(ways[way], Setting(drive, annotations, Path(folder) / "ssd", options))
+        return time_way(ways[way], Setting(drive, annotations, Path(folder) / "ssd", options))
 
 
-def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
+def tabulate_runs(rows: Sequence[Row]) -> str:
     """Return medians [lowest-highest], and each way's first figure over that of the first way."""
     table = []
     for way in dict.fromkeys(row["way"] for row in rows):
         runs = [row for row in rows if row["way"] == way]
-        names = [name for name in runs[0] if name not in ("way", "repeat", "stolen_share")]
+        names = [name for name in runs[0] if name not in ("way", "repeat")]
         line = {"way": way}
         line |= {name: format_spread([run[name] for run in runs], ".4g") for name in names}
         firsts = [row[names[0]] for row in rows if row["way"] == rows[0]["way"]]
         line["times the first"] = f"{median(run[names[0]] for run in runs) / median(firsts):.2f}"
         table.append(line)
-    return str(make_table(table)) if table else "nothing was measured"
+    return str(make_table(table))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -354,22 +354,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shard-mb", type=float, default=128, help="(%(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="in turns (%(default)s)")
     options = parser.parse_args(arguments)
-    rows: list[dict[str, Any]] = []
+    return run_to_end(measure(options), options.json, tabulate_runs, options=vars(options))
 
-    def measure() -> None:
-        if options.measure == "width" and can_mount():
-            raise ColabUtilsError(f"Nothing can be mounted here: {can_mount()}.")
-        options.work.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=options.work) as folder:
-            annotations = make_data(Path(folder), options)
-            runs: list[Run] = [
-                ({"way": name}, partial(run_way, name, Path(folder), annotations, options))
-                for name in MEASURES[options.measure][1]
-            ]
-            about = {"options": vars(options)}
-            measure_in_turns(runs, rows, repeats=options.repeats, about=about, path=options.json)
 
-    return run_to_end(measure, lambda: tabulate_runs(rows))
+def measure(options: Namespace) -> Iterator[Row]:
+    """Yield every way once, then each again."""
+    if options.measure == "width" and can_mount():
+        raise ColabUtilsError(f"Nothing can be mounted here: {can_mount()}.")
+    options.work.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=options.work) as folder:
+        annotations = make_data(Path(folder), options)
+        for repeat, way in product(range(options.repeats), MEASURES[options.measure][1]):
+            figures = run_way(way, Path(folder), annotations, options)
+            yield {"way": way, "repeat": repeat, **figures}
 
 
 def make_data(folder: Path, options: Namespace) -> Path:

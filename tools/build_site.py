@@ -4,7 +4,6 @@ that need no server: `make site`.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import inspect
 import json
@@ -23,6 +22,7 @@ from urllib.parse import unquote, urlsplit
 import colab_utils
 from colab_utils.errors import ColabUtilsError
 from tools.cells import PLACEHOLDER, ROOT, read_slug, set_title
+from tools.command import parse_folders, print_result
 from tools.pages import WIDGET, collapse_progress
 from tools.run_notebooks import run_demo
 
@@ -409,24 +409,15 @@ def _leads_somewhere(link: str, page: Path, pages: dict[Path, _Addresses]) -> bo
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build the site from a terminal; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tools.build_site", description=__doc__)
-    parser.add_argument(
-        "--demo", metavar="DIR", type=Path, default=Path("runs/demo"), help="runs/demo"
-    )
-    parser.add_argument(
-        "--output", metavar="DIR", type=Path, default=Path("runs/site"), help="runs/site"
-    )
-    options = parser.parse_args(arguments)
-    try:
-        broken = build_site(options.demo, options.output)
-    except ColabUtilsError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if broken:
-        print(f"error: {len(broken)} links lead nowhere:", *broken, sep="\n", file=sys.stderr)
-        return 2
-    print(f"The site is in {options.output}. Open {options.output / 'index.html'}")
-    return 0
+    demo, output = parse_folders("build_site", __doc__, arguments, output="runs/site")
+
+    def build() -> str:
+        broken = build_site(demo, output)
+        if broken:
+            raise ColabUtilsError("\n".join([f"{len(broken)} links lead nowhere:", *broken]))
+        return f"The site is in {output}. Open {output / 'index.html'}"
+
+    return print_result(build)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from colab_utils.errors import ColabUtilsError
+from tools.command import print_result
 
 __all__ = [
     "PLACEHOLDER",
@@ -286,36 +287,29 @@ def write_workshop(output: Path, *, root: Path = ROOT) -> list[Path]:
 
 def main(arguments: Sequence[str]) -> int:
     """Write cells from a terminal; returns the exit status."""
-    try:
-        match list(arguments):
-            case ["setup"]:
-                _print_changes(write_setup_cells(ROOT))
-            case ["badges", slug]:
-                _print_changes(set_badges(ROOT, slug))
-            case ["workshop", *folder]:
-                _print_workshop(write_workshop(Path(*folder or ("runs/workshop",))))
-            case _:
-                raise ColabUtilsError(
-                    f"{' '.join(arguments)!r} is no command. Give setup, badges OWNER/NAME, or "
-                    "workshop [DIR]."
-                )
-    except ColabUtilsError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return print_result(lambda: _run(list(arguments)))
 
 
-def _print_changes(paths: Sequence[Path]) -> None:
-    for path in paths:
-        print(f"changed {path.relative_to(ROOT)}")
-    if not paths:
-        print("nothing to change")
-
-
-def _print_workshop(paths: Sequence[Path]) -> None:
-    for path in paths:
-        print(f"{path} ({path.stat().st_size / 1000:.0f} kB)")
-    print("Hand these out. Colab opens one with File > Upload notebook; Jupyter opens it as it is.")
+def _run(arguments: list[str]) -> str:
+    match arguments:
+        case ["setup"]:
+            changed = write_setup_cells(ROOT)
+        case ["badges", slug]:
+            changed = set_badges(ROOT, slug)
+        case ["workshop", *folder]:
+            paths = write_workshop(Path(*folder or ("runs/workshop",)))
+            sizes = [f"{path} ({path.stat().st_size / 1000:.0f} kB)\n" for path in paths]
+            return (
+                f"{''.join(sizes)}Hand these out. Colab opens one with File > Upload notebook; "
+                "Jupyter opens it as it is."
+            )
+        case _:
+            raise ColabUtilsError(
+                f"{' '.join(arguments)!r} is no command. Give setup, badges OWNER/NAME, or "
+                "workshop [DIR]."
+            )
+    lines = [f"changed {path.relative_to(ROOT)}" for path in changed]
+    return "\n".join(lines) or "nothing to change"
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 
 from colab_utils.errors import ColabUtilsError
 from tools.cells import ROOT
+from tools.command import print_result
 
 __all__ = ["main", "measure_on_t4"]
 
@@ -87,14 +88,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--drive", action="store_true", help="mount your Google Drive, too")
     parser.add_argument("--receipts", metavar="DIR", type=Path, default=ROOT / "receipts")
     options = parser.parse_args(arguments)
-    try:
+
+    def measure() -> str:
         command = shlex.split(options.colab)
         path = measure_on_t4(options.receipts, colab=command, drive=options.drive)
-    except ColabUtilsError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"{path} holds what the T4 measured")
-    return 0
+        return f"{path} holds what the T4 measured"
+
+    return print_result(measure)
 
 
 if __name__ == "__main__":

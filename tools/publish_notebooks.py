@@ -17,6 +17,7 @@ from pathlib import Path
 
 from colab_utils.errors import ColabUtilsError
 from tools.cells import ROOT, set_badges, write_workshop
+from tools.command import print_result
 
 __all__ = ["main", "publish_notebooks"]
 
@@ -151,13 +152,7 @@ def main(arguments: Sequence[str]) -> int:
     if len(arguments) != 2:
         print(__doc__, file=sys.stderr)
         return 2
-    try:
-        lines = publish_notebooks(ROOT, *arguments)
-    except ColabUtilsError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print("\n".join(lines))
-    return 0
+    return print_result(lambda: "\n".join(publish_notebooks(ROOT, *arguments)))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import base64
 import io
 import itertools
@@ -10,7 +9,7 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ import numpy as np
 from PIL import Image
 
 from colab_utils.errors import ColabUtilsError
+from tools.command import parse_folders, print_result
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,37 +50,6 @@ class Slide:
     """What the figure says, a line each: its alternative text, or what its cell printed."""
 
 
-@dataclass(frozen=True)
-class _Output:
-    """What one cell shows, and where."""
-
-    title: str
-    section: str
-    cell: Mapping[str, Any]
-    content: Mapping[str, Any]
-
-
-def _list_outputs(notebook: Path) -> Iterator[_Output]:
-    """Yield what the cells of a notebook show, in order."""
-    title = ""
-    section = ""
-    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
-        if cell["cell_type"] == "markdown":
-            for marks, heading in re.findall(
-                r"^(#{1,2}) +(.+?)(?: *[(][0-9]+ minutes?[)])?$",
-                "".join(cell["source"]),
-                re.MULTILINE,
-            ):
-                if marks == "#":
-                    title = heading
-                    section = ""
-                else:
-                    section = heading
-        if cell.get("id") not in _LEFT_OUT:
-            for output in cell.get("outputs", ()):
-                yield _Output(title, section, cell, output)
-
-
 def find_slides(notebook: Path) -> list[Slide]:
     """Return the figures of an executed notebook, in order.
 
@@ -88,29 +57,37 @@ def find_slides(notebook: Path) -> list[Slide]:
         notebook: an ``.ipynb`` file with outputs.
     """
     slides: list[Slide] = []
-    for output in _list_outputs(notebook):
-        data = output.content.get("data", {})
-        if "image/png" not in data:
-            continue
-        png = base64.b64decode("".join(data["image/png"]))
-        slug = re.sub(r"[^a-z0-9]+", "-", output.section.lower()).strip("-")[:48]
-        parts = (notebook.stem, f"{len(slides) + 1:02d}", slug)
-        name = "-".join(part for part in parts if part)
-        heading = " · ".join(part for part in (output.title, output.section) if part)
-        slides.append(Slide(name, heading, png, _find_words(output)))
+    # The title is that of the first level, the section that of the second.
+    headings = {"#": "", "##": ""}
+    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == "markdown":
+            for marks, heading in re.findall(
+                r"^(#{1,2}) +(.+?)(?: *[(][0-9]+ minutes?[)])?$",
+                "".join(cell["source"]),
+                re.MULTILINE,
+            ):
+                headings["##"] = ""
+                headings[marks] = heading
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            if "image/png" not in data or cell.get("id") in _LEFT_OUT:
+                continue
+            png = base64.b64decode("".join(data["image/png"]))
+            slug = re.sub(r"[^a-z0-9]+", "-", headings["##"].lower()).strip("-")[:48]
+            name = f"{notebook.stem}-{len(slides) + 1:02d}-{slug}".rstrip("-")
+            heading = " · ".join(filter(None, headings.values()))
+            slides.append(Slide(name, heading, png, _find_words(cell, output)))
     return slides
 
 
-def _find_words(output: _Output) -> tuple[str, ...]:
+def _find_words(cell: Mapping[str, Any], output: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the alternative text of a figure in lines, or what its cell printed."""
-    known = output.content.get("metadata", {}).get("image/png", {}).get("alt", "")
-    if known:
-        return tuple(part.strip() for part in re.split(r"; |(?<=[.]) ", known) if part.strip())
-    printed = []
-    for each in output.cell["outputs"]:
-        if each.get("name") == "stdout":
-            printed += "".join(each["text"]).splitlines()
-    return tuple(line.strip() for line in printed if line.strip())
+    known = output.get("metadata", {}).get("image/png", {}).get("alt", "")
+    lines = re.split(r"; |(?<=[.]) ", known)
+    if not known:
+        printed = [each for each in cell["outputs"] if each.get("name") == "stdout"]
+        lines = "".join("".join(each["text"]) for each in printed).splitlines()
+    return tuple(line.strip() for line in lines if line.strip())
 
 
 def write_slides(demo: Path, output: Path) -> list[Path]:
@@ -232,21 +209,13 @@ def _draw_page(slide: Slide) -> Figure:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the slides from a terminal; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tools.slides", description=__doc__)
-    parser.add_argument(
-        "--demo", metavar="DIR", type=Path, default=Path("runs/demo"), help="runs/demo"
-    )
-    parser.add_argument(
-        "--output", metavar="DIR", type=Path, default=Path("runs/slides"), help="runs/slides"
-    )
-    options = parser.parse_args(arguments)
-    try:
-        *pictures, pdf = write_slides(options.demo, options.output)
-    except ColabUtilsError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"{len(pictures)} slides in {options.output}, a page for each in {pdf}")
-    return 0
+    demo, output = parse_folders("slides", __doc__, arguments, output="runs/slides")
+
+    def write() -> str:
+        *pictures, pdf = write_slides(demo, output)
+        return f"{len(pictures)} slides in {output}, a page for each in {pdf}"
+
+    return print_result(write)
 
 
 if __name__ == "__main__":

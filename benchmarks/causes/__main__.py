@@ -10,12 +10,12 @@ meanwhile.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,12 +27,11 @@ import torch
 from benchmarks.causes.healthy import HEALTHY
 from benchmarks.causes.loop import run_loop
 from benchmarks.causes.planted import CAUSES
-from benchmarks.command import make_parser, run_to_end
+from benchmarks.command import Row, make_parser, run_to_end
 from colab_utils.diagnosis.cures import Cause
 from colab_utils.diagnosis.diagnose import diagnose
 from colab_utils.diagnosis.watch import WatchedLoader
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import write_file
 from colab_utils.show.report import make_table
 
 __all__ = ["main", "try_cause", "try_healthy"]
@@ -144,13 +143,13 @@ def load_cores(count: int) -> Iterator[None]:
             os.kill(other, signal.SIGKILL)
 
 
-def tabulate(rows: Sequence[dict[str, Any]]) -> str:
+def tabulate(rows: Sequence[Row]) -> str:
     """One row a loop."""
     table = [
         {key: row.get(key) for key in ("planted", "watch", "diagnose", "named", "advice fits")}
         for row in rows
     ]
-    return str(make_table(table)) if table else "nothing was tried"
+    return str(make_table(table))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -165,22 +164,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--names", nargs="+", help="only these, or healthy (all of them)")
     parser.add_argument("--load", type=int, default=0, help="other busy processes (%(default)s)")
     options = parser.parse_args(arguments)
-    rows: list[dict[str, Any]] = []
+    about = {"seconds": options.seconds, "load": options.load}
+    return run_to_end(measure(options), options.json, tabulate, **about)
+
+
+def measure(options: Namespace) -> Iterator[Row]:
+    """Yield what each loop shows."""
     names = options.names or [*CAUSES, *HEALTHY]
     if names == ["healthy"]:
         names = [*HEALTHY]
-
-    def measure() -> None:
-        torch.set_num_threads(1)
-        with load_cores(options.load):
-            for name in names:
-                row = (try_healthy if name in HEALTHY else try_cause)(name, seconds=options.seconds)
-                print(row, file=sys.stderr, flush=True)
-                rows.append(row)
-                content = {"seconds": options.seconds, "load": options.load, "rows": rows}
-                write_file(options.json, json.dumps(content, indent=1).encode())
-
-    return run_to_end(measure, lambda: tabulate(rows))
+    torch.set_num_threads(1)
+    with load_cores(options.load):
+        for name in names:
+            yield (try_healthy if name in HEALTHY else try_cause)(name, seconds=options.seconds)
 
 
 if __name__ == "__main__":
