@@ -107,7 +107,7 @@ FOUND = [
     ("json_tree", 5, 779),
     # A true in a polygon counted as 1.
     ("json_tree", 4, 1095),
-    # Repair left an annotation id of 10**30, and preprocess skipped its image.
+    # Repair left an annotation id of 10**30, which fits into no array.
     ("json_field", 7, 1010),
     # A number where polygons lie was a TypeError in repair.
     ("json_tree", 8, 3361),

@@ -118,11 +118,14 @@ def _expect(
 
 
 def _find_id(value: Any, row: int) -> int:
-    """Return the annotation's id; its row from 1 where that is no integer, as UUIDs are none."""
+    """Return the annotation's id; its row from 1 where that is no integer of 64 bits, as UUIDs are
+    none.
+    """
     try:
-        return _to_int(value)
+        number = _to_int(value)
     except (WrongDataError, ValueError):
         return row
+    return number if number.bit_length() < 64 else row
 
 
 def draw_mask(segmentation: Any, height: int, width: int) -> np.ndarray:
