@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from colab_utils.course.workspace import Workspace, ensure_dataset
 from colab_utils.data.archives import unpack_dataset
 from colab_utils.data.checks import check_dataset
 from colab_utils.data.coco import open_coco
@@ -369,25 +368,6 @@ def test_of_splits_with_equal_names_the_one_beside_the_json_is_taken(
     source = pack(tmp_path / "splits.zip", files)
     images, _ = unpack_dataset(source, ssd, f"{split}/_annotations.coco.json")
     assert {path.read_text() for path in images.glob("*.jpg")} == {split}
-
-
-def test_a_compression_that_python_does_not_know_is_told(export, ssd):
-    # The last entry of the listing is that of the JSON; 9 stands for Deflate64.
-    place = Path(export).read_bytes().rindex(b"PK\x01\x02") + 10
-    with open(export, "r+b") as file:
-        file.seek(place)
-        file.write(b"\x09")
-    with pytest.raises(ColabUtilsError, match=r"compression method is not supported.*zip -r"):
-        unpack_dataset(export, ssd)
-
-
-def test_another_archive_is_named_before_anything_else(tmp_path):
-    """IMAGES alone is enough to see that it is an archive."""
-    source = tmp_path / "export.tar.gz"
-    source.write_bytes(b"\x1f\x8b\x08")
-    workspace = Workspace.open(tmp_path / "drive", ssd=tmp_path / "ssd")
-    with pytest.raises(ColabUtilsError, match="it is a gzip file: unpack it first"):
-        ensure_dataset(workspace, images=str(source))
 
 
 # What is refused: the files of a zip by its name, made of images and their JSON, and the message.

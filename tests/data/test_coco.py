@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import sys
 from contextlib import suppress
 from typing import Any
@@ -590,46 +589,3 @@ def test_a_package_that_does_not_fit_is_no_fault_of_the_data(path, monkeypatch, 
     with pytest.raises(ColabUtilsError, match=r"cannot be imported .*restart it") as caught:
         read_coco(path)
     assert str(fault) in str(caught.value)
-
-
-# Words of other tools' JSON, which COCO files may use as well.
-WORDS = [
-    *("item", "slots", "shapes", "tags", "size", "coordinates", "regions", "features", "result"),
-    *("imagePath", "imgHeight", "data_row", "Labeled Data", "DataRow ID", "_via_img_metadata"),
-    *("polygonlabels", "brushlabels", "predicted_iou", "completed_by", "objects", "classTitle"),
-    *("x", "width", "name", "annotations", "images", "categories", "info", "frames", "attributes"),
-]
-
-
-def draw_object(rng, depth=3):
-    """Return an object whose keys and values are such words, some of them nested."""
-    choices = [lambda: rng.choice(WORDS), lambda: [rng.random()], lambda: None]
-    if depth:
-        choices.append(lambda: draw_object(rng, depth - 1))
-        choices.append(lambda: [draw_object(rng, depth - 1)])
-    return {name: rng.choice(choices)() for name in rng.sample(WORDS, rng.randint(0, 4))}
-
-
-def add_words(rng, entry, keys):
-    """Return an entry with more keys, in another order. Keys of COCO keep their values."""
-    items = [item for item in draw_object(rng).items() if item[0] not in keys]
-    items += entry.items()
-    rng.shuffle(items)
-    return dict(items)
-
-
-def test_no_word_makes_a_coco_file_that_of_another_tool(path):
-    for seed in range(200):
-        rng = random.Random(seed)
-        coco = make_coco()
-        keys = {"name", "width", *coco}
-        for section, entries in coco.items():
-            coco[section] = [add_words(rng, entry, keys) for entry in entries]
-        names = {2: rng.choice(WORDS), 90: rng.choice(WORDS)}
-        for category in coco["categories"]:
-            category["name"] = names[category["id"]]
-        dataset = read(path, add_words(rng, coco, keys))
-        assert {entry["id"]: entry["name"] for entry in dataset.categories} == names, seed
-        assert dataset.image_ids.tolist() == [7, 3], seed
-        [annotation] = dataset.annotations(0)
-        assert annotation["segmentation"] == [[0, 0, 4, 0, 4, 4]], seed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import runpy
@@ -16,7 +15,6 @@ from torchvision.ops import masks_to_boxes
 
 from colab_utils.data.checks import check_dataset
 from colab_utils.loading.coco_folder import CocoFolder
-from tests.pictures import save
 
 RECIPE = Path(__file__).parents[2] / "docs/recipes/masks_to_coco.py"
 convert_masks = runpy.run_path(str(RECIPE))["convert_masks"]
@@ -156,12 +154,10 @@ UNDERSTOOD = {
         AREAS,
     ),
     "transparent white": (make_transparent("RGBA", 255), AREAS[:1]),
-    "transparent black": (make_transparent("RGBA", 0), AREAS[:1]),
     "transparent palette": (
         add_palette(np.where(DISC, 1, 3).astype(np.uint8), transparency=3),
         1,
     ),
-    "counted": (draw_stripes(range(1, 301), np.uint16), 300),
     "spread over 16 bits": (
         draw_stripes(range(257, 257 * 30, 257), np.uint16),
         29,
@@ -187,18 +183,7 @@ def add_rim(ids, void, width=2):
     return np.where((np.array(drawn) > 0) & (ids == 0), void, ids.astype(np.int64))
 
 
-def blur(radius):
-    image = Image.fromarray((IDS > 0).astype(np.uint8) * 255)
-    return image.filter(ImageFilter.GaussianBlur(radius))
-
-
-def save_as_jpeg():
-    return Image.open(io.BytesIO(save(Image.fromarray(GREY), "JPEG")))
-
-
 RIM = add_rim(IDS, 255).astype(np.uint8)
-VOC = np.zeros((256, 3), np.uint8)
-VOC[[1, 2, 255]] = [[128, 0, 0], [192, 0, 128], [224, 224, 192]]
 ALPHA = Image.merge("LA", [Image.fromarray(GREY * 0), Image.fromarray(GREY)])
 REGIONS = np.where(ROWS < 32, 70, np.where(COLUMNS < 48, 80, 90)).astype(np.uint8)
 SOFT = r"0\.png.*soft edges.*threshold"
@@ -206,20 +191,12 @@ SOFT = r"0\.png.*soft edges.*threshold"
 # number of objects or their areas then.
 REFUSED = {
     "void of 8 bits": (RIM, r"255 beside.*=\(0, 255\)", {"background": (0, 255)}, AREAS),
-    "void of VOC": (
-        VOC[RIM],
-        "pixels without a label",
-        {"background": (0, 0xE0E0C0)},
-        AREAS,
-    ),
-    "blurred": (blur(1), SOFT, {"threshold": 127}, 1),
     "resized": (
         Image.fromarray(COLOURS[IDS]).resize((67, 45), Image.Resampling.BILINEAR),
         SOFT,
         {"threshold": 50},
         1,
     ),
-    "was a JPEG": (save_as_jpeg(), SOFT, {"threshold": 127}, AREAS[:1]),
     "a JPEG": (
         GREY,
         r"is a JPEG.*threshold=127",
