@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import numpy as np
@@ -233,16 +232,6 @@ DEFECTS = [
 
 def list_serious(report):
     return [problem.kind for problem in report.problems if not problem.effect.startswith("note")]
-
-
-@pytest.fixture
-def no_fork(monkeypatch):
-    """Images are looked at in a thread: to fork takes longer than a dozen of them."""
-    monkeypatch.setattr("colab_utils.processes.fork_pool", _start_threads)
-
-
-def _start_threads(workers, join, *shared):
-    return ThreadPoolExecutor(workers, initializer=join, initargs=shared)
 
 
 @pytest.mark.parametrize(("spoil", "kind", "serious", "kept"), DEFECTS)

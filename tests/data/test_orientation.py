@@ -17,6 +17,8 @@ from colab_utils.show.report import write_check
 from tests.coco_files import CocoFiles, count_problems
 from tests.pictures import make_exif
 
+pytestmark = pytest.mark.usefixtures("no_fork")
+
 LONG = 96
 SHORT = 64
 HALF_TURNS = (2, 3, 4)

@@ -13,6 +13,8 @@ from colab_utils.loading.dataset import ShardDataset
 from tests.coco_files import CocoFiles, make_object
 from tests.pictures import make_exif
 
+pytestmark = pytest.mark.usefixtures("no_fork")
+
 HEIGHT = 64
 WIDTH = 96
 SQUARE_PIXELS = 480
