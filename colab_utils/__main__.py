@@ -19,10 +19,15 @@ from typing import Any, NoReturn
 
 import colab_utils
 from colab_utils.drive import explain_write
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, escape, explain_os_error
+from colab_utils.errors import (
+    ColabUtilsError,
+    ColabUtilsWarning,
+    escape,
+    explain_limits,
+    explain_os_error,
+)
 from colab_utils.files import require_new, write_file
 from colab_utils.places import Place, open_place, require_local_path
-from colab_utils.processes import explain_limits
 from colab_utils.slow_drive import find_profile
 
 # The result goes to standard output in place of a file.
@@ -314,21 +319,12 @@ def diagnose(
         return colab_utils.diagnose(loader, EmulatedStep(step_ms), verify=verify)
 
 
-def preprocess(
-    images: Place,
-    annotations: Place,
-    shards: Place,
-    part: Any = None,
-    finish: bool = False,
-    max_bad: float = 0.01,
-    **settings: Any,
-) -> Any:
+def preprocess(finish: bool = False, **settings: Any) -> Any:
     """Write a COCO dataset as shards."""
     if finish:
-        return colab_utils.finish_shards(images, annotations, shards=shards, max_bad=max_bad)
-    return colab_utils.write_shards(
-        images, annotations, shards=shards, part=part, max_bad=max_bad, **settings
-    )
+        kept = settings.keys() & {"images", "annotations", "shards", "max_bad"}
+        return colab_utils.finish_shards(**{name: settings[name] for name in kept})
+    return colab_utils.write_shards(**settings)
 
 
 def verify(shards: Place) -> Any:

@@ -1,30 +1,23 @@
 """Google Drive as a mounted folder: what lies on it, and what to do when it fails."""
 
 import os
-import threading
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from errno import ECONNABORTED, EIO, ENODEV, ENOTCONN, ESTALE, ETIMEDOUT
-from functools import partial, wraps
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from colab_utils.errors import (
-    SHORTAGES,
     ColabUtilsError,
-    ColabUtilsWarning,
     UnavailableError,
+    explain_limits,
     explain_os_error,
 )
 from colab_utils.machine import COLAB_ROOT, is_colab
-from colab_utils.units import format_count
 
 # Seconds before each repetition, 81 in all. A single error is over at once, and one read in five
 # that fails must not hold up a loader; a burst of errors lasts seconds, and a remount a minute.
 RETRY_WAITS_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, *[5.0] * 15)
-# Before the first wait of so many seconds, a warning says that the same is tried again.
-_LONG_WAIT_S = 5.0
 # Error numbers that only a dead mount gives.
 _GONE = (ENOTCONN, ECONNABORTED)
 # Error numbers that a broken disk gives as well.
@@ -34,8 +27,6 @@ _DRIVE_KIND = "fuse.drive"
 _MOUNTS = Path("/proc/self/mounts")
 # Names of the folders in each mounted Drive, and older names of both.
 _DRIVE_FOLDERS = ("MyDrive", "My Drive", "Shareddrives", "Shared drives")
-_Result = TypeVar("_Result")
-_Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 class DriveLostError(UnavailableError):
@@ -188,11 +179,9 @@ def guard_drive(path: object) -> Iterator[None]:
         colab_utils.drive.DriveLostError: /content/drive/MyDrive/a.jpg cannot be read: Drive got ...
     """
     try:
-        yield
+        with explain_limits():
+            yield
     except OSError as error:
-        if error.errno in SHORTAGES:
-            reason = explain_os_error(error, "")
-            raise UnavailableError(f"A limit of the system is reached: {reason}") from None
         is_suspect = error.errno in _GONE_ON_DRIVE and is_on_drive(path)
         if error.errno not in _GONE and not is_suspect:
             raise
@@ -225,135 +214,3 @@ def explain_write(folder: object) -> Iterator[None]:
         raise ColabUtilsError(
             f"Writing into {folder} failed: {reason} Then run the same again: it continues there."
         ) from None
-
-
-class Retries:
-    """Repeat calls that fail on Drive for 81 seconds, after waits that double up to 5 seconds.
-
-    Several threads may share one object. A call that was given up is not repeated by a caller that
-    repeats its own calls.
-
-    Args:
-        stop: Event that ends all waits once it is set. A call that fails after that is not
-            repeated. Default: a new event.
-        is_patient: Whether a call is repeated at all. Default: True.
-
-    Attributes:
-        count: Number of repetitions so far, of all calls.
-        on_failure: Function that you may set. It is called before each repetition.
-        trusts_absence: Whether a file that seems to be missing is not looked for again.
-
-    Example:
-        >>> retries = Retries()
-        >>> retries.run(lambda: "read"), retries.count
-        ('read', 0)
-    """
-
-    def __init__(self, stop: Any = None, is_patient: bool = True) -> None:
-        self.is_patient = is_patient
-        self.count = 0
-        self._place = ""
-        self._is_announced = False
-        self.on_failure: Callable[[], object] | None = None
-        self.stop = stop or threading.Event()
-        self.trusts_absence = False
-
-    def run(self, call: Callable[[], _Result]) -> _Result:
-        """Return the result of ``call``, which is repeated while it raises a `DriveLostError` that
-        may pass. Before the first long wait, a warning says so.
-
-        Raises:
-            DriveLostError: Every attempt failed. Other errors are raised at once.
-        """
-        waits_s = iter(RETRY_WAITS_S if self.is_patient else ())
-        while True:
-            try:
-                return call()
-            except DriveLostError as error:
-                wait_s = next(waits_s, None)
-                if wait_s is None:
-                    # A caller that repeats its own calls would wait for as long again, each time.
-                    error.may_pass = False
-                    raise
-                if self.stop.is_set() or not error.may_pass:
-                    raise
-                self.count += 1
-                self._place = error.place
-                if wait_s >= _LONG_WAIT_S and not self._is_announced:
-                    self._is_announced = True
-                    warnings.warn(
-                        f"{self._place} fails, and is tried again for more than a minute",
-                        ColabUtilsWarning,
-                        stacklevel=3,
-                    )
-                if self.on_failure is not None:
-                    self.on_failure()
-                self.stop.wait(wait_s)
-
-    def run_listed(self, path: Any, call: Callable[[], _Result]) -> _Result:
-        """Return the result of ``call``, which reads a file that should be there.
-
-        If the file seems to be missing, `find_again` looks for it.
-        """
-        try:
-            return call()
-        except FileNotFoundError:
-            if not self.find_again([path]):
-                raise
-        return call()
-
-    def find_again(self, paths: Sequence[Any]) -> bool:
-        """Look again for files that seem to be missing; return whether one is there after all.
-
-        At times, Drive does not show a file for a while. So this method lists the files' folders,
-        which makes Drive look again. It checks all missing files together, after the same growing
-        waits as `run`. If a file is still missing after the last wait, later calls check
-        their files only once. Files that are not on Drive are always checked only once.
-
-        Example:
-            >>> Retries().find_again([Path("/tmp/no/such/file")])
-            False
-        """
-        missing = set(paths)
-        for wait_s in (0, *RETRY_WAITS_S):
-            self.stop.wait(wait_s)
-            missing = {path for path in missing if _is_absent(path)}
-            if self.trusts_absence or not missing or not is_on_drive(min(missing)):
-                break
-            if not wait_s:
-                warnings.warn(
-                    f"Drive does not show {len(missing):,} of the files that are listed, such as "
-                    f"{min(missing)}. It is asked again for a minute or two.",
-                    ColabUtilsWarning,
-                    stacklevel=3,
-                )
-            for folder in {path.parent for path in missing}:
-                with suppress(OSError):
-                    os.listdir(folder)
-        self.trusts_absence = bool(missing)
-        return missing != set(paths)
-
-    def __str__(self) -> str:
-        if not self.count:
-            return ""
-        return f"{self._place} failed {format_count(self.count, 'time')} and was tried again"
-
-
-def try_again(call: _Call) -> _Call:
-    """Let a method of a store take a name in place of a path, and try it again while it fails."""
-
-    @wraps(call)
-    def run(store: Any, name: Any = "", *arguments: Any, **options: Any) -> Any:
-        path = store.locate(name)
-        return store.attempt(path, partial(call, store, path, *arguments, **options))
-
-    return cast(_Call, run)
-
-
-def _is_absent(path: Any) -> bool:
-    """Return whether a file cannot be opened. Drive may list a file that cannot be opened."""
-    # The system opens no URL. A server, unlike Drive, gives the same answer every time.
-    with suppress(OSError, TypeError):
-        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
-        return os.path.isdir(path)
-    return True

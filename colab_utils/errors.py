@@ -4,7 +4,9 @@ Every error that a user can cause is a `ColabUtilsError`.
 """
 
 import re
-from errno import EMFILE, ENFILE, ENOMEM, errorcode
+from collections.abc import Iterator
+from contextlib import contextmanager
+from errno import EAGAIN, EMFILE, ENFILE, ENOMEM, errorcode
 
 # Control characters, characters that break a line or change the direction of text, spaces that look
 # like the usual one, and surrogates, which are halves of characters.
@@ -158,3 +160,28 @@ def explain_os_error(error: Exception, cure: str) -> str:
     reason = getattr(error, "strerror", None) or error
     name = errorcode.get(getattr(error, "errno", 0), "")
     return f"{reason}. {_CURES.get(name, cure)}"
+
+
+@contextmanager
+def explain_limits() -> Iterator[None]:
+    """Explain the error if the block can start no more processes or threads, or open no more files.
+
+    Raises:
+        UnavailableError: a limit of the system is reached; the message says what to do.
+
+    Example:
+        >>> with explain_limits():
+        ...     raise RuntimeError("can't start new thread")
+        Traceback (most recent call last):
+        colab_utils.errors.UnavailableError: A limit of the system is reached: can't ...
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        cause: Exception = error
+        if str(error) == "can't start new thread":
+            cause = BlockingIOError(EAGAIN, str(error))
+        if getattr(cause, "errno", None) not in (EAGAIN, *SHORTAGES):
+            raise
+        reason = explain_os_error(cause, "")
+        raise UnavailableError(f"A limit of the system is reached: {reason}") from None

@@ -10,23 +10,26 @@ import io
 import os
 import stat
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from time import perf_counter
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import xxhash
 
-from colab_utils.drive import DriveLostError, Retries, guard_drive, try_again
-from colab_utils.errors import ColabUtilsError
+from colab_utils import drive
+from colab_utils.drive import DriveLostError, guard_drive
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.machine import find_host, require_linux, require_space
 from colab_utils.places import Place, PlaceLike, find_server, open_place
 from colab_utils.slow_drive import find_profile, wait_as_drive
-from colab_utils.units import format_bytes
+from colab_utils.units import format_bytes, format_count
 
 _Result = TypeVar("_Result")
+_Call = TypeVar("_Call", bound=Callable[..., Any])
 
 MOST_BYTES = 4e8
 """Bytes of the largest file that is read as a whole, by default: no photo is larger."""
@@ -35,30 +38,8 @@ _PIECE_BYTES = 1 << 20
 _BLOCK_BYTES = 8 << 20
 # Times that a file is read which cannot be parsed.
 _MOST_READS = 10
-
-
-def open_file(path: str | Path, *, most_bytes: float = MOST_BYTES) -> BinaryIO:
-    """Open a file of this machine, without waiting for the writer of a named pipe.
-
-    Raises:
-        ColabUtilsError: the path is a named pipe or a device, or the file has more than
-            ``most_bytes``.
-        OSError: any other error, as Python raised it.
-
-    Example:
-        >>> open_file("/dev/zero")
-        Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: /dev/zero is a device or a pipe, not a file. ...
-    """
-    status = os.stat(path)
-    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
-        raise ColabUtilsError(f"{path} is a device or a pipe, not a file. Put a file there.")
-    if status.st_size > most_bytes:
-        raise ColabUtilsError(
-            f"The file {path} has {format_bytes(status.st_size)}, and at most "
-            f"{format_bytes(most_bytes)} can be read. Split the file, or save it smaller."
-        )
-    return open(path, "rb", opener=_open_at_once)
+# Before the first wait of so many seconds, a warning says that the same is tried again.
+_LONG_WAIT_S = 5.0
 
 
 def _open_at_once(path: str, flags: int) -> int:
@@ -79,17 +60,29 @@ def read_file(path: PlaceLike) -> bytes:
 def read_whole(path: str | Path, *, most_bytes: float = MOST_BYTES) -> bytes:
     """Read a whole file once, at full speed even in a slowed folder.
 
+    The writer of a named pipe is not waited for.
+
     Raises:
-        ColabUtilsError: the path is not a file, or the file is too large: see `open_file`.
+        ColabUtilsError: the path is a named pipe or a device, or the file has more than
+            ``most_bytes``.
         DriveLostError: fewer bytes came than the file holds, which itself may be complete.
         OSError: any other error, as Python raised it.
 
     Example:
-        >>> read_whole(__file__) == read_file(__file__)
-        True
+        >>> read_whole("/dev/zero")
+        Traceback (most recent call last):
+        colab_utils.errors.ColabUtilsError: /dev/zero is a device or a pipe, not a file. ...
     """
-    with open_file(path, most_bytes=most_bytes) as file:
-        size = os.fstat(file.fileno()).st_size
+    with open(path, "rb", opener=_open_at_once) as file:
+        status = os.fstat(file.fileno())
+        size = status.st_size
+        if not stat.S_ISREG(status.st_mode):
+            raise ColabUtilsError(f"{path} is a device or a pipe, not a file. Put a file there.")
+        if size > most_bytes:
+            raise ColabUtilsError(
+                f"The file {path} has {format_bytes(size)}, and at most "
+                f"{format_bytes(most_bytes)} can be read. Split the file, or save it smaller."
+            )
         content = file.read()
     if len(content) < size:
         raise DriveLostError(
@@ -115,19 +108,33 @@ def parse_file(
         >>> parse_file("a.txt", lambda: next(contents), int)
         5
     """
-    content = read()
+    before = None
     for _ in range(_MOST_READS):
+        content = read()
         try:
             return parse(content)
         except Exception:
-            again = read()
-            if again == content:
+            if content == before:
                 raise
-            content = again
+        before = content
     raise DriveLostError(
         f"{path} was read {_MOST_READS} times, and each time different bytes came: Drive fails. "
         "Run the same again later: what is done is safe."
     )
+
+
+class _Descriptor:
+    """A file that the system has opened. It is closed when no thread uses it any more."""
+
+    number = -1
+
+    def __init__(self, path: Any) -> None:
+        self.number = _open_at_once(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        # On a lost mount, `os.close` raises an error, but the descriptor is closed.
+        with suppress(OSError):
+            os.close(self.number)
 
 
 class PieceFile(io.IOBase):
@@ -150,23 +157,17 @@ class PieceFile(io.IOBase):
         OSError: any other error, such as a missing file, as Python raised it.
     """
 
-    def __init__(self, path: Any, store: Any) -> None:
-        # The last descriptor is read; -1 is none. The others belong to a mount that was lost.
-        self._descriptors = [-1]
-        # The descriptor with which a read failed last.
-        self._lost = -1
+    def __init__(self, path: Any, store: "Store") -> None:
         self.path = path
         self.profile = find_profile(path)
         self._store = store
+        self._opened: _Descriptor | None = None
         # Where the last read ended: a read that starts there does not wait for an opening.
         self._next: int | None = None
 
     def close(self) -> None:
         """Close the file. A second call does nothing."""
-        while self._descriptors:
-            # On a lost mount, `os.close` raises an error, but the descriptor is closed.
-            with suppress(OSError):
-                os.close(self._descriptors.pop())
+        self._opened = None
         super().close()
 
     def pread(self, n: int, offset: int) -> bytes:
@@ -179,63 +180,37 @@ class PieceFile(io.IOBase):
 
         Return the number of bytes read. It is smaller than the buffer only at the end of the file.
         """
+        fill = partial(self._fill, memoryview(buffer).cast("B"), offset)
+        return self._store.attempt_listed(self.path, fill)
+
+    def find_size(self) -> int:
+        """Return the size of the file in bytes."""
+        return self._store.attempt_listed(self.path, lambda: self.path.stat().st_size)
+
+    def _fill(self, view: memoryview, offset: int) -> int:
         started = perf_counter()
-        view = memoryview(buffer).cast("B")
         count = 0
         while count < len(view):
             # A network folder may return fewer bytes than asked for.
-            came = self._run(partial(self._read_some, view[count:], offset + count))
+            came = self._read_some(view[count:], offset + count)
             if not came:
                 break
             count += came
         place = None if offset == self._next else offset
-        self._run(partial(wait_as_drive, self.profile, self.path, place, count, started))
+        wait_as_drive(self.profile, self.path, place, count, started)
         self._next = offset + count
         return count
 
-    def find_size(self) -> int:
-        """Return the size of the file in bytes."""
-        return self._run(lambda: self.path.stat().st_size)
-
-    def _run(self, call: Callable[[], _Result]) -> _Result:
-        attempt: Callable[[], _Result] = partial(self._store.attempt, self.path, call)
-        return self._store.retries.run_listed(self.path, attempt)
-
     def _read_some(self, view: memoryview, offset: int) -> int:
         """Read bytes into the buffer; return their number, which is 0 at the end of the file."""
-        if self._descriptors[-1] == self._lost:
-            # After a remount, the old descriptor still belongs to the lost mount.
-            opened = _open_at_once(self.path, os.O_RDONLY)
-            if self._descriptors[-1] == self._lost:
-                self._descriptors.append(opened)
-            else:
-                # Another thread has opened the file meanwhile.
-                os.close(opened)
-        descriptor = self._descriptors[-1]
+        opened = self._opened or _Descriptor(self.path)
+        self._opened = opened
         try:
-            return os.preadv(descriptor, [view], offset)
+            return os.preadv(opened.number, [view], offset)
         except OSError:
-            self._lost = descriptor
+            # After a remount, this descriptor still belongs to the lost mount.
+            self._opened = None
             raise
-
-
-class UrlFile(PieceFile):
-    """A file at a URL that is read in pieces. Its server must send parts of files."""
-
-    def __init__(self, path: Place, store: Any) -> None:
-        super().__init__(path, store)
-        self._size: int = store.find_size(path)
-
-    def find_size(self) -> int:
-        """Return the size of the file when it was opened."""
-        return self._size
-
-    def _read_some(self, view: memoryview, offset: int) -> int:
-        # Some servers refuse a request that goes beyond the end of the file.
-        count = min(len(view), self._size - offset)
-        content = self._store.read_range(self.path, offset, count) if count > 0 else b""
-        view[: len(content)] = content
-        return len(content)
 
 
 def name_temporary(path: Path) -> Path:
@@ -335,44 +310,146 @@ def drop_cached(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def try_again(call: _Call) -> _Call:
+    """Let a method of a store take a name in place of a path, and try it again while it fails."""
+
+    @wraps(call)
+    def run(store: Any, name: Any = "", *arguments: Any, **options: Any) -> Any:
+        path = store.locate(name)
+        return store.attempt(path, partial(call, store, path, *arguments, **options))
+
+    return cast(_Call, run)
+
+
 class Store:
     """The files of a folder of this machine or of a mounted Drive, by name. `open_store` opens it.
 
-    While Drive fails, each call is tried again, after growing waits. Threads may share a store. A
-    copy in another process opens the folder anew.
+    While Drive fails, each call is tried again for 81 seconds, after waits that double up to 5
+    seconds. Threads may share a store. A copy in another process opens the folder anew.
 
     A name is that of a file in the folder. The place of a file, as `find_file` returns it, counts
     as a name, too.
 
     Args:
         place: The folder, which need not exist.
-        stop: Event that ends all waits. Default: a new event.
-        is_patient: Whether a call that fails is tried again, for 81 seconds. Default: True.
+        stop: Event that ends all waits. A call that fails after that is not repeated. Default: a
+            new event.
+        is_patient: Whether a call that fails is tried again. Default: True.
 
     Attributes:
-        retries: Counts what was tried again. It has the event ``stop``.
+        failures: Number of calls that failed and were tried again.
+        on_failure: Function that you may set. It is called before each repetition.
+        trusts_absence: Whether a file that seems to be missing is not looked for again.
         guard: Turns errors into those of this package.
+        pieces: The class of a file that is read in pieces.
 
     Each method raises:
-        DriveLostError: Drive or the server failed until the last try.
+        DriveLostError: Drive or the server failed until the last try. A caller that repeats its own
+            calls does not repeat this one.
         UnavailableError: The server refuses; or this machine has too little memory, or too many
             open files.
         OSError: Any other error, as Python raised it.
     """
 
     guard: Any = staticmethod(guard_drive)
+    pieces: Any = PieceFile
 
     def __init__(self, place: Any, stop: Any = None, is_patient: bool = True) -> None:
         self.place = place
-        self.retries = Retries(stop, is_patient)
+        self.stop = stop or threading.Event()
+        self.is_patient = is_patient
+        self.failures = 0
+        self.on_failure: Callable[[], object] | None = None
+        self.trusts_absence = False
+        self._failed = ""
+        self._is_announced = False
 
     def __reduce__(self) -> Any:
-        return open_store, (self.place, None, self.retries.is_patient)
+        return open_store, (self.place, None, self.is_patient)
+
+    def run(self, call: Callable[[], _Result]) -> _Result:
+        """Return the result of ``call``, which is repeated while it raises a `DriveLostError` that
+        may pass. Before the first long wait, a warning says so.
+        """
+        waits_s = iter(drive.RETRY_WAITS_S if self.is_patient else ())
+        while True:
+            try:
+                return call()
+            except DriveLostError as error:
+                wait_s = next(waits_s, None)
+                if wait_s is None:
+                    # A caller that repeats its own calls would wait for as long again, each time.
+                    error.may_pass = False
+                    raise
+                if self.stop.is_set() or not error.may_pass:
+                    raise
+                self.failures += 1
+                self._failed = error.place
+                if wait_s >= _LONG_WAIT_S and not self._is_announced:
+                    self._is_announced = True
+                    warnings.warn(
+                        f"{error.place} fails, and is tried again for more than a minute",
+                        ColabUtilsWarning,
+                        stacklevel=3,
+                    )
+                if self.on_failure is not None:
+                    self.on_failure()
+                self.stop.wait(wait_s)
 
     def attempt(self, path: Place, call: Callable[[], _Result]) -> _Result:
         """Return the result of ``call``, which is tried again while Drive or the server fails."""
         guarded: Callable[[], _Result] = self.guard(path)(call)
-        return self.retries.run(guarded)
+        return self.run(guarded)
+
+    def attempt_listed(self, path: Place, call: Callable[[], _Result]) -> _Result:
+        """Return the result of ``call``, which reads a file that should be there.
+
+        If the file seems to be missing, `find_again` looks for it.
+        """
+        try:
+            return self.attempt(path, call)
+        except FileNotFoundError:
+            if not self.find_again([path]):
+                raise
+        return self.attempt(path, call)
+
+    def find_again(self, names: Iterable[str | Place]) -> bool:
+        """Look again for files that seem to be missing; return whether one is there after all.
+
+        At times, Drive does not show a file for a while. So this method lists the files' folders,
+        which makes Drive look again. It checks all missing files together, after the same growing
+        waits as `run`. If a file is still missing after the last wait, later calls check
+        their files only once. Files that are not on Drive are always checked only once.
+
+        Example:
+            >>> open_store("/tmp").find_again(["no/such/file"])
+            False
+        """
+        paths = {self.locate(name) for name in names}
+        missing = paths
+        for wait_s in (0, *drive.RETRY_WAITS_S):
+            self.stop.wait(wait_s)
+            missing = {path for path in missing if _is_absent(path)}
+            if self.trusts_absence or not missing or not drive.is_on_drive(min(missing)):
+                break
+            if not wait_s:
+                warnings.warn(
+                    f"Drive does not show {len(missing):,} of the files that are listed, such as "
+                    f"{min(missing)}. It is asked again for a minute or two.",
+                    ColabUtilsWarning,
+                    stacklevel=3,
+                )
+            for folder in {path.parent for path in missing}:
+                with suppress(OSError):
+                    os.listdir(folder)
+        self.trusts_absence = bool(missing)
+        return missing != paths
+
+    def tell_failures(self) -> str:
+        """Say how often calls failed; "" if none did."""
+        if not self.failures:
+            return ""
+        return f"{self._failed} failed {format_count(self.failures, 'time')} and was tried again"
 
     def locate(self, name: str | Place) -> Any:
         """Return the place of a file."""
@@ -388,7 +465,7 @@ class Store:
         unless it is read ``at_full_speed``.
 
         Raises:
-            ColabUtilsError: It is not a file, or the file is too large: see `open_file`.
+            ColabUtilsError: It is not a file, or the file is too large: see `read_whole`.
         """
         started = perf_counter()
         content = read_whole(name, most_bytes=most_bytes)
@@ -398,13 +475,13 @@ class Store:
 
     def read_listed(self, name: str | Place) -> bytes:
         """Read a file that should be there: if Drive does not show it, it is looked for again."""
-        return self.retries.run_listed(self.locate(name), partial(self.read, name))
+        return self.attempt_listed(self.locate(name), partial(self.read, name))
 
     def open(self, name: str | Place) -> PieceFile:
         """Open a file to read it in pieces. A request to a server has the size of the buffer."""
         require_linux("read files in pieces")
-        kind = UrlFile if find_server(self.place) else PieceFile
-        return kind(self.locate(name), self)
+        file: PieceFile = self.pieces(self.locate(name), self)
+        return file
 
     def hash(self, name: str | Place) -> tuple[int, str]:
         """Return the size of a file in bytes, and its XXH3-64 checksum in hexadecimal."""
@@ -507,13 +584,6 @@ class Store:
         with suppress(OSError, AttributeError):
             self.place.rmdir()
 
-    def find_again(self, names: Iterable[str | Place]) -> bool:
-        """Look again for files that seem to be missing, and return whether one is there after all.
-
-        At times, Drive does not show a file for a while.
-        """
-        return self.retries.find_again([self.locate(name) for name in names])
-
     def require_room(self, needed: float, cure: str) -> None:
         """Raise an error if the disk has less free space than ``needed`` bytes.
 
@@ -531,12 +601,19 @@ def open_store(place: PlaceLike, stop: Any = None, is_patient: bool = True) -> S
         []
     """
     opened = open_place(place) if isinstance(place, str) else place
-    if not find_server(opened):
-        return Store(opened, stop, is_patient)
-    # This module loads fsspec, which most people do not use.
-    from colab_utils.urls import UrlMethods
+    kind = Store
+    if find_server(opened):
+        # This module loads fsspec, which few people use.
+        from colab_utils.urls import UrlStore
 
-    class UrlStore(UrlMethods, Store):
-        """The files of a folder at a URL."""
+        kind = UrlStore
+    return kind(opened, stop, is_patient)
 
-    return UrlStore(opened, stop, is_patient)
+
+def _is_absent(path: Any) -> bool:
+    """Return whether a file cannot be opened. Drive may list a file that cannot be opened."""
+    # The system opens no URL. A server, unlike Drive, gives the same answer every time.
+    with suppress(OSError, TypeError):
+        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+        return os.path.isdir(path)
+    return True

@@ -74,10 +74,6 @@ class UrlPath:
         """Return the folder that holds this file or folder."""
         return UrlPath(self.url.rpartition("/")[0])
 
-    def with_suffix(self, suffix: str) -> "UrlPath":
-        """Return the path with another suffix, such as ".json"."""
-        return self.parent / PurePosixPath(self.name).with_suffix(suffix).name
-
     def absolute(self) -> "UrlPath":
         """Return this path: a URL is always absolute."""
         return self

@@ -2,7 +2,6 @@
 jobs on processes.
 """
 
-import errno
 import gc
 import mmap
 import multiprocessing
@@ -30,7 +29,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from colab_utils.errors import SHORTAGES, ColabUtilsError, explain_os_error
+from colab_utils.errors import ColabUtilsError, explain_limits, explain_os_error
 from colab_utils.machine import require_linux
 
 # Seconds that `pop_done` waits at most. Ctrl-C may be delayed for this time.
@@ -80,35 +79,6 @@ def end_process(process: Any, wait_s: float = 5.0) -> None:
     process.join(wait_s)
     if process.exitcode is None:
         vars(multiprocessing.process)["_children"].discard(process)
-
-
-# Error numbers that mean: the system starts no more processes or threads, or opens no more files.
-_LIMITS = (errno.EAGAIN, *SHORTAGES)
-
-
-@contextmanager
-def explain_limits() -> Iterator[None]:
-    """Explain the error if the block can start no more processes or threads, or open no more files.
-
-    Raises:
-        ColabUtilsError: a limit of the system is reached; the message says what to do.
-
-    Example:
-        >>> with explain_limits():
-        ...     raise RuntimeError("can't start new thread")
-        Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: A limit of the system is reached: can't ...
-    """
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        cause: Exception = error
-        if str(error) == "can't start new thread":
-            cause = BlockingIOError(errno.EAGAIN, str(error))
-        if getattr(cause, "errno", None) not in _LIMITS:
-            raise
-        reason = explain_os_error(cause, "")
-        raise ColabUtilsError(f"A limit of the system is reached: {reason}") from None
 
 
 class ThreadPool(ThreadPoolExecutor):
@@ -178,11 +148,9 @@ def explain_shared_memory() -> Iterator[None]:
         ColabUtilsError: the block failed; the message says what to do.
     """
     try:
-        yield
+        with explain_limits():
+            yield
     except OSError as error:
-        if error.errno in SHORTAGES:
-            with explain_limits():
-                raise
         reason = explain_os_error(error, "Make it writable.")
         raise ColabUtilsError(
             f"Locks for processes cannot be made in /dev/shm: {reason} In Docker, --shm-size makes "

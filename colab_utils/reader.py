@@ -39,18 +39,17 @@ _FILES_A_STREAM = 16
 _GIVE_UP_S = 300.0
 
 
-class Reading:
-    """One file that was asked for: see `Reader.ask`.
+class Reading(Future[Any]):
+    """One file that was asked for: see `Reader.ask`. To get its content, call `take`.
 
     Attributes:
         name: the name of the file, as it was asked for.
-        content: a future of the file's content. To get the content, call `take`.
     """
 
     def __init__(self, reader: "Reader", name: Any) -> None:
+        super().__init__()
         self.name = name
         self._reader = reader
-        self.content: Future[Any] = Future()
 
     def take(self) -> Any:
         """Return the content of the file. If it is not read yet, wait for it.
@@ -64,13 +63,13 @@ class Reading:
         """
         self._reader._hurry(self)
         try:
-            if not wait([self.content], _GIVE_UP_S).done:
+            if not wait([self], _GIVE_UP_S).done:
                 raise UnavailableError(
                     f"A file of {self._reader._store.place} did not come within {_GIVE_UP_S:.0f} "
                     "seconds. Mount that folder again, or restart the session. Then run the same "
                     "again: what is done is safe."
                 )
-            return self.content.result()
+            return self.result()
         finally:
             self._reader._drop([self])
 
@@ -127,7 +126,7 @@ class Reader:
         self._read = read
         self._store = store
         # A reader before this one may have left its own function there.
-        store.retries.on_failure = self._refuse if self._is_auto else None
+        store.on_failure = self._refuse if self._is_auto else None
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
         # The readings that no stream has begun yet, in order. It serves as an ordered set.
@@ -188,13 +187,13 @@ class Reader:
         Close this generator. If reads are under way then, because of an error or Ctrl-C, the
         store's waits end, and these reads are waited for, for ``patience_s`` at most.
         """
-        pending = {reading.content for reading in self.ask(names)}
+        pending: set[Future[Any]] = set(self.ask(names))
         try:
             while pending:
-                yield [content.result() for content in pop_done(pending)]
+                yield [reading.result() for reading in pop_done(pending)]
         finally:
             if pending:
-                self._store.retries.stop.set()
+                self._store.stop.set()
                 wait(pending, patience_s)
 
     def prefetch(self, names: Iterable[Hashable]) -> None:
@@ -218,12 +217,12 @@ class Reader:
             DriveLostError: Drive failed, and went on failing for 81 seconds.
             Exception: what ``read`` raised.
         """
-        if not self.is_ahead(name):
+        readings = self._ahead.pop(name, None)
+        if readings is None:
             return self._read(name)
-        readings = self._ahead[name]
         reading = readings.popleft()
-        if not readings:
-            del self._ahead[name]
+        if readings:
+            self._ahead[name] = readings
         return reading.take()
 
     def forget(self, names: Iterable[Hashable] | None = None) -> None:
@@ -278,11 +277,11 @@ class Reader:
                 content = self._read(reading.name)
             except BaseException as error:
                 self._finish(reading, 0)
-                reading.content.set_exception(error)
+                reading.set_exception(error)
             else:
                 count = len(content) if isinstance(content, bytes | bytearray) else 0
                 self._finish(reading, count)
-                reading.content.set_result(content)
+                reading.set_result(content)
 
     def _refuse(self) -> None:
         with self._lock:

@@ -3,7 +3,6 @@
 import importlib
 import math
 import numbers
-import operator
 import re
 from collections.abc import Collection
 from typing import Any
@@ -36,7 +35,7 @@ def require_choice(name: str, value: Any, choices: Collection[Any]) -> None:
         )
 
 
-def require_count(name: str, value: Any, *, minimum: int = 1, maximum: int | None = None) -> int:
+def require_count(name: str, value: Any, *, minimum: int = 1, maximum: float = math.inf) -> int:
     """Return a whole number of Python or numpy as an ``int``, and refuse any other value.
 
     Raises:
@@ -60,36 +59,28 @@ def require_number(
     name: str,
     value: Any,
     *,
-    above: float | None = None,
-    minimum: float | None = None,
-    maximum: float | None = None,
-    below: float | None = None,
+    above: float = -math.inf,
+    minimum: float = -math.inf,
+    maximum: float = math.inf,
 ) -> float:
     """Return a number of Python or numpy as an ``int`` or ``float``, and refuse any other value.
 
-    Infinity is accepted if there is no upper bound.
-
     Raises:
-        ColabUtilsError: The value is not a number, or it is out of range.
+        ColabUtilsError: The value is not a finite number, or it is out of range.
 
     Example:
-        >>> require_number("shard_mb", 128, above=0, below=math.inf)
+        >>> require_number("shard_mb", 128, above=0)
         128
         >>> require_number("max_bad", 2, minimum=0, maximum=1)
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: expected max_bad of 0 or more and of 1 or less, ...
     """
-    limits = (
-        ("over {:,}", above, operator.gt),
-        ("of {:,} or more", minimum, operator.ge),
-        ("of {:,} or less", maximum, operator.le),
-        ("finite" if below == math.inf else "below {:,}", below, operator.lt),
-    )
-    given = [(words, limit, holds) for words, limit, holds in limits if limit is not None]
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    is_within = is_number and all(holds(value, limit) for _, limit, holds in given)
-    if not is_within or math.isnan(value):
-        wanted = " and ".join(words.format(limit) for words, limit, _ in given) or "as a number"
+    # No comparison with NaN is true.
+    if not is_number or not (above < value < math.inf and minimum <= value <= maximum):
+        limits = {"over {:,}": above, "of {:,} or more": minimum, "of {:,} or less": maximum}
+        given = [words.format(limit) for words, limit in limits.items() if abs(limit) < math.inf]
+        wanted = " and ".join(given) or "as a number"
         raise ColabUtilsError(f"expected {name} {wanted}, found {value!r}. Pass another number.")
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
@@ -113,7 +104,7 @@ def require_seconds(name: str, value: Any) -> float:
             )
         amounts = zip(match.groups("0"), _UNITS_S, strict=True)
         value = sum(float(amount) * unit_s for amount, unit_s in amounts)
-    return require_number(name, value, above=0, below=math.inf)
+    return require_number(name, value, above=0)
 
 
 def require_max_bad(value: Any) -> float:
@@ -143,11 +134,14 @@ def require_part(value: Any) -> tuple[int, int] | None:
     """
     if value is None:
         return None
-    if isinstance(value, list | tuple) and len(value) == 2:
+    try:
         number, parts = value
-        parts = require_count("n of part=(i, n)", parts)
-        return require_count("i of part=(i, n)", number, maximum=parts), parts
-    raise ColabUtilsError(f"part is {_describe(value)}. Pass (i, n), such as (3, 16).")
+    except (TypeError, ValueError):
+        raise ColabUtilsError(
+            f"part is {_describe(value)}. Pass (i, n), such as (3, 16)."
+        ) from None
+    parts = require_count("n of part=(i, n)", parts)
+    return require_count("i of part=(i, n)", number, maximum=parts), parts
 
 
 def require_packages(*names: str) -> None:

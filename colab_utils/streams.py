@@ -37,9 +37,8 @@ class StreamTuner:
     The number is doubled as long as this makes files come faster by at least a tenth. If it does
     not, the tuner returns to the last good number, and tries a larger one later. If the folder
     refuses a read during a trial, the tuner returns to the last good number, too. If the folder
-    refuses a read at another time, the number is halved. The next trial after a refusal takes the
-    middle between the current number and the refused one. The method is TCP's slow start
-    (RFC 5681), with files per second in place of acknowledgements.
+    refuses a read at another time, the number is halved. The method is TCP's slow start (RFC 5681),
+    with files per second in place of acknowledgements.
 
     Args:
         streams: First number of files to read at the same time.
@@ -62,8 +61,6 @@ class StreamTuner:
         self._most_streams = most_streams
         self.files_per_s = 0.0
         self._accepted = streams
-        # The number of streams that was refused last; None once the refusal is forgotten.
-        self._refused: int | None = None
         self._patience = 0
         self._ignored = 0
         self._is_trial = False
@@ -102,14 +99,9 @@ class StreamTuner:
             self._ignored -= 1
             return
         self._ignored = self.streams
-        self._refused = self.streams
-        if self._is_trial:
-            self.streams = self._accepted
-        else:
-            self.streams = max(1, self.streams // 2)
-            self._accepted = self.streams
-        self._is_trial = False
-        self._patience = 0
+        if not self._is_trial:
+            self._accepted = max(1, self.streams // 2)
+        self._give_up()
         self._restart()
 
     def _restart(self) -> None:
@@ -122,33 +114,20 @@ class StreamTuner:
     def _end_window(self, rate: float) -> None:
         """Choose the next number of streams from the files per second of the window that ended."""
         if self._is_trial and rate < _GAIN * self.files_per_s:
-            self.streams = self._accepted
-            self._is_trial = False
-            self._settle()
+            self._give_up()
         else:
             self._accepted = self.streams
             self.files_per_s = rate
             self._patience -= 1
             if self._patience < 0:
-                self._try_wider()
+                self.streams = min(self._most_streams, 2 * self.streams)
+                self._is_trial = self.streams > self._accepted
         self._restart()
 
-    def _try_wider(self) -> None:
-        wider = 2 * self.streams
-        if self._refused is not None:
-            wider = (self.streams + self._refused) // 2
-            if wider < _GAIN * self.streams:
-                self._settle()
-                return
-        self.streams = min(self._most_streams, wider)
-        self._is_trial = self.streams > self._accepted
-
-    def _settle(self) -> None:
-        """Keep the number for some windows.
-
-        The last refusal is forgotten: when these windows have passed, its cause may be gone.
-        """
-        self._refused = None
+    def _give_up(self) -> None:
+        """Return to the number that was kept, for some windows."""
+        self.streams = self._accepted
+        self._is_trial = False
         self._patience = _PATIENCE
 
 

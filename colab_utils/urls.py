@@ -20,8 +20,9 @@ from typing import Any
 from fsspec import get_filesystem_class
 from fsspec.core import url_to_fs
 
-from colab_utils.drive import RefusedError, ServerLostError, try_again
+from colab_utils.drive import RefusedError, ServerLostError
 from colab_utils.errors import ColabUtilsError, UnavailableError, escape
+from colab_utils.files import PieceFile, Store, try_again
 
 # Protocols of object stores. In such a store, a file appears only when it is complete.
 _STORES = (
@@ -79,31 +80,48 @@ def guard_server(path: Any) -> Iterator[None]:
         raise _explain_failure(path, error) from None
 
 
-class UrlMethods:
-    """What a `Store` does with files at URLs in its own way."""
+class UrlFile(PieceFile):
+    """A file at a URL that is read in pieces. Its server must send parts of files."""
+
+    def __init__(self, path: Any, store: "UrlStore") -> None:
+        super().__init__(path, store)
+        size = store.find_info(path).get("size")
+        if size is None:
+            raise _refuse_parts(path)
+        self._size = int(size)
+
+    def find_size(self) -> int:
+        """Return the size of the file when it was opened."""
+        return self._size
+
+    def _read_some(self, view: memoryview, offset: int) -> int:
+        # Some servers refuse a request that goes beyond the end of the file.
+        end = min(offset + len(view), self._size)
+        if offset >= end:
+            return 0
+        content = self.path.system.cat_file(self.path.key, start=offset, end=end)
+        if len(content) > end - offset:
+            raise _refuse_parts(self.path)
+        view[: len(content)] = content
+        return len(content)
+
+
+class UrlStore(Store):
+    """The files of a folder at a URL."""
 
     guard = staticmethod(guard_server)
-    place: Any
-    locate: Any
+    pieces = UrlFile
 
     @try_again
     def read(self, name: Any, *, most_bytes: float = 0, at_full_speed: bool = True) -> bytes:
         """Read a whole file of any size, at full speed."""
         return bytes(name.system.cat_file(name.key))
 
-    @try_again
-    def read_range(self, name: Any, start: int, count: int) -> bytes:
-        """Return ``count`` bytes of a file, beginning with byte ``start``."""
-        content = bytes(name.system.cat_file(name.key, start=start, end=start + count))
-        if len(content) > count:
-            raise _refuse_parts(name)
-        return content
-
     def _look(self, name: Any) -> tuple[str, int, float]:
         path = self.locate(name)
         if path == self.place and path.is_web:
             return "folder", -1, 0.0
-        info = self._find_info(path)
+        info = self.find_info(path)
         changed_s = time()
         for key in ("created", "modified", "mtime", "LastModified"):
             if isinstance(info.get(key), datetime):
@@ -111,15 +129,8 @@ class UrlMethods:
         kind = "file" if info["type"] == "file" else "folder"
         return kind, info.get("size") or 0, changed_s
 
-    def find_size(self, name: Any) -> int:
-        """Return the size in bytes of a file of which parts are to be read."""
-        size = self._find_info(name).get("size")
-        if size is None:
-            raise _refuse_parts(name)
-        return int(size)
-
     @try_again
-    def _find_info(self, name: Any) -> dict[str, Any]:
+    def find_info(self, name: Any) -> dict[str, Any]:
         """Return fsspec's information on a file or folder."""
         name.system.invalidate_cache()
         return dict(name.system.info(name.key))
@@ -175,7 +186,7 @@ class UrlMethods:
     @try_again
     def _remove(self, name: Any, is_large: bool) -> None:
         # Some servers raise no error for a missing file, so look for the file first.
-        self._find_info(name)
+        self.find_info(name)
         name.system.rm_file(name.key)
 
     @try_again

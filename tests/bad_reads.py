@@ -41,12 +41,11 @@ class BadReads:
         self.suffix = suffix
         self.change = change
         self.times = times
-        self._open = files.open_file
-        monkeypatch.setattr(files, "open_file", self.open)
+        monkeypatch.setattr(files, "open", self.open, raising=False)
 
-    def open(self, path: str | Path, **options: Any) -> Any:
-        """Open a file, as `files.open_file` does."""
-        file = self._open(path, **options)
+    def open(self, path: str | Path, *arguments: Any, **options: Any) -> Any:
+        """Open a file, as Python does."""
+        file = open(path, *arguments, **options)  # noqa: SIM115
         if not self.times or Path(path).suffix != self.suffix:
             return file
         self.times -= 1

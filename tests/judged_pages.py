@@ -13,7 +13,6 @@ GAIN = re.compile(
 NO_GAIN = re.compile(
     r"The step waits (\d+)% of the time with the (.+?)(?:: no other way is (\d+)% faster)?$"
 )
-COLUMNS = {"images/s": "images_per_second", "first batch, s": "first_batch_s"}
 
 
 class Page(HTMLParser):
@@ -83,25 +82,6 @@ def measure_spread(row):
     return (repeats[-1] - repeats[0]) / (sum(repeats) / len(repeats))
 
 
-def check_table(html, content):
-    """Hold the cells of the table of all figures against the rows of the comparison."""
-    rows = list_timed(content)
-    seen = set()
-    for line in re.findall(r"<tr>(.*?)</tr>", html, re.DOTALL):
-        cells = [unescape(text) for text in re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", line)]
-        if cells[0] not in rows:
-            headings = cells
-            continue
-        seen.add(cells[0])
-        shown = dict(zip(headings, cells, strict=True))
-        row = rows[cells[0]]
-        for heading, name in COLUMNS.items():
-            assert agrees(shown[heading], row[name])
-        assert agrees(shown["waits, %"], 100 * row["wait_share"])
-    assert seen == set(rows)
-
-
 def check_page(page, content):
     html = page.read_text(encoding="utf-8")
     check_finding(html, content)
-    check_table(html, content)

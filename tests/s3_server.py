@@ -11,8 +11,8 @@ after ``skip`` of them, ``times`` times.
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -86,13 +86,10 @@ def main() -> None:
     from moto.moto_server.werkzeug_app import MotoRequestHandler
     from werkzeug.serving import make_server
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("rules", type=Path)
-    options = parser.parse_args()
     server = make_server(
         "127.0.0.1",
         0,
-        GuardedS3(options.rules),
+        GuardedS3(Path(sys.argv[1])),
         threaded=True,
         request_handler=MotoRequestHandler,
     )

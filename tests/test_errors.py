@@ -2,9 +2,7 @@
 
 import ast
 import errno
-import json
 import os
-import pickle
 import re
 import sys
 import unicodedata
@@ -76,17 +74,6 @@ def test_of_a_url_only_host_and_path_are_shown(text, shown):
     assert describe_error(ValueError(text)) == f"ValueError: {shown}"
 
 
-@pytest.mark.parametrize("kind", [ColabUtilsError, ColabUtilsWarning])
-def test_errors_and_warnings_escape_their_message(kind):
-    for error in (
-        kind(f"found {HOSTILE}"),
-        pickle.loads(pickle.dumps(kind(f"found {HOSTILE}"))),
-    ):
-        assert is_safe(str(error))
-        assert r"a\x1b[2J\x07\r\nerror: b\u202egpj" in str(error)
-    assert str(kind(KEPT)) == KEPT
-
-
 def test_notebooks_and_reports_show_one_line():
     assert is_safe("".join(ColabUtilsError(HOSTILE)._render_traceback_()))
     assert is_safe(describe_error(ValueError("\x1b[31m\u202ebad")))
@@ -118,18 +105,6 @@ def test_the_command_line_shows_no_control_character(tmp_path, capsys, tiny_data
         assert is_safe(shown.rstrip("\n"))
 
 
-def test_skipped_images_are_listed_without_control_characters(tmp_path, capsys, tiny_dataset):
-    content = json.loads(tiny_dataset.annotations.read_text())
-    content["images"][0]["file_name"] = "\x1b[2J\nerror: all is lost\u202e.jpg"
-    (tmp_path / "a.json").write_text(json.dumps(content))
-    words = f"preprocess --images {tiny_dataset.images} --annotations {tmp_path}/a.json"
-    words += f" --shards {tmp_path}/shards --max-bad 0.5 --workers 1"
-    assert main(words.split()) == 0
-    shown = capsys.readouterr()
-    assert r"skipped \x1b[2J\nerror: all is lost\u202e.jpg: the file is missing" in shown.err
-    assert all(map(is_safe, (shown.out + shown.err).split("\n")))
-
-
 def list_texts():
     """Yield the texts of each module of the package, joined."""
     for path in (ROOT / "colab_utils").rglob("*.py"):
@@ -158,15 +133,3 @@ def test_every_cure_is_of_a_real_error_and_follows_what_the_system_says(name):
     assert text.startswith(f"{os.strerror(number)}. ")
     assert text.endswith(".")
     assert "Ask somebody" not in text
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        FileNotFoundError(errno.ENOENT, "No such file or directory"),
-        OSError("No such file or directory"),
-        ValueError("No such file or directory"),
-    ],
-)
-def test_other_errors_have_the_cure_of_their_place(error):
-    assert explain_os_error(error, "Mount it.") == "No such file or directory. Mount it."

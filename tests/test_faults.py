@@ -343,14 +343,6 @@ def test_a_torn_shard_is_named_and_never_trained_on(world, command):
     run_complete(world, command)
 
 
-@pytest.mark.parametrize("command", ["copy", "train"])
-def test_a_torn_copy_is_copied_again(world, command):
-    assert world.run("copy")[0] == 0
-    change(world.ssd / "shards" / "shard-000001.tar")
-    run_complete(world, command)
-    assert snapshot(world.ssd / "shards") == snapshot(world.backing / "shards")
-
-
 @pytest.mark.parametrize("command", ["verify", "copy", "train"])
 def test_a_shard_that_another_machine_wrote_and_that_does_not_show_yet(world, command):
     world.mount.fail(hidden_name="shard-000002.tar")

@@ -46,16 +46,6 @@ def test_a_file_that_several_want_at_once_is_read_once(tmp_path, kind):
     assert file.reads.value == 1
 
 
-def test_a_read_that_fails_keeps_nothing(tmp_path):
-    def fail():
-        raise FileNotFoundError("gone")
-
-    cache = FileCache(tmp_path)
-    with pytest.raises(FileNotFoundError, match="gone"):
-        cache.read("a.jpg", fail)
-    assert cache.read("a.jpg", lambda: b"back") == b"back"
-
-
 @pytest.mark.parametrize("damage", [lambda data: data[:5], lambda data: b"?" + data[1:]])
 def test_a_damaged_file_is_read_anew(tmp_path, damage):
     cache = FileCache(tmp_path)
@@ -64,14 +54,6 @@ def test_a_damaged_file_is_read_anew(tmp_path, damage):
     path.write_bytes(damage(path.read_bytes()))
     assert cache.read("a.jpg", lambda: b"anew") == b"anew"
     assert cache.read("a.jpg", lambda: b"again") == b"anew"
-
-
-def test_a_file_that_is_forgotten_is_read_anew(tmp_path):
-    cache = FileCache(tmp_path)
-    cache.read("a.jpg", lambda: b"old")
-    cache.forget("a.jpg")
-    cache.forget("b.jpg")
-    assert cache.read("a.jpg", lambda: b"new") == b"new"
 
 
 def test_on_a_full_disk_no_more_is_kept_and_one_warning_says_so(tmp_path, monkeypatch):

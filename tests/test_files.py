@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -32,19 +31,6 @@ def test_what_no_memory_holds_is_not_read(tmp_path):
         read_file(tmp_path / "photo.jpg")
     with pytest.raises(IsADirectoryError):
         read_file(tmp_path)
-
-
-def test_a_file_of_a_lost_mount_closes_without_an_error(photo, monkeypatch):
-    def lose(*arguments):
-        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
-
-    file = open_store(photo).open("")
-    file.pread(1, 0)
-    close = os.close
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "close", lambda descriptor: (close(descriptor), lose()))
-        file.close()
-    file.close()
 
 
 def test_a_closed_file_frees_its_descriptor(photo):
@@ -97,12 +83,6 @@ def test_threads_share_an_open_file(tmp_path, monkeypatch):
         time.sleep(0)
         return preadv(descriptor, [buffers[0][:997]], offset)
 
-    def open_slowly(*arguments, **options):
-        time.sleep(0.05)
-        return open_now(*arguments, **options)
-
-    open_now = os.open
-    monkeypatch.setattr(os, "open", open_slowly)
     monkeypatch.setattr(os, "preadv", give_less)
     with open_store(tmp_path).open("shard.tar") as file, ThreadPoolExecutor(8) as pool:
         offsets = range(0, 290_000, 1_450)

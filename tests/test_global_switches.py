@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import random
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import numpy as np
@@ -56,28 +56,31 @@ def change_attribute(holder, name, value):
     return change(partial(getattr, holder, name), partial(setattr, holder, name), value)
 
 
+# The switches of a group are set together. None of them hides what another one does.
 SWITCHES = {
-    "numpy raises": lambda: np.errstate(all="raise"),
-    "a small block of Pillow": lambda: change_attribute(ImageFile, "MAXBLOCK", 16),
-    "a large block of Pillow": lambda: change_attribute(ImageFile, "MAXBLOCK", 1 << 22),
-    "no limit of pixels": lambda: change_attribute(Image, "MAX_IMAGE_PIXELS", None),
-    "a limit of one pixel": lambda: change_attribute(Image, "MAX_IMAGE_PIXELS", 1),
-    "damage is skipped": lambda: change_attribute(ImageFile, "LOAD_TRUNCATED_IMAGES", True),
-    "GIFs in colours": lambda: change_attribute(
-        GifImagePlugin, "LOADING_STRATEGY", GifImagePlugin.LoadingStrategy.RGB_ALWAYS
+    "Pillow and numpy": (
+        lambda: np.errstate(all="raise"),
+        lambda: change_attribute(ImageFile, "MAXBLOCK", 16),
+        lambda: change_attribute(Image, "MAX_IMAGE_PIXELS", None),
+        lambda: change_attribute(ImageFile, "LOAD_TRUNCATED_IMAGES", True),
+        lambda: change_attribute(
+            GifImagePlugin, "LOADING_STRATEGY", GifImagePlugin.LoadingStrategy.RGB_ALWAYS
+        ),
+        lambda: change_attribute(logging.getLogger("PIL.TiffImagePlugin"), "disabled", True),
     ),
-    "a silent Pillow": lambda: change_attribute(
-        logging.getLogger("PIL.TiffImagePlugin"), "disabled", True
+    "limits": (
+        lambda: change_attribute(ImageFile, "MAXBLOCK", 1 << 22),
+        lambda: change_attribute(Image, "MAX_IMAGE_PIXELS", 1),
+        lambda: change(torch.get_default_device, torch.set_default_device, META),
     ),
-    "device": lambda: change(torch.get_default_device, torch.set_default_device, META),
-    "no gradients": lambda: change(torch.is_grad_enabled, torch.set_grad_enabled, False),
-    "inference": torch.inference_mode,
-    "deterministic": lambda: change(
-        torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True
+    "torch": (
+        lambda: change(torch.is_grad_enabled, torch.set_grad_enabled, False),
+        lambda: change(
+            torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True
+        ),
+        lambda: change(multiprocessing.get_start_method, set_start_method, "spawn"),
     ),
-    "spawned processes": lambda: change(
-        multiprocessing.get_start_method, set_start_method, "spawn"
-    ),
+    "inference": (torch.inference_mode,),
 }
 META = torch.device("meta")
 
@@ -151,9 +154,11 @@ def expected(data, model, tmp_path_factory):
     return use_all(data, model, tmp_path_factory.mktemp("expected"))
 
 
-@pytest.mark.parametrize("switch", SWITCHES)
-def test_a_switch_changes_no_result(data, model, expected, tmp_path, switch):
-    with SWITCHES[switch]():
+@pytest.mark.parametrize("group", SWITCHES)
+def test_switches_change_no_result(data, model, expected, tmp_path, group):
+    with ExitStack() as switches:
+        for switch in SWITCHES[group]:
+            switches.enter_context(switch())
         results = use_all(data, model, tmp_path)
     assert results.keys() == expected.keys()
     for name, result in results.items():
@@ -189,12 +194,3 @@ def test_the_users_random_numbers_go_on_as_they_were(data, tmp_path):
     for workers in (0, 2):
         load(ShardDataset(tmp_path), workers, "packed")
     assert read_states() == before
-
-
-def test_an_error_leaves_the_switches(tmp_path):
-    with (
-        change(torch.get_default_device, torch.set_default_device, META),
-        change(torch.is_grad_enabled, torch.set_grad_enabled, False),
-        pytest.raises(ColabUtilsError, match="There are no shards in"),
-    ):
-        train(tmp_path / "nothing", tmp_path / "run", steps=2, **TRAINING)

@@ -24,7 +24,6 @@ from colab_utils.data.coco import read_coco
 from colab_utils.data.repair import repair_annotations
 from colab_utils.errors import ColabUtilsError
 from colab_utils.places import require_local_path
-from colab_utils.shards.verify import inspect_folder
 from colab_utils.shards.write import finish_shards, write_shards
 from colab_utils.show.report import check_receipt_folder, write_check, write_receipt
 from colab_utils.slow_drive import slow_down
@@ -89,46 +88,25 @@ REMOTE_CALLS = {
     "CheckpointFolder": CheckpointFolder,
     "train weights": lambda url: colab_utils.train("shards", "run", weights=url),
     "train run": lambda url: colab_utils.train("shards", url),
-    "repair annotations": lambda url: repair_annotations("images", url, output="b.json"),
-    "repair images": lambda url: repair_annotations(url, "a.json", output="b.json"),
     "check_dataset images": lambda url: colab_utils.check_dataset(url, "a.json"),
-    "check_dataset annotations": lambda url: colab_utils.check_dataset("images", url),
     "read_coco": read_coco,
     "write_shards images": lambda url: write_shards(url, "a.json", shards="shards"),
-    "write_shards annotations": lambda url: write_shards("images", url, shards="shards"),
     "write_shards shards": lambda url: write_shards("images", "a.json", shards=url),
     "finish_shards shards": lambda url: finish_shards("images", "a.json", shards=url),
-    "inspect_folder": inspect_folder,
     "verify_shards": colab_utils.verify_shards,
     "copy_shards source": lambda url: colab_utils.copy_shards(url, "ssd"),
     "copy_shards target": lambda url: colab_utils.copy_shards("shards", url),
     "copy_images source": lambda url: colab_utils.copy_images(url, "ssd"),
-    "copy_images annotations": lambda url: colab_utils.copy_images(
-        "images", "ssd", annotations=url
-    ),
     "CocoFolder images": lambda url: colab_utils.CocoFolder(url, "a.json"),
-    "CocoFolder annotations": lambda url: colab_utils.CocoFolder("images", url),
     "ShardDataset": colab_utils.ShardDataset,
     "ArrivingShards source": lambda url: colab_utils.ArrivingShards(url, "ssd"),
     "open_dataset images": lambda url: colab_utils.open_dataset(
         url, "a.json", drive="drive", ssd="ssd"
     ),
-    "open_dataset annotations": lambda url: colab_utils.open_dataset(
-        "images", url, drive="drive", ssd="ssd"
-    ),
     "open_dataset drive": lambda url: colab_utils.open_dataset(
         "images", "a.json", drive=url, ssd="ssd"
     ),
     "train shards": lambda url: colab_utils.train(url, "run"),
-    "train images": lambda url: colab_utils.train(
-        run="run", images=url, annotations="a.json", drive="drive", ssd="ssd"
-    ),
-    "train annotations": lambda url: colab_utils.train(
-        run="run", images="images", annotations=url, drive="drive", ssd="ssd"
-    ),
-    "train drive": lambda url: colab_utils.train(
-        run="run", images="images", annotations="a.json", drive=url, ssd="ssd"
-    ),
     "train val_shards": lambda url: colab_utils.train("shards", "run", val_shards=url),
 }
 
@@ -230,12 +208,6 @@ def list_path_options():
         for action in parser._actions
         if str(action.metavar).startswith(("DIR", "FILE"))
     ]
-
-
-def test_the_options_that_name_places_are_all_there():
-    options = list_path_options()
-    assert {command for command, *_ in options} == set(COMMANDS)
-    assert (len(options), sum(takes_url for *_, takes_url in options)) == (34, 19)
 
 
 @pytest.mark.parametrize(("command", "option", "takes_url"), list_path_options())

@@ -16,13 +16,10 @@ import psutil
 import pytest
 
 from colab_utils import processes
-from colab_utils.errors import ColabUtilsError
 from colab_utils.processes import (
     ThreadPool,
     defer_interrupt,
-    explain_limits,
     pop_done,
-    start_thread,
 )
 from tests.snapshots import snapshot
 
@@ -78,11 +75,6 @@ def test_ctrl_c_counts_if_the_block_raises_an_error():
         interrupt_and_fail()
     assert isinstance(interrupt.value.__context__, OSError)
     assert signal.getsignal(signal.SIGINT) is handler
-
-
-def test_ctrl_c_of_another_thread_is_none():
-    with ThreadPool(1) as pool:
-        assert pool.submit(pop_done, {Future()}).result(timeout=30) == set()
 
 
 @pytest.fixture
@@ -157,25 +149,6 @@ def test_a_copy_goes_on_with_the_threads_that_it_gets(user, tiny_shards, tmp_pat
 def test_too_few_open_files_are_said_in_one_line(command, data, tmp_path):
     done = run_limited([*command, *data], tmp_path, resource.RLIMIT_NOFILE, 6)
     assert_refused(done, "Too many open files. Raise the limit of open files (`ulimit -n 4096`")
-
-
-def refuse_thread(self):
-    raise RuntimeError("can't start new thread")
-
-
-def test_threads_that_cannot_start_are_said(monkeypatch):
-    monkeypatch.setattr(threading.Thread, "start", refuse_thread)
-    with pytest.raises(ColabUtilsError, match="`ulimit -u`"):
-        start_thread(print, "a name")
-    with ThreadPool(2) as pool, pytest.raises(ColabUtilsError, match="`ulimit -u`"):
-        pool.submit(print)
-
-
-@pytest.mark.parametrize("error", [RuntimeError("stop"), OSError(2, "No such file")])
-def test_other_errors_pass(error):
-    with pytest.raises(type(error)) as caught, explain_limits():
-        raise error
-    assert caught.value is error
 
 
 def test_workers_end_when_their_parent_is_killed():

@@ -3,11 +3,9 @@
 import threading
 import time
 from contextlib import ExitStack, closing
-from functools import partial
 
 import pytest
 
-from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, UnavailableError
 from colab_utils.files import open_store
 from colab_utils.reader import Reader
@@ -135,24 +133,6 @@ def test_an_error_is_raised_where_the_file_is_taken(open_reader):
     with pytest.raises(FileNotFoundError):
         second.take()
     assert third.take() == 2
-
-
-def test_a_refused_read_is_tried_again_with_fewer_streams(open_reader, store, monkeypatch):
-    monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.01, 0.01))
-    refusals = [DriveLostError("refused")]
-
-    def read_once(name):
-        if name == 3 and refusals:
-            raise refusals.pop()
-        return name
-
-    def read(name):
-        return store.retries.run(partial(read_once, name))
-
-    reader = open_reader(read)
-    before = reader.streams
-    assert [reading.take() for reading in reader.ask(range(6))] == list(range(6))
-    assert reader.streams < before
 
 
 def test_names_are_drawn_as_they_are_needed(open_reader):

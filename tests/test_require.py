@@ -48,12 +48,10 @@ def test_what_is_no_number_is_refused(value, bounds):
 @pytest.mark.parametrize(
     ("bounds", "good", "bad", "words"),
     [
-        ({"above": 0}, [0.1, math.inf], [0, -1], "over 0,"),
-        ({"minimum": 0}, [0, math.inf], [-0.1], "of 0 or more,"),
-        ({"maximum": 1}, [1, -math.inf], [1.1], "of 1 or less,"),
-        ({"below": 1}, [0.9], [1], "below 1,"),
+        ({"above": 0}, [0.1, 1e300], [0, -1, math.inf], "over 0,"),
+        ({"minimum": 0}, [0, 1e300], [-0.1, math.inf], "of 0 or more,"),
+        ({"maximum": 1}, [1, -1e300], [1.1, -math.inf], "of 1 or less,"),
         ({"above": 0, "maximum": 1}, [0.1, 1], [0, 1.1], "over 0 and of 1 or less,"),
-        ({"above": 0, "below": math.inf}, [1e300], [0, math.inf], "over 0 and finite,"),
     ],
 )
 def test_a_number_outside_its_bounds_is_refused(bounds, good, bad, words):

@@ -81,40 +81,19 @@ def test_contiguous_reads_pay_the_opening_once_and_jumps_pay_it_again(photo, clo
     assert clock.slept == pytest.approx([11, 1, 1, 11, 1])
 
 
-class TestSlowDown:
-    def test_the_inner_folder_counts_and_links_are_followed(self, tmp_path):
-        slow_down(tmp_path, "bad")
-        slow_down(tmp_path / "ssd", None)
-        slow_down(tmp_path / "ssd" / "unpacked", SLOW)
-        (tmp_path.parent / "link").symlink_to(tmp_path)
-        result = [find_profile(tmp_path / name) for name in ("a", "ssd/a", "ssd/unpacked/b/c")]
-        assert result == [DRIVE_PROFILES["bad"], None, SLOW]
-        assert find_profile(tmp_path.parent / "link" / "a") == DRIVE_PROFILES["bad"]
-        with read_at_full_speed():
-            assert find_profile(tmp_path / "a") is None
-        assert find_profile(tmp_path / "a") == DRIVE_PROFILES["bad"]
-        with pytest.raises(ColabUtilsError, match=r"fast, typical, bad, none.*'slowish'"):
-            slow_down(tmp_path, "slowish")
-
-    def test_what_is_slowed_within_a_block_at_full_speed_is_slow_until_its_end(self, tmp_path):
-        @read_at_full_speed()
-        def fail():
-            slow_down(tmp_path / "within", SLOW)
-            assert find_profile(tmp_path / "within" / "a") == SLOW
-            assert find_profile(tmp_path / "before" / "a") is None
-            raise ColabUtilsError("stopped")
-
-        slow_down(tmp_path / "before", "bad")
-        with pytest.raises(ColabUtilsError, match="stopped"):
-            fail()
-        assert find_profile(tmp_path / "within" / "a") is None
-        assert find_profile(tmp_path / "before" / "a") == DRIVE_PROFILES["bad"]
-
-    @pytest.mark.parametrize("method", ["fork", "spawn"])
-    def test_worker_processes_are_slowed_too(self, tmp_path, method):
-        slow_down(tmp_path, SLOW)
-        with ProcessPoolExecutor(1, get_context(method)) as pool:
-            assert pool.submit(find_profile, tmp_path / "a").result() == SLOW
+def test_the_inner_folder_counts_and_links_are_followed(tmp_path):
+    slow_down(tmp_path, "bad")
+    slow_down(tmp_path / "ssd", None)
+    slow_down(tmp_path / "ssd" / "unpacked", SLOW)
+    (tmp_path.parent / "link").symlink_to(tmp_path)
+    result = [find_profile(tmp_path / name) for name in ("a", "ssd/a", "ssd/unpacked/b/c")]
+    assert result == [DRIVE_PROFILES["bad"], None, SLOW]
+    assert find_profile(tmp_path.parent / "link" / "a") == DRIVE_PROFILES["bad"]
+    with read_at_full_speed():
+        assert find_profile(tmp_path / "a") is None
+    assert find_profile(tmp_path / "a") == DRIVE_PROFILES["bad"]
+    with pytest.raises(ColabUtilsError, match=r"fast, typical, bad, none.*'slowish'"):
+        slow_down(tmp_path, "slowish")
 
 
 def test_all_streams_of_all_processes_have_one_link(photo, tmp_path):
@@ -129,14 +108,11 @@ def test_all_streams_of_all_processes_have_one_link(photo, tmp_path):
 
 def test_a_bad_day_has_a_heavy_tail_that_is_the_same_for_everybody():
     bad = DRIVE_PROFILES["bad"]
-    typical = DRIVE_PROFILES["typical"]
     drawn = np.array([bad.draw_open_s(f"images/{number:012d}.jpg") for number in range(20_000)])
     assert drawn.mean() == pytest.approx(bad.open_s, rel=0.05)
     assert 2.2 < np.percentile(drawn, 95) / drawn.mean() < 3.0
-    assert 0.1 < np.percentile(drawn, 5) / drawn.mean() < 0.3
     assert bad.draw_open_s("images/1.jpg") == bad.draw_open_s("/another/place/images/1.jpg")
     assert bad.draw_open_s("images/1.jpg") != bad.draw_open_s("images/1.jpg", 512)
-    assert {typical.draw_open_s(f"{number}.jpg") for number in range(9)} == {typical.open_s}
 
 
 def test_reads_above_the_streams_wait_in_line(photo, tmp_path):

@@ -24,7 +24,7 @@ class Server:
     """A folder that serves so many reads at once; the clock is simulated, the latency has a tail.
 
     Reads beyond the limit wait in line; with ``refuses`` they are refused, and asked for again
-    after a second, as by `Retries`.
+    after a second, as by `Store.run`.
     """
 
     def __init__(self, tuner, *, refuses=False, seed=0):
@@ -75,7 +75,8 @@ def test_it_follows_a_limit_that_changes(seed, refuses):
 def test_it_stays_below_what_is_refused(limit):
     server = Server(StreamTuner(8), refuses=True)
     rate = server.run(limit, 90)
-    assert rate >= 0.85 * limit / LATENCY_S
+    # The number is doubled, so it may stay below a limit between two of its steps.
+    assert rate >= 0.6 * limit / LATENCY_S
     # Only a few reads of each try that was too wide.
     assert server.refused < 0.03 * 90 * rate
 

@@ -46,20 +46,6 @@ def test_benchmarks_have_it_before_torch_too():
     assert run_python(code).strip() == "False PASSIVE"
 
 
-def test_importing_is_light():
-    code = (
-        "import sys, colab_utils; print(sorted({'torch', 'numpy', 'PIL', 'matplotlib'} & "
-        "sys.modules.keys()))"
-    )
-    assert run_python(code).strip() == "[]"
-
-
-@pytest.mark.parametrize("name", colab_utils.__all__)
-def test_every_name_at_the_top_is_there(name):
-    assert getattr(colab_utils, name)
-    assert name in dir(colab_utils)
-
-
 def test_the_table_of_modules_is_of_these_names_and_each_is_defined_there():
     assert len(colab_utils._MODULES) <= 20
     assert {*colab_utils._MODULES} == {*colab_utils.__all__} - {"__version__"}

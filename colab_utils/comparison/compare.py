@@ -209,7 +209,7 @@ def compare(
     require_count("batches", batches)
     require_count("repeats", repeats)
     require_count("max_images", max_images)
-    require_number("run_s", run_s, minimum=0, below=math.inf)
+    require_number("run_s", run_s, minimum=0)
     require_count("workers", workers, minimum=0)
     profile = get_profile(drive_profile)
     if step is None:

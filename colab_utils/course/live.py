@@ -2,7 +2,6 @@
 run.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
@@ -62,7 +61,7 @@ def animate_simulation(simulation: Simulation, *, speed: float = 0.5) -> Any:
     """
     from IPython.display import HTML
 
-    require_number("speed", speed, above=0, below=math.inf)
+    require_number("speed", speed, above=0)
     steps = simulation.steps
     shown_s = min([simulation.seconds, *steps.start_s[_MAX_STEPS:].tolist()])
     end_s = simulation.seconds

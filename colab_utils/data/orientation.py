@@ -219,7 +219,7 @@ def choose_turn(
     """
     store = open_store(images)
     # A photo that Drive does not show now has no vote. Whoever reads it later looks for it again.
-    store.retries.trusts_absence = True
+    store.trusts_absence = True
 
     def read_head(row: int) -> bytes:
         path, _ = dataset.find_image(images, row)

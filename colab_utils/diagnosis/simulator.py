@@ -194,11 +194,12 @@ def simulate(
     for name in ("prefetch", "batch_size", "streams"):
         require_count(name, settings[name])
     for name in ("step_s", "load_s", "load_cv", "step_cv", "work_s", "handoff_s", "seconds"):
-        require_number(name, settings[name], minimum=0, below=math.inf)
-    require_number("cores", cores, above=0)
+        require_number(name, settings[name], minimum=0)
+    if cores != math.inf:
+        require_number("cores", cores, above=0)
     reads = tuple(np.atleast_1d(read_s).tolist())
     for read in reads or (None,):
-        require_number("read_s", read, minimum=0, below=math.inf)
+        require_number("read_s", read, minimum=0)
     del settings["seconds"], settings["seed"]
     settings.update(read_s=reads, read_ahead=AHEAD_IMAGES if workers else streams)
     loop = Loop(**settings)

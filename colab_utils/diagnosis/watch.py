@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Iterable, Iterator
-from math import inf
 from typing import Any, Literal, get_args
 
 from torch.utils.data import DataLoader
@@ -66,7 +65,7 @@ def watch(
     """
     require_linux("watch a loader")
     require_choice("on_stall", on_stall, get_args(OnStall))
-    require_number("timeout_s", timeout_s, above=0, below=inf)
+    require_number("timeout_s", timeout_s, above=0)
     if not hasattr(loader, "__iter__") or isinstance(loader, str | bytes):
         name = type(loader).__name__
         raise ColabUtilsError(f"The {name} cannot be iterated over. Pass your DataLoader.")

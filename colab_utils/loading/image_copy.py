@@ -98,7 +98,7 @@ def copy_images(
         raise ColabUtilsError(f"{ssd} lies in {folder}, which is copied. Name another target.")
     shared_names = frozenset[str]()
     if annotations is None:
-        names = open_store(folder).retries.run(lambda: [*list_files(folder, links=True)])
+        names = open_store(folder).run(lambda: [*list_files(folder, links=True)])
     else:
         coco = read_coco(annotations)
         names = list(dict.fromkeys(coco.names))
@@ -189,7 +189,7 @@ def _read_all(
                 missing.append(SkippedImage(name, reason))
             else:
                 yield name, content
-            bar.set_postfix_str(str(source.retries), refresh=False)
+            bar.set_postfix_str(source.tell_failures(), refresh=False)
             bar.update()
 
 

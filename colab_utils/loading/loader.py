@@ -11,7 +11,7 @@ from copy import copy
 from dataclasses import KW_ONLY, dataclass
 from functools import wraps
 from itertools import chain, islice
-from math import ceil, inf
+from math import ceil
 from operator import itemgetter
 from typing import Any, Literal, ParamSpec
 
@@ -233,7 +233,7 @@ def _check_wait(max_wait_s: float | None, workers: int) -> None:
     """Raise an error if the limit of the wait is not above 0, or there are no workers."""
     if max_wait_s is None:
         return
-    require_number("max_wait_s", max_wait_s, above=0, below=inf)
+    require_number("max_wait_s", max_wait_s, above=0)
     if not workers:
         raise ColabUtilsError(
             "max_wait_s needs worker processes, and workers is 0: this process cannot give up "

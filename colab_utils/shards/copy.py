@@ -116,7 +116,7 @@ def copy_shards(
     ):
         for shards in rounds:
             copied.update(shards)
-            bar.set_postfix_str(str(copying.source.retries), refresh=False)
+            bar.set_postfix_str(copying.source.tell_failures(), refresh=False)
             bar.update(sum(list(copying.bytes_done.values())) - bar.n)
     with explain_write(target):
         write_index(target, index)
@@ -186,7 +186,7 @@ class Copying:
                     "that file if it is a damaged copy."
                 )
         # The target may be on Drive, too.
-        transfer = partial(self.target.retries.run, partial(self._transfer, name, size, checksum))
+        transfer = partial(self.target.run, partial(self._transfer, name, size, checksum))
         try:
             transfer()
         except _WrongBytesError:

@@ -143,7 +143,7 @@ def are_still_bad(index: ShardIndex, images: Place, dataset: CocoDataset) -> boo
     places = [place for place in range(len(dataset)) if dataset.names[place] in names]
     store = open_store(images)
     # What Drive did not show before is not waited for.
-    store.retries.trusts_absence = True
+    store.trusts_absence = True
     read = partial(read_image, store, dataset)
     with closing(Reader(read, store)) as reader:
         return all(

@@ -135,7 +135,7 @@ def verify_shards(folder: str | Place) -> VerifyReport:
                 if reason:
                     bad.append(BadShard(shard.name, reason))
                 bar.update(shard.bytes + shard.arrays_bytes)
-            bar.set_postfix_str(str(store.retries), refresh=False)
+            bar.set_postfix_str(store.tell_failures(), refresh=False)
     bad.sort(key=lambda shard: shard.shard)
     return VerifyReport(len(index.shards), index.images, tuple(bad))
 

@@ -66,7 +66,7 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "max_size": _require_size,
     "augment": partial(require_choice, choices=(*get_args(Augment), OWN_TRANSFORMS)),
     "batch_size": require_count,
-    "learning_rate": partial(require_number, above=0, below=math.inf),
+    "learning_rate": partial(require_number, above=0),
     "seed": partial(require_count, minimum=0, maximum=_LARGEST_SEED),
     "steps": require_count,
     "epochs": require_count,

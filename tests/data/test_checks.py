@@ -446,21 +446,21 @@ def test_a_lost_drive_is_not_a_folder_of_bad_images(dataset, monkeypatch):
     def fail(*_, **__):
         raise OSError(errno.EIO, "gone")
 
-    monkeypatch.setattr("colab_utils.files.open_file", fail)
+    monkeypatch.setattr("colab_utils.files.read_whole", fail)
     monkeypatch.setattr("colab_utils.drive.is_on_drive", lambda path: True)
     with pytest.raises(DriveLostError):
         dataset.check()
 
 
 def test_what_a_broken_disk_does_not_give_is_a_bad_image(dataset, monkeypatch):
-    real = files.open_file
+    real = files.read_whole
 
     def fail(path, **options):
         if path == dataset.file(4):
             raise OSError(errno.EIO, "Input/output error")
         return real(path, **options)
 
-    monkeypatch.setattr(files, "open_file", fail)
+    monkeypatch.setattr(files, "read_whole", fail)
     assert dataset.count_problems()["bad image"] == 1
 
 

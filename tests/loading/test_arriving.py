@@ -280,7 +280,7 @@ def test_every_image_arrives_from_a_mount_that_fails(mount, ssd):
     for _ in range(2):
         assert_every_image(dataset, list_ids(loader))
     loader.close()
-    assert dataset.arrival.copying.source.retries.count
+    assert dataset.arrival.copying.source.failures
     dataset.stop()
     assert verify_shards(ssd).bad == ()
 

@@ -28,7 +28,7 @@ from tests.snapshots import snapshot
 
 def open_as(monkeypatch, kind):
     """Open each file that is copied or compared as one of this kind."""
-    monkeypatch.setattr(files, "PieceFile", kind)
+    monkeypatch.setattr(files.Store, "pieces", kind)
 
 
 def make_source(folder, *, shards=4, seed=0, tar_bytes=3000, arrays_bytes=1000):

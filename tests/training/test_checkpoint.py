@@ -197,7 +197,7 @@ def test_a_disk_that_does_not_answer_is_no_torn_file(folder, monkeypatch, number
         raise OSError(number, os.strerror(number))
 
     save_steps(folder, 10)
-    monkeypatch.setattr("colab_utils.files.open_file", fail)
+    monkeypatch.setattr("colab_utils.files.read_whole", fail)
     with pytest.raises(error, match=r"cannot be read"):
         folder.read()
     assert list_names(folder.run) == name_steps(10)
