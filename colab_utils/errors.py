@@ -21,10 +21,9 @@ _QUERY = re.compile(r"(https?:/[^\s?]*)\?\S*?(?=\W*(?:\s|$))", re.IGNORECASE)
 DAMAGE = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
 """The errors that reading damaged JSON or damaged arrays raises."""
 
-SHORTAGES = (EMFILE, ENFILE, ENOMEM)
-"""Error numbers for too little memory or too many open files. If a file cannot be read because of
-one of these errors, the file may be sound.
-"""
+# Error numbers that mean: the system starts no more processes or threads, opens no more files, or
+# has too little memory. If a file cannot be read because of one of these, the file may be sound.
+_LIMITS = (EAGAIN, EMFILE, ENFILE, ENOMEM)
 
 _CURES = {
     "EMFILE": "Raise the limit of open files (`ulimit -n 4096`, before Python starts), or use "
@@ -117,9 +116,6 @@ MACHINE_FAULTS = (MemoryError, ImportError)
 class UnavailableError(ColabUtilsError):
     """A file could not be read, for a reason outside the file, such as a lost Drive."""
 
-    reason = ""
-    """What the server or its package said; "" if no server was asked."""
-
 
 class ColabUtilsWarning(_OneLine, UserWarning):
     """A warning about a decision that was made for you. The command line prints it as a note."""
@@ -181,7 +177,7 @@ def explain_limits() -> Iterator[None]:
         cause: Exception = error
         if str(error) == "can't start new thread":
             cause = BlockingIOError(EAGAIN, str(error))
-        if getattr(cause, "errno", None) not in (EAGAIN, *SHORTAGES):
+        if getattr(cause, "errno", None) not in _LIMITS:
             raise
         reason = explain_os_error(cause, "")
         raise UnavailableError(f"A limit of the system is reached: {reason}") from None

@@ -260,12 +260,10 @@ def _explain_failure(path: Any, error: Exception) -> Exception:
     if _is_refusal(error, status):
         kind = RefusedError
         open_system.cache_clear()
-    failure = kind(
+    return kind(
         f"{path} cannot be reached ({reason}). Look at the address, and at your credentials and "
         "rights there, which may have expired. Run the same again later: what is done is safe."
     )
-    failure.reason = reason
-    return failure
 
 
 def _is_refusal(error: Exception, status: int) -> bool:
