@@ -1,11 +1,12 @@
 """Google Drive as a mounted folder: what lies on it, and what to do when it fails."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from errno import ECONNABORTED, EIO, ENODEV, ENOTCONN, ESTALE, ETIMEDOUT
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from colab_utils.errors import (
     ColabUtilsError,
@@ -25,6 +26,7 @@ _GONE_ON_DRIVE = (EIO, ETIMEDOUT, ESTALE, ENODEV)
 # The type of a mounted Drive in the system's table of mounts.
 _DRIVE_KIND = "fuse.drive"
 _MOUNTS = Path("/proc/self/mounts")
+_Call = TypeVar("_Call", bound=Callable[..., Any])
 # Names of the folders in each mounted Drive, and older names of both.
 _DRIVE_FOLDERS = ("MyDrive", "My Drive", "Shareddrives", "Shared drives")
 
@@ -214,3 +216,14 @@ def explain_write(folder: object) -> Iterator[None]:
         raise ColabUtilsError(
             f"Writing into {folder} failed: {reason} Then run the same again: it continues there."
         ) from None
+
+
+def try_again(call: _Call) -> _Call:
+    """Let a method of a store take a name in place of a path, and try it again while it fails."""
+
+    @wraps(call)
+    def run(store: Any, name: Any = "", *arguments: Any, **options: Any) -> Any:
+        path = store.locate(name)
+        return store.attempt(path, partial(call, store, path, *arguments, **options))
+
+    return cast(_Call, run)

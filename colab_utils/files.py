@@ -13,15 +13,15 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import xxhash
 
 from colab_utils import drive
-from colab_utils.drive import DriveLostError, guard_drive
+from colab_utils.drive import DriveLostError, guard_drive, try_again
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.machine import find_host, require_linux, require_space
 from colab_utils.places import Place, PlaceLike, find_server, open_place
@@ -29,7 +29,6 @@ from colab_utils.slow_drive import find_profile, wait_as_drive
 from colab_utils.units import format_bytes, format_count
 
 _Result = TypeVar("_Result")
-_Call = TypeVar("_Call", bound=Callable[..., Any])
 
 MOST_BYTES = 4e8
 """Bytes of the largest file that is read as a whole, by default: no photo is larger."""
@@ -157,7 +156,7 @@ class PieceFile(io.IOBase):
         OSError: any other error, such as a missing file, as Python raised it.
     """
 
-    def __init__(self, path: Any, store: "Store") -> None:
+    def __init__(self, path: Any, store: Any) -> None:
         self.path = path
         self.profile = find_profile(path)
         self._store = store
@@ -211,6 +210,27 @@ class PieceFile(io.IOBase):
             # After a remount, this descriptor still belongs to the lost mount.
             self._opened = None
             raise
+
+
+class UrlFile(PieceFile):
+    """A file at a URL that is read in pieces. Its server must send parts of files."""
+
+    def __init__(self, path: Any, store: Any) -> None:
+        super().__init__(path, store)
+        self._size: int = store.find_size(path)
+
+    def find_size(self) -> int:
+        """Return the size of the file when it was opened."""
+        return self._size
+
+    def _read_some(self, view: memoryview, offset: int) -> int:
+        # Some servers refuse a request that goes beyond the end of the file.
+        end = min(offset + len(view), self._size)
+        if offset >= end:
+            return 0
+        content = self._store.read_range(self.path, offset, end)
+        view[: len(content)] = content
+        return len(content)
 
 
 def name_temporary(path: Path) -> Path:
@@ -308,17 +328,6 @@ def drop_cached(path: Path) -> None:
     # If the file cannot be opened, the read that follows says why.
     with suppress(OSError), path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def try_again(call: _Call) -> _Call:
-    """Let a method of a store take a name in place of a path, and try it again while it fails."""
-
-    @wraps(call)
-    def run(store: Any, name: Any = "", *arguments: Any, **options: Any) -> Any:
-        path = store.locate(name)
-        return store.attempt(path, partial(call, store, path, *arguments, **options))
-
-    return cast(_Call, run)
 
 
 class Store:
@@ -601,13 +610,17 @@ def open_store(place: PlaceLike, stop: Any = None, is_patient: bool = True) -> S
         []
     """
     opened = open_place(place) if isinstance(place, str) else place
-    kind = Store
-    if find_server(opened):
-        # This module loads fsspec, which few people use.
-        from colab_utils.urls import UrlStore
+    if not find_server(opened):
+        return Store(opened, stop, is_patient)
+    # This module loads fsspec, which few people use.
+    from colab_utils.urls import UrlMethods
 
-        kind = UrlStore
-    return kind(opened, stop, is_patient)
+    class UrlStore(UrlMethods, Store):
+        """The files of a folder at a URL."""
+
+        pieces = UrlFile
+
+    return UrlStore(opened, stop, is_patient)
 
 
 def _is_absent(path: Any) -> bool:

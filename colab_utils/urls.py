@@ -20,9 +20,8 @@ from typing import Any
 from fsspec import get_filesystem_class
 from fsspec.core import url_to_fs
 
-from colab_utils.drive import RefusedError, ServerLostError
+from colab_utils.drive import RefusedError, ServerLostError, try_again
 from colab_utils.errors import ColabUtilsError, UnavailableError, escape
-from colab_utils.files import PieceFile, Store, try_again
 
 # Protocols of object stores. In such a store, a file appears only when it is complete.
 _STORES = (
@@ -80,48 +79,37 @@ def guard_server(path: Any) -> Iterator[None]:
         raise _explain_failure(path, error) from None
 
 
-class UrlFile(PieceFile):
-    """A file at a URL that is read in pieces. Its server must send parts of files."""
-
-    def __init__(self, path: Any, store: "UrlStore") -> None:
-        super().__init__(path, store)
-        size = store.find_info(path).get("size")
-        if size is None:
-            raise _refuse_parts(path)
-        self._size = int(size)
-
-    def find_size(self) -> int:
-        """Return the size of the file when it was opened."""
-        return self._size
-
-    def _read_some(self, view: memoryview, offset: int) -> int:
-        # Some servers refuse a request that goes beyond the end of the file.
-        end = min(offset + len(view), self._size)
-        if offset >= end:
-            return 0
-        content = self.path.system.cat_file(self.path.key, start=offset, end=end)
-        if len(content) > end - offset:
-            raise _refuse_parts(self.path)
-        view[: len(content)] = content
-        return len(content)
-
-
-class UrlStore(Store):
-    """The files of a folder at a URL."""
+class UrlMethods:
+    """What a `Store` does with files at URLs in its own way."""
 
     guard = staticmethod(guard_server)
-    pieces = UrlFile
+    place: Any
+    locate: Any
 
     @try_again
     def read(self, name: Any, *, most_bytes: float = 0, at_full_speed: bool = True) -> bytes:
         """Read a whole file of any size, at full speed."""
         return bytes(name.system.cat_file(name.key))
 
+    def read_range(self, path: Any, start: int, end: int) -> bytes:
+        """Return the bytes of a file from ``start`` to ``end``."""
+        content = bytes(path.system.cat_file(path.key, start=start, end=end))
+        if len(content) > end - start:
+            raise _refuse_parts(path)
+        return content
+
+    def find_size(self, path: Any) -> int:
+        """Return the size in bytes of a file of which parts are to be read."""
+        size = self._find_info(path).get("size")
+        if size is None:
+            raise _refuse_parts(path)
+        return int(size)
+
     def _look(self, name: Any) -> tuple[str, int, float]:
         path = self.locate(name)
         if path == self.place and path.is_web:
             return "folder", -1, 0.0
-        info = self.find_info(path)
+        info = self._find_info(path)
         changed_s = time()
         for key in ("created", "modified", "mtime", "LastModified"):
             if isinstance(info.get(key), datetime):
@@ -130,7 +118,7 @@ class UrlStore(Store):
         return kind, info.get("size") or 0, changed_s
 
     @try_again
-    def find_info(self, name: Any) -> dict[str, Any]:
+    def _find_info(self, name: Any) -> dict[str, Any]:
         """Return fsspec's information on a file or folder."""
         name.system.invalidate_cache()
         return dict(name.system.info(name.key))
@@ -186,7 +174,7 @@ class UrlStore(Store):
     @try_again
     def _remove(self, name: Any, is_large: bool) -> None:
         # Some servers raise no error for a missing file, so look for the file first.
-        self.find_info(name)
+        self._find_info(name)
         name.system.rm_file(name.key)
 
     @try_again
