@@ -166,9 +166,11 @@ class Arrival:
             with hold_folder(self.target):
                 self._copy_all()
             return
+        has_waited = False
         while True:
             with lock_here(self.target) as is_free:
-                if self.arrived or not is_free:
+                has_waited = has_waited or not is_free
+                if has_waited:
                     # Another process brings the shards, or has just brought the last one.
                     for number, shard in enumerate(self.index.shards):
                         if self.copying.target.has_files(shard.files()):
