@@ -263,7 +263,7 @@ def _find_in_all(dataset: CocoDataset) -> Iterator[Defect]:
     kind = "many crowds" if has_many_crowds(dataset) else "crowd"
     for _ in range(crowds):
         yield kind, f"{crowds:,} of {total:,} objects are crowds and left out"
-    for _ in re.finditer(r'"ignore"\s*:\s*"?1\b', dataset.text):
+    for _ in re.finditer(r'"ignore"\s*:\s*("?1\b|true)', dataset.text):
         yield "annotation to ignore", "annotations have 'ignore'"
     yield from _find_in_categories(dataset)
 

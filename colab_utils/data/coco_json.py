@@ -156,6 +156,8 @@ class _Reader:
             key = None
             if closing == "}":
                 key = self.read_value()
+                if not isinstance(key, str):
+                    raise json.JSONDecodeError("expected a name", "", self.position)
                 self.read_mark(":")
             yield key
             mark = self.read_mark("," + closing)

@@ -488,7 +488,7 @@ def test_categories_whose_names_are_alike_are_noted(dataset):
 def test_fields_that_change_what_an_evaluation_means_are_noted(dataset):
     dataset.coco["images"][0]["not_exhaustive_category_ids"] = []
     for annotation in dataset.objects[:3]:
-        annotation["ignore"] = 1
+        annotation["ignore"] = True
     counts = dataset.count_problems()
     assert counts["annotation to ignore"] == 3
     assert counts["classes not looked for"] == 1

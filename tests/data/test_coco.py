@@ -208,6 +208,7 @@ WHOLE = json.dumps(make_coco()).encode()
         # Detection results are a list.
         (b"[]", "does not hold COCO instances: it is a list"),
         (b"{" + WHOLE, "text that is not JSON"),
+        (b"{[1]: 2}", "text that is not JSON"),
         (b'{"info": ' + b"[" * 100_000, "JSON that is nested too deeply"),
         (name_image(file_name=5000 * "a"), "longer than a path may be"),
         # The number has more digits than Python reads.
