@@ -116,9 +116,11 @@ def repair_annotations(
         )
     if not any(b'"iscrowd": 0' in text for text in objects):
         reasons = [f"{problem.count:,} x {problem.kind}" for problem in repairs]
+        if objects:
+            reasons.append(f"{len(objects):,} x crowd")
         raise ColabUtilsError(
             f"{annotations} has no object to keep: no object has both a usable mask and an image "
-            f"in {folder} ({', '.join([*reasons, f'{len(objects):,} x crowd'])}). Name the right "
+            f"in {folder} ({', '.join(reasons)}). Name the right "
             "image folder, mend the defects that `check` reports, or use --crowds objects."
         )
     with explain_write(output.parent):
