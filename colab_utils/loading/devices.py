@@ -50,7 +50,8 @@ def send(values: Tensor | NDArray[Any], device: torch.device | str) -> Tensor:
         >>> send(torch.tensor([1, 2]), "cpu")
         tensor([1, 2])
     """
-    tensor = torch.as_tensor(values)
+    # `as_tensor` would put an array on the user's default device.
+    tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
