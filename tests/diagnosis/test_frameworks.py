@@ -4,6 +4,7 @@ seen.
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import subprocess
@@ -48,22 +49,36 @@ class _Stream(IterableDataset):
         return islice((torch.full((2,), float(number)) for number in count()), self.length)
 
 
+class _WithoutLength:
+    """A loader that can only be iterated over."""
+
+    def __iter__(self):
+        return (torch.full((2, 2), float(number)) for number in range(4))
+
+
 class _Model(nn.Module):
-    """One layer."""
+    """One layer that keeps the numbers that it has seen."""
 
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(2, 1)
+        self.seen = []
 
     def forward(self, x):
+        self.seen.append(x.tolist())
         return {"loss": self.layer(x).sum()}
 
 
 def make_training():
-    """Return a model, an optimizer and a shuffled loader."""
+    """The same model, optimizer and shuffled loader at every call."""
+    torch.manual_seed(3)
     model = _Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     return model, optimizer, DataLoader([*NUMBERS], batch_size=2, shuffle=True)
+
+
+def read_weights(model):
+    return [values.tolist() for values in model.parameters()]
 
 
 def assert_saw(watched, batches, passes=1):
@@ -74,6 +89,15 @@ def assert_saw(watched, batches, passes=1):
     assert batches - 1 <= summary.batches <= batches
     assert not any("No optimizer" in text for text in summary.unseen)
     assert sum(part.share for part in summary.parts) <= 1.001
+
+
+def assert_unchanged(train):
+    """Training gets the same batches with and without watch, and each of them is seen."""
+    _, plain = train(lambda loader: loader)
+    watched, model = train(watch)
+    assert len(model.seen) == ITEMS
+    assert (model.seen, read_weights(model)) == (plain.seen, read_weights(plain))
+    assert_saw(watched, ITEMS, passes=2)
 
 
 # These tests run the frameworks.
@@ -114,10 +138,15 @@ ignore_lightning = pytest.mark.filterwarnings(
 
 
 @ignore_lightning
-def test_lightning_fits_a_watched_loader():
-    module, trainer = make_lightning(3)
-    trainer.fit(module, watched := watch(make_training()[2]))
-    assert_saw(watched, ITEMS, passes=2)
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_lightning_fits_a_watched_loader(accumulated):
+    def fit(around):
+        loader = around(make_training()[2])
+        module, trainer = make_lightning(accumulated)
+        trainer.fit(module, loader)
+        return loader, module.model
+
+    assert_unchanged(fit)
 
 
 @ignore_lightning
@@ -126,6 +155,7 @@ def test_lightning_gives_its_own_loader_to_watch():
     # At this point Lightning has put a sampler for each process into the loader.
     trainer.strategy.process_dataloader = watch
     trainer.fit(module, make_training()[2])
+    assert len(module.model.seen) == ITEMS
     assert_saw(trainer.train_dataloader, ITEMS, passes=2)
 
 
@@ -138,38 +168,49 @@ def accelerators():
     state.GradientState._reset_state()
 
 
-def test_accelerate_prepares_a_loader_before_it_is_watched(accelerators):
+@pytest.mark.parametrize("accumulated", [1, 4])
+def test_accelerate_prepares_a_loader_before_it_is_watched(accumulated, accelerators):
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
-    model, optimizer, loader = accelerator.prepare(*make_training())
-    loader = watch(loader)
-    for _ in range(2):
-        for batch in loader:
-            with accelerator.accumulate(model):
-                accelerator.backward(model(batch["x"])["loss"])
-                optimizer.step()
-                optimizer.zero_grad()
-    assert_saw(loader, ITEMS, passes=2)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulated)
+
+    def train(around):
+        model, optimizer, loader = accelerator.prepare(*make_training())
+        loader = around(loader)
+        for _ in range(2):
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(batch["x"])["loss"])
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return loader, model
+
+    assert_unchanged(train)
 
 
-def test_the_hugging_face_trainer_trains_with_a_watched_loader(accelerators, tmp_path):
+@pytest.mark.parametrize("accumulated", [1, 4])
+def test_the_hugging_face_trainer_trains_with_a_watched_loader(accumulated, accelerators, tmp_path):
     transformers = pytest.importorskip("transformers")
-    settings = transformers.TrainingArguments(
-        str(tmp_path),
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=4,
-        num_train_epochs=2,
-        use_cpu=True,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-    )
-    trainer = transformers.Trainer(_Model(), settings, train_dataset=NUMBERS)
-    make_loader = trainer.get_train_dataloader
-    trainer.get_train_dataloader = lambda: watch(make_loader())
-    trainer.train()
-    assert_saw(trainer.callback_handler.train_dataloader, ITEMS, passes=2)
+
+    def train(around):
+        model = make_training()[0]
+        settings = transformers.TrainingArguments(
+            str(tmp_path),
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=accumulated,
+            num_train_epochs=2,
+            use_cpu=True,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        trainer = transformers.Trainer(model, settings, train_dataset=NUMBERS)
+        make_loader = trainer.get_train_dataloader
+        trainer.get_train_dataloader = lambda: around(make_loader())
+        trainer.train()
+        return trainer.callback_handler.train_dataloader, model
+
+    assert_unchanged(train)
 
 
 RANK = """
@@ -218,33 +259,75 @@ def test_torchrun_has_a_summary_for_each_rank(tmp_path):
     assert {*ranks} == {("0", "0"), ("1", "1")}
 
 
-def train(loader):
+# These tests run other loaders.
+
+
+def train(loader, pick):
     """Train on a few batches of a loader; returns what they hold."""
     layer = nn.Linear(1, 1)
     seen = []
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
-    for values in islice(loader, MOST):
+    for batch in islice(loader, MOST):
+        values = pick(batch)
         seen.append(values.tolist())
         layer(values.reshape(-1, 1).float()).sum().backward()
         optimizer.step()
     return seen
 
 
-# A dataset with the size of its batches; the batches, and their images.
+def check(make, batches, pick=lambda batch: batch):
+    """A loader gives the same batches with and without watch."""
+    plain = train(make(), pick)
+    watched = watch(make())
+    assert train(watched, pick) == plain
+    assert len(plain) == batches
+    assert_saw(watched, batches)
+    return watched
+
+
+SAMPLES = [{"x": torch.full((3, 2), float(number))} for number in range(4)]
+
+
+# A loader, or a dataset with the size of its batches; the batches, and their images.
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(
     ("source", "size", "batches", "images"),
     [
+        (_WithoutLength(), 0, 4, 8),
         # A stream has an end, or none.
         (_Stream(6), None, 6, 12),
+        (_Stream(6), 2, 3, 6),
         (_Stream(), 2, MOST, 2 * MOST),
+        # The dataset makes batches.
+        (SAMPLES, None, 4, 12),
     ],
 )
-def test_a_stream_gives_the_same_batches_under_watch(source, size, batches, images, workers):
-    loader = DataLoader(source, size, num_workers=workers)
-    plain = train(loader)
-    watched = watch(loader)
-    assert train(watched) == plain
-    assert len(plain) == batches
-    assert_saw(watched, batches)
-    assert watched.summary().images == images
+def test_a_loader_of_any_kind_is_watched(source, size, batches, images, workers):
+    def make():
+        return source if size == 0 else DataLoader(source, size, num_workers=workers)
+
+    def pick(batch):
+        return batch["x"] if isinstance(batch, dict) else batch
+
+    assert check(make, batches, pick).summary().images == images
+
+
+@pytest.mark.filterwarnings(
+    "ignore:unclosed file:ResourceWarning", "ignore:.*with_length:UserWarning"
+)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_of_webdataset_is_watched(workers, tmp_path):
+    webdataset = pytest.importorskip("webdataset")
+    with webdataset.TarWriter(str(tmp_path / "a.tar")) as shard:
+        for number in range(ITEMS):
+            shard.write({"__key__": str(number), "x.pyd": float(number)})
+
+    def make():
+        data = webdataset.WebDataset(str(tmp_path / "a.tar"), shardshuffle=False)
+        data = data.decode().to_tuple("x.pyd").map_tuple(torch.tensor).batched(2)
+        loader = webdataset.WebLoader(data.repeat(), batch_size=None, num_workers=workers)
+        return loader.with_epoch(4).with_length(4)
+
+    check(make, 4, pick=lambda batch: batch[0])
+    # Nothing may be left to collect once the warning of a shard that stays open counts again.
+    gc.collect()

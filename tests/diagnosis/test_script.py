@@ -24,10 +24,13 @@ RUN = ["-m", "colab_utils", "run"]
 # each script of torch alone once.
 EVERY = bool(os.environ.get("EVERY_STALL"))
 USUAL = [
+    ("references", "work"),
     ("epochs", "read"),
-    ("epochs", "work"),
+    ("persistent", "gap"),
     ("thread", "healthy"),
-    ("anew", "gap"),
+    ("ahead", "read"),
+    ("anew", "healthy"),
+    ("iterations", "gap"),
 ]
 FRAMEWORKS = ("lightning", "transformers", "accelerate", "ignite", "fastai")
 KINDS = (*dict(USUAL), *(f"with_{name}" for name in FRAMEWORKS))
