@@ -224,14 +224,16 @@ def _draw_object(
     outline = corners.view(float).round(2).tolist()
     rle = encode_segmentation([outline], *pixels.shape[:2])
     box, area = measure_mask(rle)
-    columns, rows = coco_mask.decode(rle).T.view(bool).nonzero()
+    left, top, width, height = map(int, box)
+    crop = np.s_[top : top + height, left : left + width]
     # The ids rise to 36, which is 6 sevenths of the circle of hues.
     colour = hsv_to_rgb(
         rng.laplace(category["id"] / 42, 0.08) % 1, rng.uniform(0.5, 0.8), rng.uniform(190, 255)
     )
     # Light comes from above.
-    shades = np.linspace(1, 0.7, int(box[3]))[:, None] * colour
-    pixels[rows, columns] = shades[rows - int(box[1])]
+    shades = np.linspace(1, 0.7, height)[:, None, None] * colour
+    inside = coco_mask.decode(rle)[crop][..., None] > 0
+    np.copyto(pixels[crop], shades, casting="unsafe", where=inside)
     return {
         "category_id": category["id"],
         "segmentation": [outline],

@@ -20,7 +20,7 @@ from colab_utils.errors import ColabUtilsError, explain_os_error
 from colab_utils.file_cache import FileCache
 from colab_utils.files import open_store
 from colab_utils.loading.masks import unpack_masks
-from colab_utils.loading.samples import Bytes, CocoSamples, Sample
+from colab_utils.loading.samples import Bytes, CocoSamples, Sample, Transforms
 from colab_utils.places import Place, PlaceLike, open_place
 from colab_utils.require import require_choice, require_number
 from colab_utils.shards.arrays import convert_boxes
@@ -49,6 +49,7 @@ class CocoFolder(CocoSamples):
         exif: What becomes of photos that EXIF turns while their size does not tell whether the
             annotations were drawn on the turned photo, as in ``write_shards``: "turn", "keep" or
             "auto". Where the size tells, it decides. Default: "auto".
+        transforms: Your own ``torchvision.transforms.v2``, as for ``ShardDataset``. Default: None.
         cache: Folder on this machine's disk. The bytes of each file are kept there as they come,
             and are read there afterwards, in any later session, too. If the files change, delete
             the folder. If the disk gets full, no more is kept, with a warning. Default: None, which
@@ -82,6 +83,7 @@ class CocoFolder(CocoSamples):
         contiguous_labels: bool = False,
         streams: int | str = "auto",
         exif: Exif = "auto",
+        transforms: Transforms | None = None,
         cache: str | Path | FileCache | None = None,
         min_size: int | None = None,
         max_size: int | None = None,
@@ -97,6 +99,7 @@ class CocoFolder(CocoSamples):
             cache = FileCache(cache)
         self.cache = cache
         self.exif = exif
+        self.transforms = transforms
         self.folder = open_place(images)
         self.streams = require_streams(streams)
         self.store = open_store(self.folder)
@@ -117,7 +120,8 @@ class CocoFolder(CocoSamples):
         annotations, boxes, masks = self._read_objects(index, original, image.shape[1:])
         labels = self._map_labels([a["category_id"] for a in annotations])
         area = np.array([a["area"] for a in annotations], np.float32)
-        return image, self._make_target(index, boxes=boxes, labels=labels, masks=masks, area=area)
+        target = self._make_target(index, boxes=boxes, labels=labels, masks=masks, area=area)
+        return self._transform(image, target)
 
     def load_image(self, index: int) -> Tensor:
         """Return the image, uint8 [3, H, W], turned as its annotations were drawn."""

@@ -193,11 +193,7 @@ class ShardDataset(CocoSamples):
         target = self._make_target(
             index, boxes=tables["boxes"], labels=tables["labels"], masks=masks, area=tables["areas"]
         )
-        if self.transforms is None:
-            return image, target
-        from colab_utils.loading.transforms import apply_transforms
-
-        return apply_transforms(self.transforms, image, target)
+        return self._transform(image, target)
 
     @property
     def writes_itself(self) -> bool:

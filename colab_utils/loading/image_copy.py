@@ -170,6 +170,7 @@ def _read_all(
 
     ``missing`` gets each file that cannot be read, with the reason.
     """
+    began_s = perf_counter()
     reader = Reader(read, source, streams=streams)
     with closing(reader), show_progress(label, total=len(names), unit=" files") as bar:
         for reading in reader.read_all(names):
@@ -189,7 +190,8 @@ def _read_all(
                 missing.append(SkippedImage(name, reason))
             else:
                 yield name, content
-            bar.set_postfix_str(source.tell_failures(), refresh=False)
+            speed = format_bytes(reader.read_bytes / (perf_counter() - began_s))
+            bar.set_postfix_str(f"{speed}/s {source.tell_failures()}", refresh=False)
             bar.update()
 
 

@@ -95,6 +95,8 @@ class CocoSamples(Dataset[Sample]):
     image_ids: NDArray[np.int64]
     sizes: NDArray[np.int32]
     counts: NDArray[np.int64]
+    transforms: Transforms | None = None
+    """What is applied to each sample."""
     max_bad = 0
     """Number of bad images that a loader may leave out, each with a warning."""
     streams: int | str = 1
@@ -222,6 +224,26 @@ class CocoSamples(Dataset[Sample]):
         changes its samples.
         """
         return False
+
+    @property
+    def objects(self) -> int:
+        """Return the number of objects to train on in all images."""
+        return int(self.counts.sum())
+
+    def get_height_and_width(self, index: int) -> tuple[int, int]:
+        """Return height and width in pixels, without reading the image.
+
+        torchvision's grouping by aspect ratio calls this.
+        """
+        height, width = self.sizes[self._check(index)].tolist()
+        return height, width
+
+    def _transform(self, image: Tensor, target: Target) -> Sample:
+        if self.transforms is None:
+            return image, target
+        from colab_utils.loading.transforms import apply_transforms
+
+        return apply_transforms(self.transforms, image, target)
 
     def _map_labels(self, category_ids: Any) -> NDArray[np.int64]:
         labels, ids = np.array(list(self.category_ids.items()), np.int64).reshape(-1, 2).T

@@ -344,3 +344,23 @@ def test_where_the_process_that_copies_stops_another_one_goes_on(drive, ssd, clo
     assert_every_image(second, list_ids(load(second)))
     second.wait()
     assert verify_shards(ssd).bad == ()
+
+
+def test_the_copy_does_not_wait_for_the_tables(drive, ssd, monkeypatch):
+    copied = threading.Event()
+    real_copy = Copying.copy_file
+    real_load = dataset_module._load_shard
+
+    def copy(self, *file):
+        real_copy(self, *file)
+        copied.set()
+
+    def load(*arguments, **options):
+        assert copied.wait(60)
+        return real_load(*arguments, **options)
+
+    monkeypatch.setattr(Copying, "copy_file", copy)
+    monkeypatch.setattr(dataset_module, "_load_shard", load)
+    dataset = ArrivingShards(drive, ssd)
+    assert dataset.image_ids.tolist() == ShardDataset(drive).image_ids.tolist()
+    dataset.stop()

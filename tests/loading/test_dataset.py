@@ -526,3 +526,28 @@ def test_loose_images_are_those_of_the_annotations(tmp_path):
     assert target["masks"].shape == (1, 24, 32)
     with pytest.raises(ColabUtilsError, match=r"wide\.png: the annotations say"):
         dataset[1]
+
+
+def test_an_image_that_another_version_of_a_decoder_refuses_is_named(tiny_shards, monkeypatch):
+    refuse = Mock(side_effect=ColabUtilsError("not a complete image: no such coding"))
+    monkeypatch.setattr(dataset_module, "decode_pixels", refuse)
+    dataset = ShardDataset(tiny_shards)
+    message = rf"image {dataset.image_ids[4]} is damaged \(not a complete image"
+    with pytest.raises(ColabUtilsError, match=message):
+        dataset[4]
+
+
+def test_own_transforms_are_applied_to_each_sample(tiny_shards):
+    seen = []
+
+    def spy(image, target):
+        seen.append((type(image), type(target["boxes"]), type(target["masks"])))
+        return image, target
+
+    dataset = ShardDataset(tiny_shards, transforms=v2.Compose([spy, v2.RandomHorizontalFlip(1)]))
+    image, target = dataset[3]
+    original, objects = ShardDataset(tiny_shards)[3]
+    assert seen == [(tv_tensors.Image, tv_tensors.BoundingBoxes, tv_tensors.Mask)]
+    assert torch.equal(image, original.flip(-1))
+    assert torch.equal(target["boxes"][:, 0], 160 - objects["boxes"][:, 2])
+    assert type(image) is type(target["boxes"]) is torch.Tensor

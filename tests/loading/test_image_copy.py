@@ -246,3 +246,21 @@ def test_ctrl_c_leaves_whole_files_only(source, ssd):
     assert tree.items() <= snapshot(source).items()
     slow_down(source, None)
     assert copy_images(source, ssd).skipped_files == len(tree)
+
+
+def test_only_what_the_json_names_is_copied(source, ssd, tmp_path, reads):
+    annotations = write_json(tmp_path / "some.json", ["a/1.jpg", "0.jpg", "a/1.jpg"])
+    report = copy_images(source, ssd, annotations=annotations)
+    assert [*snapshot(ssd)] == ["0.jpg", "a/1.jpg"]
+    assert reads == {"some.json": 1, "0.jpg": 1, "1.jpg": 1}
+    assert report.files == 2
+
+
+def test_a_web_server_gives_the_files_that_a_json_names(source, ssd, tmp_path):
+    annotations = write_json(tmp_path / "names.json", ["a/b/2.jpg", "0.jpg", "9.jpg"])
+    with FileServer(source, tmp_path / "faults.json") as server:
+        report = copy_images(server.url, ssd, annotations=annotations)
+        with pytest.raises(ColabUtilsError, match=r"cannot be listed|no file to copy"):
+            copy_images(server.url, tmp_path / "other")
+    assert {*snapshot(ssd)} == {"a/b/2.jpg", "0.jpg"}
+    assert [entry.file_name for entry in report.missing] == ["9.jpg"]

@@ -675,3 +675,19 @@ def test_bad_arguments_are_refused(tiny_dataset, places, change, message):
     with pytest.raises(ColabUtilsError, match=message):
         open_dataset(**options | places | change)
     assert not places["ssd"].exists()
+
+
+def test_small_shards_come_first_and_are_those_of_write_shards(
+    open_tiny, tiny_dataset, places, tmp_path, monkeypatch
+):
+    # The ramp begins at a size that few small images fill.
+    monkeypatch.setattr(plan, "_FIRST_SHARDS_MB", (0.02, 0.04))
+    folder = tmp_path / "written"
+    data = tiny_dataset.images, tiny_dataset.annotations
+    write_shards(*data, shards=folder, shard_mb=0.06, workers=1)
+    dataset = open_tiny(shard_mb=0.06)
+    assert dataset.windows[:2] == [[0], [1]]
+    images = np.bincount(dataset.shard_of)
+    assert images[0] < images[1] < images[2]
+    dataset.wait()
+    assert read_files(places["drive"]) == read_files(folder)

@@ -813,3 +813,13 @@ def test_transforms_of_ones_own_run_on_the_device_and_resume(train_here, tmp_pat
     assert seen[0] == (torch.uint8, BoundingBoxes, (80, 96))
     with pytest.raises(ColabUtilsError, match=r"The run of .* was begun with transforms"):
         train_here(steps=5)
+
+
+def test_resume_takes_the_settings_of_the_run(undisturbed, tiny_shards, run):
+    train(tiny_shards, run, steps=6, workers=0, learning_rate=0.0005)
+    report = train(tiny_shards, run, steps=6, workers=0)
+    assert report.plan.learning_rate == 0.0005
+    assert (report.plan.min_size, report.plan.max_size, report.plan.batch_size) == (64, 96, 2)
+    # Random weights mean that nothing was downloaded.
+    assert report.plan.starts_from == "random"
+    assert report.losses[:5] == undisturbed.losses
