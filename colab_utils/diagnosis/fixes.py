@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil, inf
 from pathlib import Path
 from statistics import fmean
@@ -66,15 +67,18 @@ FIXES = {
         "loose files on the local SSD",
         "Copy the files there by many streams: copy_images(FOLDER, SSD, annotations=FILE)",
     ),
-    "shards": (
-        "shards on the local SSD",
-        "Run preprocess, which shrinks images that are larger than training needs, then copy",
-    ),
+    "shards": ("shards on the local SSD", "Run preprocess, then copy"),
     "packed_masks": (
         "shards on the local SSD, masks packed",
         "Load shards on the local SSD with make_loader: masks stay packed",
     ),
+    "resize": (
+        "shards on the local SSD, images resized once",
+        "Let preprocess shrink the images that are larger than training needs",
+    ),
 }
+# Resizing is a fix of its own only if it leaves at most this share of the pixels.
+_SMALLER = 0.9
 # A diagnosis ends with an error if one batch takes longer than this.
 TIMEOUT_S = 60.0
 # The emulated step of a trial keeps at least this share of a core busy.
@@ -403,9 +407,12 @@ class _Model:
                 loose.read(index)
             self.forms["loose"] = Subset(loose, chosen)
             annotations = write_subset(dataset.coco, chosen, folder / "sample.json")
-            shards = folder / "shards"
-            write_shards(dataset.folder, annotations, shards=shards, workers=1, max_bad=1.0)
-            self.forms["shards"] = ShardDataset(shards)
+            write = partial(write_shards, dataset.folder, annotations, workers=1, max_bad=1.0)
+            write(shards=folder / "shards")
+            self.forms["shards"] = shrunk = ShardDataset(folder / "shards")
+            if shrunk.sizes.prod(1).sum() <= _SMALLER * dataset.sizes[chosen].prod(1).sum():
+                write(shards=folder / "kept", storage="keep")
+                self.forms["kept"] = ShardDataset(folder / "kept")
 
     def plan_fixes(self) -> Iterator[_Plan]:
         """Yield each fix that applies, the least effort for you first."""
@@ -432,10 +439,13 @@ class _Model:
         if self.is_remote and is_loose:
             yield _Plan("local_files", self.make_loop(workers, "loose"), "loose")
         if self.is_remote or is_loose:
-            yield _Plan("shards", self.make_loop(workers, "shards"), "shards")
+            form = "kept" if "kept" in self.forms else "shards"
+            yield _Plan("shards", self.make_loop(workers, form), form)
         if self.own_form and not is_ours:
             packed = self.make_loop(workers, "shards", packs=True)
             yield _Plan("packed_masks", packed, "shards", packs=True)
+        if "kept" in self.forms:
+            yield _Plan("resize", self.make_loop(workers, "shards"), "shards")
 
     def forecast_fix(self, plan: _Plan) -> Fix:
         """Forecast a fix, and say what it wins."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from colab_utils.drive import guard_drive
 from colab_utils.errors import DAMAGE, ColabUtilsError, explain_os_error
@@ -19,6 +19,9 @@ FORMAT_NAME = "colab_utils shards"
 FORMAT_VERSION = 2
 
 INDEX_NAME = "index.json"
+
+TRAIN_INDEX_NAME = "train-index.json"
+"""The index by which RF-DETR reads the same shards."""
 
 Storage = Literal["keep", "shrink"]
 """How a shard stores images: "keep" keeps their size, and "shrink" shrinks the larger ones once."""
@@ -179,6 +182,8 @@ def _parse_index(raw: Any, folder: Place) -> ShardIndex:
         arrays_name = shard.name.replace(".tar", ".arrays")
         if not _TAR_NAME.fullmatch(shard.name) or shard.arrays_name != arrays_name:
             raise ValueError(f"files {shard.name!r} and {shard.arrays_name!r}")
+    if index.recipe["storage"] not in get_args(Storage):
+        raise unknown
     return index
 
 
@@ -196,7 +201,7 @@ def make_index(raw: dict[str, Any]) -> ShardIndex:
 
 
 def write_index(folder: Place, index: ShardIndex) -> None:
-    """Write ``index.json``, under a temporary name first."""
+    """Write ``train-index.json``, then ``index.json``, each under a temporary name first."""
     content = {
         "format": FORMAT_NAME,
         "format_version": FORMAT_VERSION,
@@ -207,7 +212,21 @@ def write_index(folder: Place, index: ShardIndex) -> None:
     if not index.faults:
         del content["faults"]
     content["xxh3_64"] = hash_bytes(_to_text(content))
-    open_store(folder).write(INDEX_NAME, json.dumps(content, indent=1).encode())
+    train_content = {
+        "version": 1,
+        "split": "train",
+        "shards": [shard.name for shard in index.shards],
+        "num_samples": index.images,
+        "categories": index.categories,
+        # RF-DETR leaves out others that are named as a group of categories. Here none is.
+        "annotated_category_ids": [category["id"] for category in index.categories],
+        # Labels are the ids of categories, as those of a `ShardDataset` are.
+        "category_ids": "raw",
+        "samples_per_shard": [shard.images for shard in index.shards],
+    }
+    store = open_store(folder)
+    for name, entries in ((TRAIN_INDEX_NAME, train_content), (INDEX_NAME, content)):
+        store.write(name, json.dumps(entries, indent=1).encode())
 
 
 def _to_text(content: dict[str, Any]) -> bytes:

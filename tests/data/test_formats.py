@@ -400,3 +400,15 @@ def test_rf_detr_reads_the_same(folder, monkeypatch):
     expected = read_ours(folder, contiguous_labels=True)
     assert_same(read_with_rf_detr(remapped), expected, first_label=1)
     assert_same(read_with_rf_detr(remapped, split="val"), expected, first_label=1)
+
+
+def test_rf_detr_reads_the_folder_itself(folder):
+    run_lines("RF-DETR", "pass")
+    from rfdetr.datasets.webdataset.load import WebDatasetDetection
+
+    train = folder / "shards/train"
+    dataset = WebDatasetDetection(train, "train", None, include_masks=True)
+    names = ShardDataset(train).class_names
+    assert {label: name for label, name in enumerate(dataset.class_names) if name} == names
+    samples = [(pil_to_tensor(image), target) for image, target in dataset]
+    assert_same(samples, read_ours(folder))

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from colab_utils import CocoFolder, ShardDataset, make_loader
+from colab_utils.course.sample_data import make_dataset
 from colab_utils.diagnosis import fixes
 from colab_utils.diagnosis.diagnose import diagnose
 from colab_utils.diagnosis.fixes import (
@@ -125,6 +126,14 @@ def test_each_fix_of_a_slow_folder_is_forecast_and_measured(slow_folder, plain):
         fix = fixes_by_id[id]
         rates = fix.measured_images_per_second, fix.forecast_images_per_second
         assert min(rates) > 1.2 * now.loop.images_per_second, id
+
+
+def test_images_that_are_larger_than_training_needs_are_forecast_in_both_sizes(tmp_path):
+    made = make_dataset(tmp_path / "large", n=4, width=2400, height=1800, workers=1)
+    large = CocoFolder(made.images, made.annotations)
+    fixes_by_id = _find(_look_at(DataLoader(large, batch_size=2, collate_fn=collate)))
+    rates = {id: fix.forecast_images_per_second for id, fix in fixes_by_id.items()}
+    assert min(rates["resize"], rates["packed_masks"]) > 1.2 * rates["shards"]
 
 
 @pytest.mark.clock

@@ -16,13 +16,16 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from pycocotools.coco import COCO
+from torchvision import tv_tensors
 from torchvision.datasets import CocoDetection
+from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from colab_utils.data.coco import read_coco
@@ -537,16 +540,26 @@ def test_an_image_that_another_version_of_a_decoder_refuses_is_named(tiny_shards
         dataset[4]
 
 
-def test_own_transforms_are_applied_to_each_sample(tiny_shards):
+@pytest.mark.parametrize("kind", ["shards", "files"])
+def test_own_transforms_are_applied_to_each_sample(kind, tiny_shards, tiny_dataset):
+    source = {
+        "shards": partial(ShardDataset, tiny_shards),
+        "files": partial(CocoFolder, tiny_dataset.images, tiny_dataset.annotations),
+    }[kind]
     seen = []
 
     def spy(image, target):
         seen.append((type(image), type(target["boxes"]), type(target["masks"])))
         return image, target
 
-    dataset = ShardDataset(tiny_shards, transforms=v2.Compose([spy, v2.RandomHorizontalFlip(1)]))
+    dataset = source(transforms=v2.Compose([spy, v2.RandomHorizontalFlip(1)]))
     image, target = dataset[3]
-    original, objects = ShardDataset(tiny_shards)[3]
+    original, objects = source()[3]
+    assert dataset.get_height_and_width(3) == tuple(original.shape[1:])
+    # A loader applies them, too.
+    loader = make_loader(dataset, batch_size=1, sampler=[3], workers=0)
+    assert torch.equal(next(iter(loader))[0][0], original.flip(-1) / 255)
+    assert seen.pop()
     assert seen == [(tv_tensors.Image, tv_tensors.BoundingBoxes, tv_tensors.Mask)]
     assert torch.equal(image, original.flip(-1))
     assert torch.equal(target["boxes"][:, 0], 160 - objects["boxes"][:, 2])

@@ -23,6 +23,7 @@ from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
 from colab_utils.shards.lock import lock_here
 from colab_utils.slow_drive import DriveProfile, slow_down
+from tests.file_server import FileServer
 from tests.snapshots import snapshot
 from tests.stress.kill_copy_images import count_rounds
 from tests.stress.kill_preprocess import Kills

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -247,3 +248,17 @@ def test_files_are_read_at_once(source, tmp_path, monkeypatch):
     open_as(monkeypatch, WaitingFile)
     copy_shards(source, tmp_path / "ssd", streams=8)
     assert snapshot(tmp_path / "ssd") == snapshot(source)
+
+
+def test_an_edited_index_does_not_survive_a_copy(source, tmp_path):
+    target = tmp_path / "ssd"
+    copy_shards(source, target)
+    edited = json.dumps({**json.loads((target / INDEX_NAME).read_text()), "categories": []})
+    (target / INDEX_NAME).write_text(edited)
+    with pytest.raises(ColabUtilsError, match=f"{target}.* changed since"):
+        copy_shards(source, target)
+    assert (target / INDEX_NAME).read_text() == edited
+    # Deleting the file is the cure that the message names.
+    (target / INDEX_NAME).unlink()
+    copy_shards(source, target)
+    assert snapshot(target) == snapshot(source)

@@ -33,6 +33,22 @@ def is_refused(folder, words):
     assert len(message) < 600
 
 
+def test_the_index_of_rf_detr_lies_beside_ours(tmp_path):
+    """`tests/data/test_formats.py` reads it with RF-DETR."""
+    second = replace(INFO, name="shard-000001.tar", arrays_name="shard-000001.arrays", images=2)
+    write_index(tmp_path, replace(INDEX, shards=(INFO, second)))
+    assert json.loads((tmp_path / "train-index.json").read_text()) == {
+        "version": 1,
+        "split": "train",
+        "shards": ["shard-000000.tar", "shard-000001.tar"],
+        "num_samples": 5,
+        "categories": [{"id": 1, "name": "car"}],
+        "annotated_category_ids": [1],
+        "category_ids": "raw",
+        "samples_per_shard": [3, 2],
+    }
+
+
 def test_an_index_comes_back_with_any_name_and_in_any_layout(tmp_path):
     names = "caf\u00e9 \U0001f431\u202e\n\0\udc80"
     categories = ({"id": -3, "name": names},)
@@ -40,7 +56,7 @@ def test_an_index_comes_back_with_any_name_and_in_any_layout(tmp_path):
     write_index(tmp_path, index)
     assert read_index(tmp_path) == index
     assert (index.images, index.bytes) == (3, 4608)
-    assert [path.name for path in tmp_path.iterdir()] == ["index.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["index.json", "train-index.json"]
     raw = json.loads((tmp_path / "index.json").read_text())
     assert (raw["format_version"], raw["images"], raw["bytes"]) == (2, 3, 4608)
     assert raw["shards"][0]["xxh3_64"] == "a" * 16
@@ -73,17 +89,21 @@ def rename(**names):
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "message"),
     [
         # A copy would write to these names.
-        rename(name="../shard-000000.tar", arrays_name="../shard-000000.arrays"),
-        rename(name=f"shard-{chr(0x663) * 6}.tar"),
-        rename(arrays_name="shard-000001.arrays"),
+        (rename(name="../shard-000000.tar", arrays_name="../shard-000000.arrays"), CHANGED),
+        (rename(name=f"shard-{chr(0x663) * 6}.tar"), CHANGED),
+        (rename(arrays_name="shard-000001.arrays"), CHANGED),
+        # Older versions could store raw pixels.
+        ({"recipe": {"storage": "pixels"}}, "that this version reads"),
     ],
 )
-def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path, changes):
+def test_an_index_that_leads_out_of_its_folder_or_is_of_an_older_version_is_refused(
+    tmp_path, changes, message
+):
     write_index(tmp_path, replace(INDEX, **changes))
-    is_refused(tmp_path, CHANGED)
+    is_refused(tmp_path, message)
 
 
 @pytest.mark.parametrize(
