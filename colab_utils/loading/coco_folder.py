@@ -21,6 +21,7 @@ from colab_utils.file_cache import FileCache
 from colab_utils.files import open_store
 from colab_utils.loading.masks import unpack_masks
 from colab_utils.loading.samples import Bytes, CocoSamples, Sample, Transforms
+from colab_utils.loading.transforms import apply_transforms
 from colab_utils.places import Place, PlaceLike, open_place
 from colab_utils.require import require_choice, require_number
 from colab_utils.shards.arrays import convert_boxes
@@ -121,7 +122,7 @@ class CocoFolder(CocoSamples):
         labels = self._map_labels([a["category_id"] for a in annotations])
         area = np.array([a["area"] for a in annotations], np.float32)
         target = self._make_target(index, boxes=boxes, labels=labels, masks=masks, area=area)
-        return self._transform(image, target)
+        return apply_transforms(self.transforms, image, target)
 
     def load_image(self, index: int) -> Tensor:
         """Return the image, uint8 [3, H, W], turned as its annotations were drawn."""

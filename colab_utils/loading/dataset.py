@@ -36,6 +36,7 @@ from colab_utils.loading.samples import (
     Tables,
     Transforms,
 )
+from colab_utils.loading.transforms import apply_transforms
 from colab_utils.places import Place, PlaceLike, open_place
 from colab_utils.reader import Reader
 from colab_utils.shards.arrays import (
@@ -193,7 +194,7 @@ class ShardDataset(CocoSamples):
         target = self._make_target(
             index, boxes=tables["boxes"], labels=tables["labels"], masks=masks, area=tables["areas"]
         )
-        return self._transform(image, target)
+        return apply_transforms(self.transforms, image, target)
 
     @property
     def writes_itself(self) -> bool:

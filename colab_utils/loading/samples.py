@@ -238,13 +238,6 @@ class CocoSamples(Dataset[Sample]):
         height, width = self.sizes[self._check(index)].tolist()
         return height, width
 
-    def _transform(self, image: Tensor, target: Target) -> Sample:
-        if self.transforms is None:
-            return image, target
-        from colab_utils.loading.transforms import apply_transforms
-
-        return apply_transforms(self.transforms, image, target)
-
     def _map_labels(self, category_ids: Any) -> NDArray[np.int64]:
         labels, ids = np.array(list(self.category_ids.items()), np.int64).reshape(-1, 2).T
         return labels[np.searchsorted(ids, category_ids)]

@@ -100,8 +100,8 @@ def check_objects(
     raise ColabUtilsError(f"Image {image_id} has the {problem}")
 
 
-def apply_transforms(transforms: Transforms, image: Tensor, target: Target) -> Sample:
-    """Apply transforms to an image, uint8 [3, H, W], and its target.
+def apply_transforms(transforms: Transforms | None, image: Tensor, target: Target) -> Sample:
+    """Apply transforms, if there are any, to an image, uint8 [3, H, W], and its target.
 
     The transforms get tv_tensors, and the result has plain tensors. If they drop objects
     (``SanitizeBoundingBoxes``), ``area`` is computed again from the masks and ``iscrowd`` is 0.
@@ -123,6 +123,8 @@ def apply_transforms(transforms: Transforms, image: Tensor, target: Target) -> S
         >>> target["boxes"].tolist()
         [[4.0, 0.0, 6.0, 2.0]]
     """
+    if transforms is None:
+        return image, target
     from torchvision import tv_tensors
 
     size: Any = image.shape[-2:]
