@@ -409,7 +409,8 @@ class _Model:
             annotations = write_subset(dataset.coco, chosen, folder / "sample.json")
             write = partial(write_shards, dataset.folder, annotations, workers=1, max_bad=1.0)
             write(shards=folder / "shards")
-            self.forms["shards"] = shrunk = ShardDataset(folder / "shards")
+            shrunk = ShardDataset(folder / "shards")
+            self.forms["shards"] = shrunk
             if shrunk.sizes.prod(1).sum() <= _SMALLER * dataset.sizes[chosen].prod(1).sum():
                 write(shards=folder / "kept", storage="keep")
                 self.forms["kept"] = ShardDataset(folder / "kept")
