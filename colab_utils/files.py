@@ -72,16 +72,17 @@ def read_whole(path: str | Path, *, most_bytes: float = MOST_BYTES) -> bytes:
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: /dev/zero is a device or a pipe, not a file. ...
     """
+    # Opening a socket fails, and opening a pipe or a device may change it.
+    status = os.stat(path)
+    size = status.st_size
+    if stat.S_IFMT(status.st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
+        raise ColabUtilsError(f"{path} is a device or a pipe, not a file. Put a file there.")
+    if size > most_bytes:
+        raise ColabUtilsError(
+            f"The file {path} has {format_bytes(size)}, and at most "
+            f"{format_bytes(most_bytes)} can be read. Split the file, or save it smaller."
+        )
     with open(path, "rb", opener=_open_at_once) as file:
-        status = os.fstat(file.fileno())
-        size = status.st_size
-        if not stat.S_ISREG(status.st_mode):
-            raise ColabUtilsError(f"{path} is a device or a pipe, not a file. Put a file there.")
-        if size > most_bytes:
-            raise ColabUtilsError(
-                f"The file {path} has {format_bytes(size)}, and at most "
-                f"{format_bytes(most_bytes)} can be read. Split the file, or save it smaller."
-            )
         content = file.read()
     if len(content) < size:
         raise DriveLostError(
@@ -179,26 +180,26 @@ class PieceFile(io.IOBase):
 
         Return the number of bytes read. It is smaller than the buffer only at the end of the file.
         """
-        fill = partial(self._fill, memoryview(buffer).cast("B"), offset)
-        return self._store.attempt_listed(self.path, fill)
-
-    def find_size(self) -> int:
-        """Return the size of the file in bytes."""
-        return self._store.attempt_listed(self.path, lambda: self.path.stat().st_size)
-
-    def _fill(self, view: memoryview, offset: int) -> int:
         started = perf_counter()
+        view = memoryview(buffer).cast("B")
         count = 0
         while count < len(view):
-            # A network folder may return fewer bytes than asked for.
-            came = self._read_some(view[count:], offset + count)
+            # A network folder may return fewer bytes than asked for. Each piece is tried again by
+            # itself, so no error discards the bytes that came before it.
+            read = partial(self._read_some, view[count:], offset + count)
+            came: int = self._store.attempt_listed(self.path, read)
             if not came:
                 break
             count += came
         place = None if offset == self._next else offset
-        wait_as_drive(self.profile, self.path, place, count, started)
+        wait = partial(wait_as_drive, self.profile, self.path, place, count, started)
+        self._store.attempt_listed(self.path, wait)
         self._next = offset + count
         return count
+
+    def find_size(self) -> int:
+        """Return the size of the file in bytes."""
+        return self._store.attempt_listed(self.path, lambda: self.path.stat().st_size)
 
     def _read_some(self, view: memoryview, offset: int) -> int:
         """Read bytes into the buffer; return their number, which is 0 at the end of the file."""

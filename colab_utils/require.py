@@ -134,12 +134,9 @@ def require_part(value: Any) -> tuple[int, int] | None:
     """
     if value is None:
         return None
-    try:
-        number, parts = value
-    except (TypeError, ValueError):
-        raise ColabUtilsError(
-            f"part is {_describe(value)}. Pass (i, n), such as (3, 16)."
-        ) from None
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ColabUtilsError(f"part is {_describe(value)}. Pass (i, n), such as (3, 16).")
+    number, parts = value
     parts = require_count("n of part=(i, n)", parts)
     return require_count("i of part=(i, n)", number, maximum=parts), parts
 

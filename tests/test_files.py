@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,6 +23,12 @@ def test_a_pipe_is_not_waited_for(tmp_path, read):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises((ColabUtilsError, OSError), match=r"is a device or a pipe|Illegal seek"):
         read(tmp_path / "pipe")
+
+
+def test_a_socket_is_refused_before_it_is_opened(tmp_path):
+    os.mknod(tmp_path / "socket", stat.S_IFSOCK | 0o600)
+    with pytest.raises(ColabUtilsError, match="is a device or a pipe"):
+        read_file(tmp_path / "socket")
 
 
 def test_what_no_memory_holds_is_not_read(tmp_path):

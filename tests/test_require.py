@@ -11,6 +11,7 @@ from colab_utils.require import (
     require_count,
     require_max_bad,
     require_number,
+    require_part,
 )
 
 
@@ -36,6 +37,12 @@ def test_what_is_no_count_is_refused(value):
         ColabUtilsError, match=r"expected n (of 1 or more|as a whole number), found"
     ):
         require_count("n", value)
+
+
+@pytest.mark.parametrize("value", [b"\1\2", {1, 2}, {1: 1, 2: 2}, (1,)])
+def test_what_is_no_pair_is_no_part(value):
+    with pytest.raises(ColabUtilsError, match=r"Pass \(i, n\)"):
+        require_part(value)
 
 
 @pytest.mark.parametrize("value", [float("nan"), "1", True, [1.0]])

@@ -10,7 +10,7 @@ from typing import IO
 from urllib.error import HTTPError
 from urllib.parse import quote
 from urllib.request import urlopen
-from zipfile import BadZipFile, ZipFile
+from zipfile import BadZipFile, ZipFile, is_zipfile
 
 import xxhash
 
@@ -127,7 +127,8 @@ def _extract(file: IO[bytes], target: Path) -> None:
     """
     file.seek(0)
     kind = name_kind(file.read(_PIECE_BYTES))
-    if kind and not kind.startswith("a zip"):
+    # A zip may begin with something else, such as a program that unpacks it.
+    if kind and not (kind.startswith("a zip") or is_zipfile(file)):
         raise BadZipFile(f"it is {kind}. Then name the zip, or the folder with its images")
     with _open_zip(file) as archive:
         members = archive.infolist()

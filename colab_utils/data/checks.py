@@ -3,7 +3,6 @@
 The report names each kind of defect, says what it leads to, and has statistics of the data.
 """
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
@@ -263,7 +262,7 @@ def _find_in_all(dataset: CocoDataset) -> Iterator[Defect]:
     kind = "many crowds" if has_many_crowds(dataset) else "crowd"
     for _ in range(crowds):
         yield kind, f"{crowds:,} of {total:,} objects are crowds and left out"
-    for _ in re.finditer(r'"ignore"\s*:\s*("?1\b|true)', dataset.text):
+    for _ in range(dataset.ignored):
         yield "annotation to ignore", "annotations have 'ignore'"
     yield from _find_in_categories(dataset)
 
@@ -291,7 +290,7 @@ def _find_in_ids(dataset: CocoDataset) -> Iterator[Defect]:
 
 def _find_in_categories(dataset: CocoDataset) -> Iterator[Defect]:
     """Yield the defects of the categories."""
-    if '"not_exhaustive_category_ids"' in dataset.text:
+    if dataset.is_federated:
         yield "classes not looked for", "images have not_exhaustive_category_ids, as LVIS's"
     alike = defaultdict[str, list[str]](list)
     for category in dataset.categories:

@@ -65,6 +65,10 @@ class CocoDataset:
     """
     is_crowd: NDArray[np.bool_]
     """bool [A]: whether each annotation is a crowd. Crowds are left out of training."""
+    ignored: int
+    """Number of annotations that have ``ignore``."""
+    is_federated: bool
+    """Whether an image names classes that were not looked for in it, as LVIS does."""
     text: str
     """The text of the JSON."""
     spans: NDArray[np.int64]
@@ -268,6 +272,8 @@ def _group_annotations(columns: Columns, text: str, fingerprint: str) -> CocoDat
         first=first,
         ids=rows[:, 0].copy(),
         is_crowd=rows[:, 3].astype(np.bool_),
+        ignored=columns.ignored,
+        is_federated=columns.is_federated,
         text=text,
         spans=rows[:, 4:].copy(),
         shared_names=_find_shared_names(columns.names),

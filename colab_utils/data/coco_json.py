@@ -60,6 +60,10 @@ class Columns:
         """
         self.categories: dict[int, str] = {}
         """The name of each category, by its id."""
+        self.ignored = 0
+        """Number of annotations to ignore."""
+        self.is_federated = False
+        """Whether an image names classes that were not looked for in it, as LVIS does."""
 
     def add(self, section: str, entry: Any, span: tuple[int, int]) -> None:
         """Add an entry of a section; ``span`` says where its text starts and ends."""
@@ -97,6 +101,7 @@ class Columns:
         number = to_integer(image.get("id"), "image_id")
         self.names.append(name)
         self.images.extend((number, *sizes))
+        self.is_federated |= "not_exhaustive_category_ids" in image
 
     def _add_annotation(self, entry: Entry, span: tuple[int, int]) -> None:
         """Add an annotation's ids and ``iscrowd``, and the place of its text.
@@ -113,6 +118,7 @@ class Columns:
         }
         read_sound_fields(entry, row)
         self.rows.extend((*row.values(), *span))
+        self.ignored += entry.get("ignore") in (1, "1")
 
 
 class _Reader:

@@ -152,6 +152,7 @@ def require_folder(images: PlaceLike) -> None:
             cure = "It is a file. Name a folder: if the file is an archive, unpack it first."
         raise ColabUtilsError(f"There is no image folder at {images}. {cure}")
     list_base_names.cache_clear()
+    _list_alike.cache_clear()
 
 
 def take_base_name(name: str) -> str:
@@ -199,8 +200,7 @@ def _list_readings(name: str) -> list[str]:
 def list_base_names(folder: str) -> dict[str, tuple[str, ...]]:
     """Return a dict from the base name of each file below a folder to its paths in the folder.
 
-    At most two paths are given of a name that several files have. The dict has each file by its
-    stem, too (see `_take_stem`), and a zip by `_ZIP`.
+    At most two paths are given of a name that several files have.
 
     No links are followed but Drive's shortcuts. Hidden files and folders are left out.
 
@@ -211,9 +211,6 @@ def list_base_names(folder: str) -> dict[str, tuple[str, ...]]:
     for path in list_files(Path(folder)):
         base = take_base_name(path)
         places[base] = (*places.get(base, ()), path)[:2]
-        places[_take_stem(base)] = (base,)
-        if base.lower().endswith(_ZIP):
-            places[_ZIP] = (base,)
     return places
 
 
@@ -263,24 +260,33 @@ def _walk(folder: str, *, links: bool) -> Iterator[str]:
 def explain_missing(folder: PlaceLike, name: str) -> str:
     """Say that an image is missing in a folder, and name a file that may be the right one."""
     with suppress(ColabUtilsError):
-        base = take_base_name(decode_name(name))
-        listed = list_base_names(str(folder))
-        if places := listed.get(base):
-            return (
-                f"not in {folder}, but in another folder below it, or in several folders "
-                f"({' and '.join(sorted(places))}): write the folder into file_name"
-            )
-        if alike := listed.get(_take_stem(base)):
-            return (
-                f"not in {folder}, but {alike[0]} is there: write file_name as the file is called"
-            )
-        if packed := listed.get(_ZIP):
-            return f"not in {folder}, which holds {packed[0]}: unpack it first"
+        for base in map(take_base_name, _list_readings(name)):
+            if places := list_base_names(str(folder)).get(base):
+                return (
+                    f"not in {folder}, but in another folder below it, or in several folders "
+                    f"({' and '.join(sorted(places))}): write the folder into file_name"
+                )
+            alike = _list_alike(str(folder))
+            if other := alike.get(_take_stem(base)):
+                return (
+                    f"not in {folder}, but {other} is there: write file_name as the file is called"
+                )
+        if packed := alike.get(_ZIP):
+            return f"not in {folder}, which holds {packed}: unpack it first"
     return f"not in {folder}"
 
 
+@lru_cache(4)
+def _list_alike(folder: str) -> dict[str, str]:
+    """Return a dict from each stem of `_take_stem`, and from `_ZIP`, to a file that has it."""
+    alike = {}
+    for base in list_base_names(folder):
+        alike[_take_stem(base)] = base
+        if base.lower().endswith(_ZIP):
+            alike[_ZIP] = base
+    return alike
+
+
 def _take_stem(base: str) -> str:
-    """Return a base name in small letters, without its ending, and without Drive's " (1)". A slash
-    before it tells it from a whole base name.
-    """
-    return "/" + re.sub(r" \(\d+\)$", "", Path(base).stem).casefold()
+    """Return a base name in small letters, without its ending, and without Drive's " (1)"."""
+    return re.sub(r" \(\d+\)$", "", Path(base).stem).casefold()

@@ -114,7 +114,7 @@ def repair_annotations(
             "y, RLE with runs along columns. Export the outlines again. If they are right, remove "
             "the boxes."
         )
-    if not any(b'"iscrowd": 0' in text for text in objects):
+    if not repair.has_objects:
         reasons = [f"{problem.count:,} x {problem.kind}" for problem in repairs]
         if objects:
             reasons.append(f"{len(objects):,} x crowd")
@@ -140,6 +140,8 @@ class _Repair:
         self._as_objects = as_objects
         self.objects: list[bytes] = []
         """The annotations that are kept, as JSON."""
+        self.has_objects = False
+        """Whether any of them is no crowd."""
         self._names = defaultdict[tuple[str, str], list[str]](list)
         """The images or annotations with each kind of repair, by the kind and its effect."""
         self._categories = {category["id"] for category in dataset.categories}
@@ -184,6 +186,7 @@ class _Repair:
                 continue
             for change in changes + _list_changes(dataset.image(group[0]), entry):
                 self.note(change, name)
+            self.has_objects |= any(not annotation["iscrowd"] for annotation in objects)
             # As text, they take a quarter of the memory.
             self.objects += [json.dumps(annotation).encode() for annotation in objects]
             yield entry

@@ -131,6 +131,13 @@ def test_of_several_jsons_one_is_to_be_named(tmp_path, tiny_dataset, ssd):
         unpack_dataset(source, ssd, "train.json")
 
 
+@pytest.mark.parametrize("head", [bytes(512), b"<!doctype html>", b"1 2 3 4 5"])
+def test_a_zip_may_begin_with_something_else(tiny_dataset, export, ssd, head):
+    content = Path(export).read_bytes()
+    Path(export).write_bytes(head + content)
+    assert_same(unpack_dataset(export, ssd), tiny_dataset)
+
+
 def test_a_changed_zip_is_unpacked_anew(tiny_dataset, export, ssd):
     before = unpack_dataset(export, ssd)
     os.utime(export, ns=(0, 1))

@@ -302,6 +302,7 @@ def test_masks_painted_with_cvat_are_crowds_unless_taken_as_objects(dataset):
     """All are crowds: 0 objects, unless they are taken as objects."""
     for annotation in dataset.objects:
         annotation["iscrowd"] = 1
+        annotation["attributes"] = {"iscrowd": 0}
     report = dataset.check()
     assert list_serious(report) == ["many crowds"]
     assert report.problems[0].examples[0] == "31 of 31 objects are crowds and left out"
@@ -486,6 +487,10 @@ def test_categories_whose_names_are_alike_are_noted(dataset):
 
 
 def test_fields_that_change_what_an_evaluation_means_are_noted(dataset):
+    # Elsewhere in the file, these keys mean something else.
+    dataset.coco["info"] = {"not_exhaustive_category_ids": []}
+    dataset.objects[3]["attributes"] = {"ignore": True}
+    assert not dataset.count_problems()
     dataset.coco["images"][0]["not_exhaustive_category_ids"] = []
     for annotation in dataset.objects[:3]:
         annotation["ignore"] = True

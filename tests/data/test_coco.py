@@ -393,6 +393,7 @@ def find(tmp_path, names, *, files, index=0):
     [
         ("x.jpg", ["x.jpg", "a/x.jpg"], "x.jpg", False),
         ("a..b/..c.jpg", ["a..b/..c.jpg"], "a..b/..c.jpg", False),
+        ("q/.zip", ["q.zip"], "q/.zip", False),
         # Cityscapes' converters write no folder.
         ("x.jpg", ["a/x.jpg"], "a/x.jpg", True),
         ("x.jpg", ["a/x.jpg", "b/x.jpg"], "x.jpg", False),
@@ -546,6 +547,14 @@ def test_what_may_be_a_missing_image_is_named(tmp_path, files, hint):
         (tmp_path / name).touch()
     list_base_names.cache_clear()
     assert hint in explain_missing(tmp_path, "0.jpg")
+
+
+@pytest.mark.parametrize("name", ["what?.jpg", "50%20off.jpg"])
+def test_a_missing_image_is_looked_for_under_its_own_name(tmp_path, name):
+    (tmp_path / "a").mkdir()
+    for path in (f"a/{name}", "q.zip"):
+        (tmp_path / path).touch()
+    assert f"(a/{name})" in explain_missing(tmp_path, name)
 
 
 @pytest.mark.parametrize(
