@@ -180,6 +180,11 @@ class ShardDataset(CocoSamples):
         self.shard_of = tables["shard_of"]
         self.counts = tables["counts"]
 
+    @property
+    def left_out(self) -> int:
+        """Return the number of annotations that the shards hold, but that are not trained on."""
+        return sum(shard.annotations for shard in self.index.shards) - self.objects
+
     def __str__(self) -> str:
         return (
             f"{format_count(len(self), 'image')} in "
