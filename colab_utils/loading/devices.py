@@ -53,7 +53,8 @@ def send(values: Tensor | NDArray[Any], device: torch.device | str) -> Tensor:
     # `as_tensor` would put an array on the user's default device.
     tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
-        return tensor.pin_memory().to(device, non_blocking=True)
+        # Pinned memory with gaps would be copied through memory that is not pinned.
+        return tensor.contiguous().pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 

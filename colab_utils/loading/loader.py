@@ -572,10 +572,14 @@ class Loader:
         shards = [] if shard_of is None else [*range(shard_of[-1] + 1)]
         own_order = self._describe_order()
         is_sound = False
-        with suppress(TypeError, KeyError):
+        with suppress(TypeError, KeyError, ValueError):
             saved_order = {key: state[key] for key in own_order}
             epoch, batch, joined, earlier = _read_position(state)
-            is_sound = sorted(chain(*joined)) in ([], shards)
+            sizes = [saved_order["batch_size"], *(size for size, _ in earlier)]
+            counts = [epoch, batch, *(batches for _, batches in earlier)]
+            is_whole = all(type(number) is int for number in sizes + counts)
+            is_sound = is_whole and min(sizes) > 0 and min(counts) >= 0
+            is_sound = is_sound and sorted(chain(*joined)) in ([], shards)
         if not is_sound:
             raise ColabUtilsError(
                 "The state is not one that Loader.state_dict returned, or it is of other shards. "

@@ -77,7 +77,7 @@ class BatchSampler(Sampler[list[int]]):
         """Leave out the images that were delivered in batches of another size."""
         before = copy(self)
         before.batch_size = batch_size
-        images = np.fromiter(chain.from_iterable(islice(before, batches)), np.int64)
+        images = np.fromiter(chain.from_iterable(islice(before, min(batches, self.size))), np.int64)
         self.left = np.setdiff1d(self.left, images, assume_unique=True)
         self.earlier = [*self.earlier, [batch_size, batches]]
 

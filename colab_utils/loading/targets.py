@@ -151,7 +151,9 @@ def pack_target(image: Tensor, target: Target, *, index: int = 0) -> PackedSampl
         target = {"labels": [], "boxes": [], "masks": []}
     parts = _read_parts(target, image.shape[1:], image_id)
     # The arrays are copied, because a dataset may write the next sample into the same memory.
-    boxes = parts["boxes"].astype(np.float32)
+    # What is too large for float32 becomes infinite, and is refused below.
+    with np.errstate(over="ignore"):
+        boxes = parts["boxes"].astype(np.float32)
     labels = parts["labels"].astype(np.int64)
     check_objects(torch.from_numpy(boxes), torch.from_numpy(labels), image_id)
     packed = pack_pixels(parts["masks"])

@@ -33,7 +33,7 @@ def to_corners(boxes: Any) -> Any:
 
 def is_plain(value: Any) -> bool:
     """Return whether a value is a dense tensor on the CPU."""
-    is_dense = isinstance(value, Tensor) and value.layout == torch.strided
+    is_dense = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
     return is_dense and value.is_cpu
 
 
@@ -48,6 +48,8 @@ def describe_part(value: Any) -> str:
         return "nothing"
     if not isinstance(value, Tensor):
         return type(value).__name__
+    if value.is_nested:
+        return "a nested tensor"
     how = "" if is_plain(value) else f" ({value.layout}, {value.device})"
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{how}"
 

@@ -27,6 +27,7 @@ from colab_utils.require import require_count, require_max_bad, require_part
 from colab_utils.shards.copy import COPY_STREAMS
 from colab_utils.shards.index import (
     INDEX_NAME,
+    TRAIN_INDEX_NAME,
     ShardIndex,
     SkippedImage,
     Storage,
@@ -232,7 +233,8 @@ def begin_folder(run: ShardRun) -> None:
         "name another folder, or store smaller images (--min-size)",
     )
     store.make()
-    store.remove(INDEX_NAME)
+    for name in (INDEX_NAME, TRAIN_INDEX_NAME):
+        store.remove(name)
 
 
 def write_all(run: ShardRun, write: Callable[[], list[ShardIndex]]) -> ShardIndex:

@@ -4,6 +4,7 @@ import math
 import signal
 import threading
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, replace
@@ -100,6 +101,8 @@ class Trainer:
         self._signal = 0
         self._is_evaluating = False
         self._ends_s = ends_s
+        # The seconds of the latest steps, waits included.
+        self._steps_s = deque[float](maxlen=_AGREE_STEPS)
         self._evaluation_s = 0.0
         if state and self.done >= plan.steps:
             text = (
@@ -133,7 +136,7 @@ class Trainer:
             batches = chain.from_iterable(repeat(self.loader))
             while self.done < self.plan.steps:
                 self._seed()
-                self.clock.ask()
+                asked_s = self.clock.ask()
                 batch = next(batches)
                 self.clock.receive(self.loader.total)
                 self._train(batch)
@@ -148,6 +151,7 @@ class Trainer:
                 )
                 if is_due:
                     self.save()
+                self._steps_s.append(perf_counter() - asked_s)
                 if self._stop_if_asked():
                     break
                 if epoch_ended and self.done < self.plan.steps:
@@ -397,8 +401,7 @@ class Trainer:
         # Asking the other processes takes time, so it is done every few steps.
         if self.done % steps and self.done < self.plan.steps:
             return False
-        step_s = self.clock.seconds / max(1, self.done - self.plan.first_step)
-        is_over = not self._has_time(steps * step_s)
+        is_over = not self._has_time(steps * max(self._steps_s, default=0.0))
         number, is_over = max(self.ranks.gather((self._signal, is_over)))
         if number:
             _interrupt(number)

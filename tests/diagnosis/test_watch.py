@@ -391,7 +391,7 @@ def test_a_worker_that_ended_between_two_passes_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("loader", "arguments", "message"),
     [
-        ([1], {"timeout_s": 0}, "expected timeout_s over 0 and finite, found "),
+        ([1], {"timeout_s": 0}, "expected timeout_s over 0, found 0"),
         ([1], {"on_stall": "skip"}, "on_stall must be one of report, raise; it is 'skip'"),
         (5, {}, "The int cannot be iterated over"),
         ("images/train", {}, "The str cannot be iterated over"),

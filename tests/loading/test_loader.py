@@ -194,6 +194,10 @@ def test_a_state_of_another_order_is_refused(make, size, options):
 @pytest.mark.parametrize(
     "change",
     [
+        {"epoch": -1},
+        {"batch": 1.5},
+        {"earlier": [[0, 1]]},
+        {"earlier": [[2, -1]]},
         # These are other shards.
         {"joined": [[1, 0, 1]]},
         # This is no state at all.

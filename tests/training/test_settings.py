@@ -48,7 +48,7 @@ BAD_VALUES = [
     ("seed", -1, "expected seed of 0 or more .*found -1"),
     ("steps", 0, "expected steps of 1 or more, found 0"),
     ("batch_size", 2.5, "expected batch_size as a whole number, found 2.5"),
-    ("learning_rate", float("inf"), "expected learning_rate over 0 and finite, found inf"),
+    ("learning_rate", float("inf"), "expected learning_rate over 0, found inf"),
 ]
 
 
