@@ -86,12 +86,18 @@ def write_between(marks: tuple[str, str], text: str, path: Path = README) -> Non
 
 
 def run_to_end(
-    measured: Iterable[Row], path: Path, tabulate: Callable[[list[Row]], object], **about: Any
+    measured: Iterable[Row],
+    path: Path,
+    tabulate: Callable[[list[Row]], object],
+    *,
+    known: Iterable[Row] = (),
+    **about: Any,
 ) -> int:
-    """Measure one row after the other; the JSON at ``path`` holds this machine, ``about`` and the
-    rows so far. However it ends, the table of what there is is printed; returns the exit status.
+    """Measure one row after the other; the JSON at ``path`` holds this machine, ``about``, the
+    ``known`` rows of an earlier run, and the rows so far. However it ends, the table of what there
+    is is printed; returns the exit status.
     """
-    rows: list[Row] = []
+    rows = [*known]
     content = {"machine": asdict(describe_machine()), **about, "rows": rows}
     try:
         for row in measured:

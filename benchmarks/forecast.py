@@ -167,16 +167,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seconds", type=float, default=10, help="of each diagnosis (%(default)s)")
     options = parser.parse_args(arguments)
-    return run_to_end(measure(options), options.json, tabulate_errors, seconds=options.seconds)
+    known = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
+    return run_to_end(
+        measure(options, known),
+        options.json,
+        tabulate_errors,
+        known=known,
+        seconds=options.seconds,
+    )
 
 
-def measure(options: Namespace) -> Iterator[Row]:
-    """Yield the rows that the JSON has already, then those of each further case."""
+def measure(options: Namespace, known: Sequence[Row]) -> Iterator[Row]:
+    """Yield the rows of each case that is not among the known rows."""
     # Loaders begin slowly: a trial of `diagnose` is too short to show what they settle at.
     fixes._TRIAL_SHARE = 1.5
     fixes._TRIAL_BATCHES = 150
-    known = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
-    yield from known
     done = {tuple(row[name] for name in CASE_FIELDS) for row in known}
     for number, case in enumerate(list_cases(options.cases), start=1):
         if astuple(case) in done:

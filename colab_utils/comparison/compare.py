@@ -19,6 +19,7 @@ from torch.nn import functional
 from colab_utils.comparison.prepared import PreparedData, PreparedFiles
 from colab_utils.comparison.strategies import Setting, Strategy, choose_strategies, deliver
 from colab_utils.data.masks import nearest_indices
+from colab_utils.diagnosis.diagnose import put_back
 from colab_utils.diagnosis.timing import BatchTimes, measure_spread, time_batches
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.files import drop_cached
@@ -215,7 +216,7 @@ def compare(
     if step is None:
         step = EmulatedStep(100)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with read_at_full_speed():
+    with put_back(None, ()), read_at_full_speed():
         prepared = PreparedData(images, annotations, folder, profile=profile, count=max_images)
         setting = Setting(prepared, batch_size, workers, device)
         rows = [_Row(strategy, setting, step, batches, run_s, timeline_s) for strategy in chosen]

@@ -112,7 +112,7 @@ def describe_answers(answers: Mapping[str, Any]) -> str:
             lines.append("    It was not measured on this machine. Notebook 1 measures it.")
             continue
         lines.append(f"    {compare_guess(answer['guess'], measured, answer['unit'])}")
-        before = read_guess(answer["guess_before"])
+        before = read_guess(answer.get("guess_before"))
         if before is not None:
             lines.append(f"    Before the course you guessed {format_figure(before)}.")
     return "\n".join(lines)

@@ -110,6 +110,7 @@ def make_dataset(
     require_count("height", height, minimum=32)
     require_count("the smaller number of objects", objects[0], minimum=0, maximum=objects[1])
     require_count("photos", photos, minimum=0, maximum=n)
+    require_count("workers", workers, minimum=0)
     require_count("len(categories)", len(categories))
     for name in categories:
         require_choice("categories", name, _SHAPES)

@@ -15,13 +15,12 @@ from colab_utils.course.sample_data import make_dataset
 from colab_utils.data.archives import is_archive, unpack_dataset
 from colab_utils.drive import (
     explain_leftovers,
-    explain_write,
     find_mount,
     guard_drive,
     is_mounted,
     is_on_drive,
 )
-from colab_utils.errors import ColabUtilsError, describe_error, escape
+from colab_utils.errors import ColabUtilsError, describe_error, escape, explain_os_error
 from colab_utils.files import hash_bytes, write_file
 from colab_utils.machine import COLAB_ROOT, is_colab
 from colab_utils.places import require_local_path
@@ -101,9 +100,13 @@ class Workspace:
             )
         # The parent of a folder that you name is not made, so that a typing error in its path is
         # noticed.
-        for folder, named in ((slow, drive), (fast, ssd)):
-            with explain_write(folder):
-                folder.mkdir(parents=not named, exist_ok=True)
+        for setting, folder, named in (("DRIVE_FOLDER", slow, drive), ("SSD_FOLDER", fast, ssd)):
+            try:
+                with guard_drive(folder):
+                    folder.mkdir(parents=not named, exist_ok=True)
+            except OSError as error:
+                reason = explain_os_error(error, f"Name another {setting}.")
+                raise ColabUtilsError(f"{folder} cannot be made: {reason}") from None
         slow_down(slow, speed)
         slow_down(fast, None)
         if speed is not None:

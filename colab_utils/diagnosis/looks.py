@@ -33,6 +33,7 @@ _TRANSFORMS = "/torchvision/transforms/"
 _LIBRARY = re.compile(
     r".*/(site|dist)-packages/|.*/lib/python3[.\d]*/|.*/(?=colab_utils/)|<frozen "
 )
+_PACKAGE = __file__.removesuffix("diagnosis/looks.py")
 _NUMBER = re.compile(r":(\d+) ")
 # A message shows at most this much of a line.
 _SHOWN_CHARACTERS = 70
@@ -47,12 +48,12 @@ _Place = tuple[str, tuple[str, ...]]
 
 
 def find_own_line() -> str:
-    """Return the file and the line of the innermost code that runs now and is no library's."""
-    for frame, line in walk_stack(sys._getframe()):
-        file = frame.f_code.co_filename
-        if not _LIBRARY.match(file):
-            return f"{os.path.basename(file)}:{line}"
-    return "a line of a library"
+    """Return the file and the line of the innermost code that runs now and is no library's. If
+    there is none, the code of other libraries counts.
+    """
+    lines = [f"{frame.f_code.co_filename}:{line}" for frame, line in walk_stack(sys._getframe())]
+    others = [line for line in lines if not line.startswith(_PACKAGE)]
+    return min(others, key=lambda line: bool(_LIBRARY.match(line)))
 
 
 def _shorten(line: str) -> str:

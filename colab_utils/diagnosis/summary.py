@@ -1,5 +1,6 @@
 """Where the time of a run went: to waits, to steps and between steps; and what caused the waits."""
 
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -139,7 +140,8 @@ def summarise(record: LoopRecord) -> Summary | None:
         images=clock.images,
         unseen=unseen,
         lost_share=find_lost_share(loop_s, record),
-        loader=record.loader,
+        # The folders of the file are left out.
+        loader=re.sub("/.*/", "", record.loader),
     )
 
 

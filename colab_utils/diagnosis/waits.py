@@ -1,6 +1,6 @@
 """Why a loop waits for batches, as told by the times of samples and by looks at the processes."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -171,16 +171,21 @@ def _explain_slow_sample(waits: Array, share: float, record: LoopRecord) -> Caus
     """Explain that one sample is slow, if most of the waiting time belongs to a few batches, and
     the loop waited for each of them while this sample was loaded.
     """
-    rare = find_rare(waits).tolist()
-    counts = Counter(sample for number in rare for sample in record.seen.get(number, ()))
-    slow = [sample for sample, count in counts.items() if count > max(1, _HOLDS * len(rare))]
+    late = defaultdict[int, list[float]](list)
+    for number in find_rare(waits).tolist():
+        for sample in record.seen.get(number, ()):
+            late[sample].append(waits[number])
+    slow = [
+        sample
+        for sample, seconds in late.items()
+        if len(seconds) > 1 and sum(seconds) > _HOLDS * waits.sum()
+    ]
     # If several samples always come together, it is not known which of them is slow.
     if len(slow) != 1:
         return None
     (sample,) = slow
-    late = waits[[number for number in rare if sample in record.seen.get(number, ())]]
     why = (
-        f"{len(late)} batches waited {late.mean():.2g} s each while sample {sample} was loaded: "
-        f"{late.sum() / waits.sum():.0%} of all waits."
+        f"{len(late[sample])} batches waited {np.mean(late[sample]):.2g} s each while sample "
+        f"{sample} was loaded: {sum(late[sample]) / waits.sum():.0%} of all waits."
     )
     return make_cause("slow_sample", share, why, sample=sample)

@@ -29,7 +29,7 @@ from colab_utils.units import format_count
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442")
 # Only the largest objects of an image get their names written, and no more than this many.
 _NAMED = 5
-# `draw_annotations` draws only the first annotations of an image, and no more than this many.
+# `draw_annotations` draws only the largest annotations of an image, and no more than this many.
 _DRAWN = 100
 # `draw_annotations` draws images with at most this many pixels a side.
 _LONGEST_SIDE = 640
@@ -106,7 +106,7 @@ def draw_predictions(
     for i, prediction in enumerate(predictions):
         image, target = dataset[i]
         sure = prediction["scores"] >= min_score
-        shown = {key: values[sure] for key, values in prediction.items()}
+        shown = {key: prediction[key][sure] for key in ("boxes", "labels", "scores", "masks")}
         shown["masks"] = shown["masks"][:, 0] > 0.5
         fits = _match(shown, target)
         panels.append((f"sample {i}, truth", image, {**target, "fits": fits.any(0)}))
@@ -152,7 +152,10 @@ def _read_annotated(images: Place, dataset: CocoDataset, i: int, exif: str) -> t
     """Read an image, and its annotations. If it cannot be read, return a small grey area."""
     height, width = dataset.sizes[i].tolist()
     size = width, height
-    annotations = dataset.read_annotations(i)[0][:_DRAWN]
+    annotations = sorted(
+        dataset.read_annotations(i)[0],
+        key=lambda annotation: -abs(np.prod(annotation["bbox"][2:])),
+    )[:_DRAWN]
     try:
         content = read_file(dataset.find_image(images, i)[0])
         picture = to_rgb(open_upright(content, (height, width), exif).image)

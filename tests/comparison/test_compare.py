@@ -14,6 +14,7 @@ from unittest.mock import MagicMock, Mock
 
 import numpy as np
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 from colab_utils import CocoFolder
@@ -236,6 +237,12 @@ def test_a_strategy_that_changes_the_data_is_not_comparable(race, change, words)
     assert not rows["changed"].comparable
     assert words in rows["changed"].difference
     assert "NOT COMPARABLE" in str(comparison)
+
+
+def test_the_random_state_is_put_back(race):
+    before = torch.get_rng_state().tolist()
+    race(fake("good"), step=lambda *_: torch.rand(1))
+    assert torch.get_rng_state().tolist() == before
 
 
 def test_a_strategy_that_fails_leaves_a_note(race, monkeypatch):

@@ -103,16 +103,21 @@ def hand_over_none(read, order, batch_size):
     yield from solve(forgive(read, print), order, batch_size)
 
 
-def leave_out_and_say_so(read, order, batch_size):
-    samples = take_ready(forgive(read, print), order)
-    yield from cut(filter(None, samples), batch_size)
+def read_the_first_files(read, order, batch_size):
+    yield from solve(read, range(len(order)), batch_size)
+
+
+def raise_another_error(read, order, batch_size):
+    yield from swallow_errors(read, order, batch_size)
+    if len(order) == 61:
+        raise KeyError(order[0])
 
 
 @pytest.mark.parametrize(
     ("loader", "trial", "sentence"),
     [
         (partial(solve, most_reads=5), "a whole epoch", "Begin a read whenever one ends"),
-        (wait_in_order, "a slow file", "You waited for a slow file when 16 had come"),
+        (wait_in_order, "a slow file", "You waited for a slow file when 0 had come"),
         (
             partial(solve, most_reads=1000),
             "a loop that stops early",
@@ -124,6 +129,8 @@ def leave_out_and_say_so(read, order, batch_size):
         (hand_over_in_threes, "a slow file", "Only the last one may be smaller"),
         (leave_a_thread, "a short epoch", "threads ran on"),
         (swallow_errors, "a broken file", "You swallowed the error of the broken file"),
+        (read_the_first_files, "a short epoch", "is not in order"),
+        (raise_another_error, "a broken file", "It raised KeyError: 98"),
         (hand_over_none, "a broken file", "Yield what read returned"),
     ],
 )
@@ -133,6 +140,11 @@ def test_each_mistake_of_beginners_has_a_sentence(hurry, loader, trial, sentence
     assert [name for name, mistake in grade.checks.items() if mistake] == [trial]
     assert sentence in grade.checks[trial]
     assert grade.to_answer()["times_as_fast"] is None
+
+
+def leave_out_and_say_so(read, order, batch_size):
+    for batch in hand_over_none(read, order, batch_size):
+        yield [*filter(None, batch)]
 
 
 def test_a_loader_may_leave_the_broken_file_out_if_it_says_so(hurry):

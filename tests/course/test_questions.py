@@ -38,6 +38,8 @@ def test_guesses_survive_from_the_first_notebook_to_the_last(tmp_path):
     assert list(answers) == [*QUESTIONS, OWN_LOADER]
     assert answers[OWN_LOADER] == own_loader
     assert "a slow file" not in describe_answers(answers)
+    del answers["waits_percent"]["guess_before"]
+    assert "You guessed 90" in describe_answers(answers)
 
 
 def test_what_nobody_measured_is_said_to_be_unmeasured():

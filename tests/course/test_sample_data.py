@@ -134,6 +134,7 @@ def test_failure_leaves_nothing_behind(tmp_path, monkeypatch, error, raised):
     [
         {"n": 0},
         {"height": 31},
+        {"workers": -1},
         # The bounds are reversed.
         {"objects": (5, 2)},
         # There are fewer images than this.

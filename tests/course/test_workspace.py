@@ -196,7 +196,7 @@ def test_a_plain_folder_with_the_name_of_drives_is_not_drive(colab):
     [
         (
             {"drive": "nowhere/d", "ssd": "s"},
-            r"nowhere.*No such file or directory. Name another folder",
+            r"nowhere.*No such file or directory. Name another DRIVE_FOLDER",
         ),
         ({"drive": "file", "ssd": "s"}, "File exists|Not a directory"),
         ({"drive": "d", "ssd": "x/../d"}, "own disk"),

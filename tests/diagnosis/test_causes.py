@@ -234,6 +234,26 @@ def two_cores(monkeypatch):
             {"slow_sample": 0.4},
             "3 batches waited 1 s each while sample 37 was loaded: 75% of all waits.*sample 37",
         ),
+        # The slow sample takes most of the time, and few of the slow batches.
+        (
+            {
+                "waits": [0.0, *[1.0] * 3, *[0.2] * 4, *[0.0] * 92],
+                "seen": dict.fromkeys(range(4), (37,)),
+            },
+            {"slow_sample": 0.38},
+            "79% of all waits",
+        ),
+        # Another wait takes most of the time.
+        (
+            {
+                "waits": [0.0, *[0.2] * 3, 2.0, *[0.0] * 95],
+                "times": SLEPT,
+                "seen": dict.fromkeys(range(4), (7,)),
+                "looks": SLEEPING,
+            },
+            {"sleep": 0.26},
+            "asleep",
+        ),
         # The samples are always in one batch, so nobody knows which is slow.
         (
             {

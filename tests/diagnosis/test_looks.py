@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from colab_utils.diagnosis.looks import MODEL, OTHER_LOADER, SAMPLE, Looks
+from colab_utils.diagnosis.looks import MODEL, OTHER_LOADER, SAMPLE, Looks, find_own_line
 from colab_utils.diagnosis.processes import WorkerMonitor
 from colab_utils.diagnosis.system_calls import find_wait
 from colab_utils.diagnosis.watch import watch
@@ -174,6 +174,15 @@ class _Looking(Dataset):
         looked.start()
         looked.join()
         return index
+
+
+def test_a_line_of_a_library_is_named_where_no_other_line_runs():
+    code = compile("\nline = find()", "/site-packages/mine.py", "exec")
+    lines = {"find": find_own_line}
+    thread = threading.Thread(target=exec, args=(code, lines))
+    thread.start()
+    thread.join()
+    assert lines["line"] == "/site-packages/mine.py:2"
 
 
 def test_a_loop_is_seen_in_a_sample_and_in_another_loader():

@@ -8,8 +8,10 @@ import pytest
 import torch
 from matplotlib.patches import Rectangle
 
+from colab_utils.data.coco import read_coco
 from colab_utils.errors import ColabUtilsError
-from colab_utils.show.pictures import draw_predictions, draw_samples
+from colab_utils.show import pictures
+from colab_utils.show.pictures import draw_annotations, draw_predictions, draw_samples
 
 
 class Samples(list):
@@ -97,6 +99,15 @@ def test_masks_have_outlines_that_follow_them():
     )
 
 
+def test_only_the_largest_annotations_are_drawn(tiny_dataset, monkeypatch):
+    monkeypatch.setattr(pictures, "_DRAWN", 1)
+    dataset = read_coco(tiny_dataset.annotations)
+    panels = [("", 0, "keep")]
+    figure = draw_annotations(tiny_dataset.images, dataset, panels, title="T")
+    # The third object is the largest.
+    assert [patch.get_width() for patch in figure.axes[0].patches] == [50]
+
+
 def test_a_large_photo_is_drawn_small():
     sample = make_sample((1000, 500, 3000, 2500), height=3000, width=4000)
     figure = draw_twice(sample)
@@ -118,6 +129,8 @@ def make_prediction(scores):
         "boxes": torch.tensor([[10.0, 5, 30, 25]]).repeat(count, 1),
         "labels": torch.ones(count, dtype=torch.int64),
         "scores": torch.tensor(scores),
+        # An evaluation may add more.
+        "image_id": 7,
         "masks": masks,
     }
 
