@@ -270,7 +270,9 @@ def _find_status(error: Any) -> int:
     fsspec says of every failure of a web server that the file is not there, and keeps the cause.
     """
     is_of_python = type(error).__module__ == "builtins"
-    for holder in (error.__cause__ if is_of_python else None, error):
+    cause = error.__cause__ if is_of_python else None
+    # The Hugging Face Hub keeps the status in the response.
+    for holder in (cause, error, getattr(error, "response", None)):
         response = getattr(holder, "response", None)
         if isinstance(response, dict):
             # So botocore tells of an answer of S3.

@@ -93,7 +93,11 @@ class CheckpointFolder:
             ColabUtilsError: The folder cannot be made or written to.
         """
         with explain_write(self.run):
-            open_store(self.run).make()
+            own = open_store(self.run)
+            own.make()
+            # A folder that takes no file is refused now, and not after the first minute.
+            own.write("begun.txt", b"This run has begun.\n")
+            own.remove("begun.txt")
             for store in map(open_store, (self.run, self.waiting) if anew else ()):
                 names = map("previous-{}".format, count(1))
                 target = store.locate(next(filterfalse(store.find_kind, names)))
