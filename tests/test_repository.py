@@ -102,10 +102,10 @@ def test_modules_import_from_lower_floors_only():
 # What a reader meets in each tree of files. A change may lower these figures. Only an issue may
 # raise them.
 LIMITS = {
-    "colab_utils": {"nodes": 86_916, "nodes_a_line": 5.6},
-    "tests": {"nodes": 147_317, "nodes_a_line": 5.7},
-    "benchmarks": {"nodes": 18_000, "nodes_a_line": 5.6},
-    "tools": {"nodes": 9_000, "nodes_a_line": 5.7},
+    "colab_utils": {"nodes": 83_991, "nodes_a_line": 5.6},
+    "tests": {"nodes": 136_823, "nodes_a_line": 5.7},
+    "benchmarks": {"nodes": 17_586, "nodes_a_line": 5.6},
+    "tools": {"nodes": 8_915, "nodes_a_line": 5.7},
 }
 
 
