@@ -133,7 +133,7 @@ def test_images_that_are_larger_than_training_needs_are_forecast_in_both_sizes(t
     large = CocoFolder(made.images, made.annotations)
     fixes_by_id = _find(_look_at(DataLoader(large, batch_size=2, collate_fn=collate)))
     rates = {id: fix.forecast_images_per_second for id, fix in fixes_by_id.items()}
-    assert min(rates["resize"], rates["packed_masks"]) > 1.2 * rates["shards"]
+    assert rates["resize"] > 1.2 * rates["shards"]
 
 
 @pytest.mark.clock

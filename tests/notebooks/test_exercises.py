@@ -299,7 +299,7 @@ def test_01_grades_a_loader_of_ones_own():
     assert len(grades[0].checks) == 5
     failed = {trial for trial, mistake in grades[0].checks.items() if mistake}
     assert failed <= {"a whole epoch"}
-    assert {*multiprocessing.active_children()} <= before
+    assert before.issuperset(multiprocessing.active_children())
 
 
 CUT = "os.truncate(victim, whole_bytes // 2)"
