@@ -473,8 +473,7 @@ def _load_torchvision() -> JpegDecoder:
     # This import registers the operator.
     import torchvision  # noqa: F401
 
-    # torch warns about memory that is read-only, so the bytes are copied.
-    return _decode_by(partial(torch.ops.image.decode_jpeg, mode=3), bytearray)
+    return _decode_by(partial(torch.ops.image.decode_jpeg, mode=3), _make_writable)
 
 
 def _decode_by(operator: Any, prepare: Callable[[Encoded], bytearray]) -> JpegDecoder:
@@ -487,6 +486,11 @@ def _decode_by(operator: Any, prepare: Callable[[Encoded], bytearray]) -> JpegDe
         return pixels.transpose(1, 2, 0)
 
     return decode
+
+
+def _make_writable(data: Encoded) -> bytearray:
+    """Return the bytes in writable memory. torch warns about memory that is read-only."""
+    return data if isinstance(data, bytearray) else bytearray(data)
 
 
 def _hide_exif(data: Encoded) -> bytearray:

@@ -290,13 +290,16 @@ def _find_swapped(dataset: CocoDataset, headers: Sequence[Header]) -> list[int]:
         total += header.size != header.size[::-1]
         if size == header.size[::-1] and header.compare(size) == "misfit":
             swapped.append(i)
+    # Only if nearly all are swapped, their outlines are read.
+    if len(swapped) < _NEARLY_ALL * total:
+        return []
     misfits = {"object without mask", "bad mask", "polygon beyond the image"}
     for i in swapped:
         for annotation in dataset.read_annotations(i)[0]:
             defects, _ = check_object(annotation, headers[i].size)
             if not misfits.isdisjoint(dict(defects)):
                 return []
-    return swapped if len(swapped) >= _NEARLY_ALL * total else []
+    return swapped
 
 
 def _list_changes(old: Entry, new: Entry) -> list[str]:

@@ -443,8 +443,9 @@ class _Model:
             form = "kept" if "kept" in self.forms else "shards"
             yield _Plan("shards", self.make_loop(workers, form), form)
         if self.own_form and not is_ours:
-            packed = self.make_loop(workers, "shards", packs=True)
-            yield _Plan("packed_masks", packed, "shards", packs=True)
+            yield _Plan(
+                "packed_masks", self.make_loop(workers, "shards", packs=True), "shards", packs=True
+            )
         if "kept" in self.forms:
             yield _Plan("resize", self.make_loop(workers, "shards"), "shards")
 

@@ -169,7 +169,7 @@ class Arrival:
         has_waited = False
         while True:
             with lock_here(self.target) as is_free:
-                has_waited = has_waited or not is_free
+                has_waited |= not is_free
                 if has_waited:
                     # Another process brings the shards, or has just brought the last one.
                     for number, shard in enumerate(self.index.shards):

@@ -206,5 +206,6 @@ class Fetcher:
             self.at_work[0] = indices[place]
             source.read_into(rows[place], pixels, bits)
 
-        tables = source.describe(rows)
-        return write_batch(tables, read_into, reserve, dense=self.dense, flips=flips)[0]
+        return write_batch(
+            source.describe(rows), read_into, reserve, dense=self.dense, flips=flips
+        )[0]

@@ -577,9 +577,12 @@ class Loader:
             epoch, batch, joined, earlier = _read_position(state)
             sizes = [saved_order["batch_size"], *(size for size, _ in earlier)]
             counts = [epoch, batch, *(batches for _, batches in earlier)]
-            is_whole = all(type(number) is int for number in sizes + counts)
-            is_sound = is_whole and min(sizes) > 0 and min(counts) >= 0
-            is_sound = is_sound and sorted(chain(*joined)) in ([], shards)
+            is_sound = (
+                all(type(number) is int for number in sizes + counts)
+                and min(sizes) > 0
+                and min(counts) >= 0
+                and sorted(chain(*joined)) in ([], shards)
+            )
         if not is_sound:
             raise ColabUtilsError(
                 "The state is not one that Loader.state_dict returned, or it is of other shards. "

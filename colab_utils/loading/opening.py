@@ -32,6 +32,7 @@ from colab_utils.shards.plan import (
     plan_recipe,
     plan_windows,
 )
+from colab_utils.shards.records import read_limits
 from colab_utils.shards.verify import find_begun
 from colab_utils.streams import require_streams
 from colab_utils.units import format_count
@@ -218,7 +219,6 @@ class LooseFiles(CocoFolder):
         contiguous_labels: bool,
     ) -> None:
         recipe = run.recipe
-        names = ("min_size", "max_size") if recipe["storage"] == "shrink" else ()
         super().__init__(
             run.images,
             run.dataset.select(np.concatenate(run.shards)),
@@ -226,7 +226,7 @@ class LooseFiles(CocoFolder):
             streams=streams,
             exif=recipe.get("exif", "keep"),
             cache=run.cache,
-            **{name: recipe[name] for name in names},
+            **read_limits(recipe),
         )
         self.max_bad = count_allowed(len(run.dataset), run.max_bad)
         self._is_reduced = recipe.get("reduced_decode", False)
@@ -248,6 +248,7 @@ class LooseFiles(CocoFolder):
             index = find_index(self._ssd)
             if index and (index.fingerprint, index.images) == (self.fingerprint, len(self)):
                 self._shards = self._open_shards()
+                self._shards.transforms = self.transforms
         return self._shards or self
 
 

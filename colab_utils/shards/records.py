@@ -71,6 +71,13 @@ class Sample(NamedTuple):
 
 
 @guard_pillow()
+def read_limits(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Return the limits of `plan_size` that a recipe has; none if its images keep their size."""
+    return {
+        name: recipe[name] for name in ("min_size", "max_size") if recipe["storage"] == "shrink"
+    }
+
+
 def store_image(
     data: bytes,
     size: tuple[int, int],
@@ -92,9 +99,7 @@ def store_image(
         ColabUtilsError: if the data is not a complete image, or its size is not the size in the
             annotations.
     """
-    limits = {}
-    if recipe["storage"] == "shrink":
-        limits = {name: recipe[name] for name in ("min_size", "max_size")}
+    limits = read_limits(recipe)
     image, kind, original, turn, is_turned = open_upright(
         data,
         size,

@@ -357,13 +357,13 @@ def finish_shards(
         raise ColabUtilsError(f"There are no shards in {folder}. Write their parts first.")
     run = ShardRun(folder, images, dataset, begun.recipe, max_bad)
     store = open_store(folder)
-    names = [*map(name_shard, range(len(run.shards)))]
+    names = map(name_shard, range(len(run.shards)))
     with ThreadPool(COPY_STREAMS) as pool:
         shown = list(pool.map(lambda name: find_shard(store, name, run), names))
     missing = [str(number) for number, shard in enumerate(shown) if shard is None]
     if missing:
         raise ColabUtilsError(
-            f"{len(missing):,} of {len(names):,} shards are missing in {folder}, or were "
+            f"{len(missing):,} of {len(shown):,} shards are missing in {folder}, or were "
             f"made with other settings: number {', '.join(missing)}. Write their parts, "
             "or all parts, again: finished shards are left as they are. Then finish again."
         )

@@ -53,12 +53,10 @@ class CheckpointFolder:
     While ``run`` takes no checkpoint, because Drive or a server does not answer or a disk is full,
     checkpoints wait on this machine's disk, in ``waiting``. The next checkpoint that reaches
     ``run`` replaces them. A process that writes checkpoints must hold the folder: see
-    `hold_folder`.
+    `hold_folder`. `submit` writes in a thread, while training goes on.
 
     Args:
         run: The folder, on any disk, or a URL that fsspec knows, such as ``s3://bucket/run``.
-
-    `submit` writes in a thread, while training goes on.
 
     Attributes:
         paths: The file of each kind, "newest" and "best", that was read or written last.

@@ -146,10 +146,9 @@ class Trainer:
                 if is_first or self.done == self.plan.steps or self.done % _LOG_STEPS == 0:
                     self._log(log)
                 # With a budget, a first checkpoint shows how long one takes.
-                is_due = self.folder.is_due(self.done, self.plan.checkpoint_steps) or (
+                if self.folder.is_due(self.done, self.plan.checkpoint_steps) or (
                     is_first and self._ends_s < math.inf
-                )
-                if is_due:
+                ):
                     self.save()
                 self._steps_s.append(perf_counter() - asked_s)
                 if self._stop_if_asked():
