@@ -70,7 +70,6 @@ class Sample(NamedTuple):
     """
 
 
-@guard_pillow()
 def read_limits(recipe: dict[str, Any]) -> dict[str, Any]:
     """Return the limits of `plan_size` that a recipe has; none if its images keep their size."""
     return {
@@ -78,6 +77,7 @@ def read_limits(recipe: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@guard_pillow()
 def store_image(
     data: bytes,
     size: tuple[int, int],
