@@ -288,6 +288,7 @@ def _run_notebook(
     on_cell: Callable[[], object],
 ) -> NotebookRun:
     import nbformat
+    import zmq
     from nbclient import NotebookClient
     from nbclient.exceptions import CellControlSignal, CellExecutionError, DeadKernelError
 
@@ -310,9 +311,11 @@ def _run_notebook(
 
     class Client(NotebookClient):
         async def _async_check_alive(self) -> None:
-            # A widget's message that the client sends while it waits for a cell may hide the cell's
-            # reply from asyncio for ever. Any later reply shows both, so one is asked for.
-            self.kc.kernel_info()
+            # To answer a widget, nbclient writes to the socket while asyncio waits for the cell's
+            # reply there. The write may use up the sign that the reply has come; then asyncio waits
+            # for ever. To ask for the state of the socket makes asyncio look again.
+            assert self.kc
+            self.kc.shell_channel.socket.get(zmq.EVENTS)
             await super()._async_check_alive()
 
     client = Client(
@@ -321,9 +324,7 @@ def _run_notebook(
         kernel_name="python3",
         resources={"metadata": {"path": str(work)}},
         on_cell_start=start_cell,
-        on_cell_executed=lambda cell, cell_index, execute_reply: (
-            on_cell() if cell.cell_type == "code" else None
-        ),
+        on_cell_executed=lambda cell, cell_index, execute_reply: on_cell(),
     )
     started = perf_counter()
     failure: Exception | None = None
