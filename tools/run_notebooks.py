@@ -39,6 +39,7 @@ __all__ = [
     "run_demo",
 ]
 
+_ROOT = Path(__file__).resolve().parent.parent
 _MANIFEST = "demo.json"
 _CELL_TIMEOUT_S = 900
 
@@ -230,7 +231,7 @@ def _list_settings(notebook: Any) -> set[str]:
 
 
 def _find_notebooks(folder: str | Path | None) -> list[Path]:
-    place = Path(folder) if folder else Path(__file__).resolve().parent.parent / "notebooks"
+    place = Path(folder) if folder else _ROOT / "notebooks"
     notebooks = sorted(place.glob("[0-9][0-9]_*.ipynb"))
     if not notebooks:
         raise ColabUtilsError(
@@ -292,8 +293,7 @@ def _run_notebook(
     from nbclient import NotebookClient
     from nbclient.exceptions import CellControlSignal, CellExecutionError, DeadKernelError
 
-    root = str(Path(__file__).resolve().parent.parent)
-    search = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
+    search = os.pathsep.join(part for part in (str(_ROOT), os.environ.get("PYTHONPATH")) if part)
     running: list[Any] = []
     judgements: list[Judgement] = []
     spent = [_measure_cores()]
