@@ -528,7 +528,7 @@ class Store:
         return self.stamp(name).kind
 
     def has_files(self, files: Iterable[tuple[str, int, str]]) -> bool:
-        """Return whether all these files are there: name, bytes and checksum of each."""
+        """Return whether files of these names and sizes are there. Checksums are not compared."""
         return all(self.stamp(name).bytes == size for name, size, _ in files)
 
     def list_names(self, pattern: str = "*") -> list[str]:

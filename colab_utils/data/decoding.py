@@ -1,7 +1,7 @@
 """Decode an image from the bytes of its file.
 
-torchcodec or torchvision decodes JPEGs, with libjpeg-turbo. Raw pixels are used as they are. Pillow
-decodes all other formats, and JPEGs that are shrunk.
+torchcodec or torchvision decodes JPEGs, with libjpeg-turbo. Pillow decodes all other formats, and
+JPEGs that are shrunk.
 """
 
 import io

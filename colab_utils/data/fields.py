@@ -85,7 +85,8 @@ def read_annotation(entry: Entry, height: int, width: int) -> Entry:
     """Return the fields of an entry of ``annotations``, except its id.
 
     A missing box or area is computed from the mask, which is drawn in an image of this size. If
-    there is no mask, the area is that of the box.
+    there is no mask, the area is that of the box. An entry without box, area and outline gets a box
+    of zeros.
 
     Raises:
         ValueError: as `read_field` does.

@@ -1,4 +1,4 @@
-"""Convert instance masks: COCO segmentations to RLE, RLE to packed masks, packed masks to dense.
+"""Convert instance masks: COCO segmentations to RLE, and RLE to packed masks.
 
 Shards and batches hold packed masks: each mask is cropped to its own tight box and takes one bit a
 pixel.

@@ -1,8 +1,8 @@
 """What training waits for.
 
-`diagnose` measures a loader with a step, and tries what would help. `timing` times batches and the
-cores, and says which difference of two rates counts. `stages` times each stage of loading alone,
-and `fixes` tries each fix.
+`diagnose` measures a loader with a step, and says what would help. `timing` times batches and the
+cores, and says which difference of two rates counts. `stages` times each stage of loading alone.
+`fixes` forecasts every fix, and tries the best one; others where the trial does not confirm it.
 
 `watch` observes a run. `passes` follows its batches, and describes a batch that does not come in
 the words of `cures`. `summary` says where the time went. `causes` says why: `waits` explains why

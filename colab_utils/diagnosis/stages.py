@@ -214,7 +214,8 @@ def time_dataset_stages(
     dataset: Any, indices: Sequence[int], *, dense: bool, seconds: float
 ) -> LoadingStages:
     """Time each stage of loading an image, in about ``seconds``: ``read``, ``decode`` and
-    ``masks``. Files are read first. From then on, the dataset has their bytes.
+    ``masks``. Files are read first. From then on, the dataset has their bytes; the packed masks of
+    shards are still read.
 
     The dataset is a `ShardDataset` or a `CocoFolder`. ``dense`` says whether samples hold masks as
     arrays, not packed.

@@ -38,7 +38,7 @@ The life of a sample, from COCO JSON to a batch on the device:
 9. **Worker** (`colab_utils.loading.fetcher`): a `Fetcher` reads the images with `read_into`, and
    `colab_utils.data.decoding` decodes each JPEG. Other datasets return samples instead. A
    `SamplePacker` (`colab_utils.loading.targets`) seeds their random numbers, checks them and packs
-   their masks. Only such datasets load this module.
+   their masks.
 10. **Batch** (`colab_utils.loading.batch`): `write_batch` writes pixels, bits and tables one after
     another into the `SharedBuffer` (`colab_utils.loading.shared_memory`). The dtypes and shapes of
     the tables go back through the pipe. `open_batch` views the same memory as a `PackedBatch`,

@@ -1,6 +1,7 @@
 """Batches as flat tensors in one buffer.
 
-A worker writes the buffer. The loader makes float images and dense masks from it on the device.
+A worker writes the buffer. The loader makes float images and dense masks from it on the device;
+without a GPU, the worker has written dense masks already.
 """
 
 from collections.abc import Callable, Sequence

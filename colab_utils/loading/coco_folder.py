@@ -187,7 +187,7 @@ class CocoFolder(CocoSamples):
         return [index]
 
     def read_masks(self, index: int) -> Bytes:
-        """Return the dense masks, uint8 [N, H, W], at the image size that the annotations give."""
+        """Return the dense masks, uint8 [N, H, W], at the size of the image as it is delivered."""
         index = self._check(index)
         original = self.coco.sizes[index].tolist()
         return self._read_objects(index, original, self.sizes[index].tolist())[2]

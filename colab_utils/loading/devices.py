@@ -62,7 +62,8 @@ def send(values: Tensor | NDArray[Any], device: torch.device | str) -> Tensor:
 class Ranks:
     """The rank of this process among ``count`` processes that train together.
 
-    Ranks begin at 0, and only rank 0 writes files. A process that trains alone has rank 0 of 1.
+    Ranks begin at 0, and only rank 0 writes logs and checkpoints. A process that trains alone has
+    rank 0 of 1.
 
     Example:
         >>> ranks = Ranks()

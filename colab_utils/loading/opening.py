@@ -12,7 +12,8 @@ import xxhash
 
 from colab_utils.data.coco import open_coco
 from colab_utils.data.coco_json import read_content
-from colab_utils.data.defects import count_allowed
+from colab_utils.data.defects import count_allowed, warn_of_faults
+from colab_utils.data.image_checks import sample_faults
 from colab_utils.drive import is_on_drive
 from colab_utils.errors import ColabUtilsError, UnavailableError
 from colab_utils.file_cache import FileCache
@@ -144,6 +145,7 @@ def open_dataset(
     if drive is not None and on_drive is not None:
         return _open_on_drive(drive, ssd, on_drive, seed, contiguous_labels)
     dataset = open_coco(images, annotations)
+    warn_of_faults(annotations, sample_faults(dataset))
     recipe = _find_recipe([ssd] if drive is None else [drive, ssd], dataset.fingerprint) or recipe
     cache = FileCache(ssd / _CACHE_NAME)
     recipe = plan_recipe(images, dataset, recipe, cache)

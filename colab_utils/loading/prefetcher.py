@@ -152,7 +152,7 @@ class Prefetcher:
 
     If the worker that loads the next batch begins no other sample for ``max_wait_s``, all workers
     are killed. New ones, with new buffers, load what has not been delivered. A sample that is late
-    there, too, is left out.
+    there, too, is left out, or is an error where none may be left out.
 
     Args:
         fetcher: The reader of the samples.

@@ -19,7 +19,7 @@ from colab_utils.errors import ColabUtilsError
 
 @dataclass(eq=False, repr=False)
 class BatchSampler(Sampler[list[int]]):
-    """The batches of an epoch as lists of indices. The seed and the epoch alone decide them.
+    """The batches of an epoch as lists of indices. Of a shuffle, seed and epoch decide the order.
 
     Each shuffled batch holds images of one orientation, wide or tall. This saves padding, as in
     torchvision's references (``GroupedBatchSampler``). The images that are left over form the last

@@ -227,7 +227,7 @@ class CocoSamples(Dataset[Sample]):
 
     @property
     def objects(self) -> int:
-        """Return the number of objects to train on in all images."""
+        """Return the number of objects in all images, without crowds."""
         return int(self.counts.sum())
 
     def get_height_and_width(self, index: int) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Samples of any dataset: checked against torchvision's contract, and packed.
 
-`ShardDataset` needs none of this, because its shards hold packed samples.
+A `ShardDataset` without transforms needs none of this, because its shards hold packed samples.
 """
 
 import io

@@ -32,7 +32,7 @@ from colab_utils.streams import MOST_STREAMS, require_streams
 from colab_utils.units import format_bytes, format_count
 
 COPY_STREAMS = 4
-"""Number of files that are copied at the same time, if no better number was measured."""
+"""Number of shards that are copied at the same time where nothing measures a better number."""
 
 # Size of the buffer of each stream. After each buffer, the stream checks whether to stop.
 _PIECE_BYTES = AHEAD_BYTES // MOST_STREAMS

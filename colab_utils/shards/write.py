@@ -194,7 +194,7 @@ def write_shards(
         run = ShardRun(folder, images, dataset, recipe, max_bad, part)
         with hold_folder(folder) if part is None else nullcontext(), explain_write(folder):
             begin_folder(run)
-            index = write_all(run, partial(_watch, run, processes, streams))
+            index = write_all(run, partial(_write_with_progress, run, processes, streams))
             if part is None:
                 write_index(folder, index)
     return _make_report(index, dataset, started_s)
@@ -257,7 +257,7 @@ def write_all(run: ShardRun, write: Callable[[], list[ShardIndex]]) -> ShardInde
     return index
 
 
-def _watch(run: ShardRun, processes: int, streams: int | str) -> list[ShardIndex]:
+def _write_with_progress(run: ShardRun, processes: int, streams: int | str) -> list[ShardIndex]:
     """Show a progress bar while shards are written; return an index of each."""
     done: list[ShardIndex] = []
     number, parts = run.part or (1, 1)

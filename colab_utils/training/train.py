@@ -168,8 +168,7 @@ def train(
         raise ColabUtilsError("A run needs a folder for its checkpoints. Pass it as run.")
     # These two are opened late. A place that cannot be read is refused now.
     for place in (weights, val_shards):
-        if place is not None:
-            open_place(place)
+        open_place(place or ".")
     with ExitStack() as stack:
         stack.enter_context(_use_training_defaults())
         device = _choose_device()
@@ -183,7 +182,10 @@ def train(
             stack.callback(dataset.stop)
             data = find_images(dataset, shards or images, val_shards)
             if ranks.is_first:
-                _warn_of_faults(data)
+                for shown in (dataset, data.validation):
+                    # Loose files tell of their bad objects when they are opened.
+                    if isinstance(shown, ShardDataset):
+                        warn_of_faults(shown.folder, shown.index.faults)
                 stack.enter_context(hold_folder(folder.run))
                 state = folder.read() if resume == "auto" else None
             facts["version of colab_utils"] = __version__
@@ -237,16 +239,6 @@ def _use_training_defaults() -> Iterator[None]:
         )
     with use_cpu(), torch.inference_mode(False), torch.enable_grad():
         yield
-
-
-def _warn_of_faults(data: OpenData) -> None:
-    """Warn of shards with bad objects, from which a model learns wrongly.
-
-    A dataset of loose files gives this warning itself when it is opened.
-    """
-    for dataset in (data.dataset, data.validation):
-        if isinstance(dataset, ShardDataset):
-            warn_of_faults(dataset.folder, dataset.index.faults)
 
 
 def _choose_device() -> torch.device:

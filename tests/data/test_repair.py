@@ -10,6 +10,7 @@ from colab_utils.data.masks import encode_segmentation
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
+from colab_utils.loading.opening import open_dataset
 from tests.coco_files import CocoFiles, make_object
 from tests.pictures import make_exif
 
@@ -201,8 +202,11 @@ def test_shares_of_the_image_become_pixels(export):
 def test_loose_files_say_what_check_calls_serious(export, fields, kind):
     export.objects[0].update(fields)
     assert export.count_problems() == {kind: 1}
-    with pytest.warns(match=f"coco.json has bad objects: 1 x {kind}: object is trained"):
+    text = f"coco.json has bad objects: 1 x {kind}: object is trained"
+    with pytest.warns(match=text):
         export.open()
+    with pytest.warns(match=text):
+        open_dataset(export.images, export.annotations, drive=None, ssd=export.shards).stop()
 
 
 def run_along_rows(outline):
