@@ -11,10 +11,10 @@ _NAMED_LINES = 4
 
 
 CURES = {
-    "read": "Read many files at once: load a CocoFolder by make_loader, which finds out how many "
-    "in its first seconds, or give your dataset the __getitems__ of docs/SCRIPT.md. Then store the "
-    "data on the local disk, in few large files: preprocess, and copy. Large images are limited "
-    "by the bandwidth: shrink them once, offline (preprocess).",
+    "read": "Read many files at once: a CocoFolder in make_loader does so, after some seconds in "
+    "which it finds out how many; or give your dataset the __getitems__ of docs/SCRIPT.md. Then "
+    "store the data on the local disk, in few large files: preprocess, and copy. Large images are "
+    "limited by the bandwidth: shrink them once, offline (preprocess).",
     "work": "Make a sample cheaper, or do its work once, offline. Run transforms on the device, or "
     "do those that are not random offline.",
     "other_programs": "End the other programs, or measure again when they are done.",
