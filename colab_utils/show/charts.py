@@ -44,7 +44,7 @@ def plot_first_seconds(
     Example:
         >>> figure = plot_first_seconds({"plain loop": [(2.4, 2.5), (4.9, 5.0)]})
         >>> figure.get_suptitle(), figure.axes[0].texts[0].get_text()
-        ('The step waits 96% (plain loop)', 'waits 96%, 2 batches')
+        ('The step waits about 96% (plain loop)', 'waits 96%, 2 batches')
     """
     if not any(map(len, rows.values())):
         raise ColabUtilsError("There are no steps to draw. Train for longer.")
@@ -59,7 +59,7 @@ def plot_first_seconds(
     # The title says how long the step waits in the first row, and in the last one.
     shares = [f"{share} ({name})" for name, share in waits.items()]
     figure, axis = _make_rows(
-        title or f"The step waits {' → '.join(shares[:: max(1, len(shares) - 1)])}",
+        title or f"The step waits about {' → '.join(shares[:: max(1, len(shares) - 1)])}",
         rows,
         unit=f"{unit} (orange: the step runs, white: it waits)",
         height=1.35 + 0.62 * len(rows),

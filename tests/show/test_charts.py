@@ -43,7 +43,7 @@ def test_the_first_seconds_count_as_the_spans_do():
     }
     figure = charts.plot_first_seconds(rows)
     figure.draw_without_rendering()
-    assert figure.get_suptitle() == "The step waits 80% (plain loop) → 0% (shards)"
+    assert figure.get_suptitle() == "The step waits about 80% (plain loop) → 0% (shards)"
     # Of all that each row ran: the picture is as long as the longest.
     assert read_texts(figure) == ["waits 80%, 3 batches", "waits 0%, 10 batches"]
     assert figure.axes[0].get_xlim() == (0, 7.5)
@@ -157,5 +157,5 @@ def test_a_figure_has_its_numbers_as_words():
     _, metadata = bars._repr_mimebundle_()
     assert metadata == {"image/png": {"alt": "SSD wins. Drive: 16. SSD: 480"}}
     steps = charts.plot_first_seconds({"loop": [(1, 2)]})
-    words = "The step waits 50% (loop). loop: waits 50%, 1 batch"
+    words = "The step waits about 50% (loop). loop: waits 50%, 1 batch"
     assert steps.alternative_text == words
