@@ -46,7 +46,7 @@ site: setup
 workshop: setup
 	$(RUN) -m tools.cells workshop
 
-# Four processes, since many tests wait, for all that does not look at clocks; the rest alone. A
+# Three processes, since many tests wait, for all that does not look at clocks; the rest alone. A
 # failure of the first run does not keep the second one from running. The slowest tests are named.
 # Hundreds of processes need not compile the package anew.
 test: export PYTHONDONTWRITEBYTECODE :=
@@ -54,7 +54,7 @@ test: export PYTHONDONTWRITEBYTECODE :=
 test: export CUDA_VISIBLE_DEVICES :=
 test: lint fuse
 	status=0; \
-	$(RUN) -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations=30 -m "not clock and not browser" || status=1; \
+	$(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=30 -m "not clock and not browser" || status=1; \
 	$(RUN) -m pytest --durations=30 -m "clock and not browser" $$(grep -rlF mark.clock tests --include='test_*.py') || status=1; \
 	exit $$status
 
