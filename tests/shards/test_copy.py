@@ -219,8 +219,8 @@ def test_ctrl_c_leaves_finished_files_and_no_index(running):
     left = snapshot(target)
     assert left
     assert INDEX_NAME not in left
-    # It takes what is finished only with the right bytes, and sweeps what is not: on a busy machine,
-    # a file may have been under way.
+    # It takes finished files only with the right bytes, and sweeps the others: on a busy machine, a
+    # file may have been under way.
     copy_shards(source, target)
     assert snapshot(target) == snapshot(source)
 
