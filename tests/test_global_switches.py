@@ -71,22 +71,21 @@ SWITCHES = {
     "limits": (
         lambda: change_attribute(ImageFile, "MAXBLOCK", 1 << 22),
         lambda: change_attribute(Image, "MAX_IMAGE_PIXELS", 1),
-        lambda: change(torch.get_default_device, torch.set_default_device, META),
+        lambda: change(torch.get_default_device, torch.set_default_device, torch.device("meta")),
     ),
     "torch": (
         lambda: change(torch.is_grad_enabled, torch.set_grad_enabled, False),
         lambda: change(
             torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True
         ),
-        lambda: change(multiprocessing.get_start_method, set_start_method, "spawn"),
+        lambda: change(
+            multiprocessing.get_start_method,
+            partial(multiprocessing.set_start_method, force=True),
+            "spawn",
+        ),
     ),
     "inference": (torch.inference_mode,),
 }
-META = torch.device("meta")
-
-
-def set_start_method(method):
-    multiprocessing.set_start_method(method, force=True)
 
 
 @pytest.fixture(scope="module")

@@ -45,10 +45,11 @@ def test_what_is_no_pair_is_no_part(value):
         require_part(value)
 
 
-@pytest.mark.parametrize("value", [float("nan"), "1", True])
-def test_what_is_no_number_is_refused(value):
+@pytest.mark.parametrize("value", [float("nan"), "1", True, [1.0]])
+@pytest.mark.parametrize("bounds", [{}, {"minimum": 0}])
+def test_what_is_no_number_is_refused(value, bounds):
     with pytest.raises(ColabUtilsError, match=r"expected x .*found "):
-        require_number("x", value, minimum=0)
+        require_number("x", value, **bounds)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,7 @@ def test_what_is_no_number_is_refused(value):
     [
         ({"above": 0}, [0.1, 1e300], [0, -1, math.inf], "over 0,"),
         ({"minimum": 0}, [0, 1e300], [-0.1, math.inf], "of 0 or more,"),
+        ({"maximum": 1}, [1, -1e300], [1.1, -math.inf], "of 1 or less,"),
         ({"above": 0, "maximum": 1}, [0.1, 1], [0, 1.1], "over 0 and of 1 or less,"),
     ],
 )

@@ -114,15 +114,15 @@ def test_batches_of_workers_count_while_somebody_keeps_them():
 
 
 @pytest.mark.clock
-def test_a_worker_that_hoards_is_found_out(monkeypatch):
-    # The processes of these tests are large, so that readings are rare.
-    monkeypatch.setattr("colab_utils.diagnosis.memory_growth._STEADY_TIMES", 25)
+def test_a_worker_that_hoards_is_found_out():
     kept = []
-
-    def hoard(_):
-        kept.append(bytearray(os.urandom(1000) * 20_000))
-
-    watched = watch(DataLoader(Samples(400, 0.1, act=hoard), batch_size=2, num_workers=2))
+    watched = watch(
+        DataLoader(
+            Samples(400, 0.1, act=lambda _: kept.append(bytearray(os.urandom(1000) * 20_000))),
+            batch_size=2,
+            num_workers=2,
+        )
+    )
     growth = []
     for number, _ in enumerate(watched):
         # Readings of a busy machine scatter: it may take some more of them.

@@ -14,9 +14,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [
-    pytest.mark.timeout(120),
-]
+pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).with_name("scripts")
 RUN = ["-m", "colab_utils", "run"]

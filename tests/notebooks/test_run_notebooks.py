@@ -25,7 +25,6 @@ TINY = {
     "SECONDS": 0.5,
     "PHOTO_MEGAPIXELS": 2,
     "SHARD_SIZE_MB": 2,
-    "MIN_SIZE_PX": 500,
     "COMPARED_SAMPLES": 4,
     "MEASURED_SAMPLES": 4,
     "STEPS": 24,
@@ -79,6 +78,7 @@ def test_01_measures_the_plain_loop_by_hand(results):
     # A file takes 59 ms, and a step takes 20 ms.
     assert 0.5 < result["wait_share"] <= 1
     assert result["load_s"] > 4 * 0.03 > result["step_s"]
+    assert result["batches"]
     assert result["verdict"]
 
 
