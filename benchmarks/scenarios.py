@@ -70,7 +70,7 @@ SCENARIOS = {
         ),
         Scenario(
             "dense_jpeg_800",
-            "JPEGs of quality 95 at 800/1333, as dense uint8 images and masks, flipped at random",
+            "JPEGs of quality 95 at 800/1333, as dense uint8 images and masks",
             "jpg_800",
             ("dense", *_PEERS),
             (Target("dense", "images_per_second", _PEERS, at_least=1.5),),

@@ -11,7 +11,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import closing, redirect_stdout, suppress
+from contextlib import redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -75,15 +75,14 @@ def _explain_errors(call: Callable[[], Any]) -> Any:
 
 def _run_command(arguments: Sequence[str] | None) -> int | Callable[[], int]:
     """Run one command, and return its exit status, or the script that it has prepared."""
-    # Three entries are for this function. All others are arguments of the command's.
+    # Two entries are for this function. All others are arguments of the command's.
     options = vars(_make_parser().parse_args(arguments))
     command = options.pop("command")
-    call = options.pop("run_command")
     target = options.pop("json", None)
     _check_json(target)
     # Only the result belongs on standard output, and torch prints its downloads there.
     with redirect_stdout(sys.stderr), explain_limits():
-        report = call(**options)
+        report = globals()[command](**options)
     if command == "run":
         return partial(report, partial(_finish_script, target=target))
     return 0 if report is None else _finish(report, command, target)
@@ -110,9 +109,10 @@ def _finish(report: Any, command: str, target: Path | None) -> int:
     # The command itself may have written another file under this name: --repair or --report.
     _check_json(target)
     shown = text if target == _PRINTED else "\n".join(map(escape, str(report).split("\n")))
-    encoding = sys.stdout.encoding or "utf-8"
+    output: Any = sys.stdout
+    output.reconfigure(errors="backslashreplace")
     try:
-        print(shown.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+        print(shown, flush=True)
     except BrokenPipeError:
         # Whoever has seen enough, such as `head`, closes the pipe. At its exit, Python would write
         # to it again.
@@ -219,8 +219,8 @@ workers N|auto: worker processes (auto)
 streams N|auto: files that each process reads at once (auto)
 min_size N: shorter side in training, px (800)
 max_size N: limit of the longer side, px (1333)
-storage keep|shrink: shrink: make images smaller that are larger than training needs; keep: keep
-  every file's bytes (shrink)
+storage keep|shrink: shrink: make images smaller that are larger than training needs; keep: shrink
+  none. Photos that EXIF turns, and all but JPEGs and 8-bit PNGs, become PNGs (shrink)
 exif auto|turn|keep: turn or keep photos that EXIF turns while their size does not tell how they
   were annotated; auto treats them like the other photos (auto)
 shard_mb X: approximate size of a shard, MB (128)
@@ -246,7 +246,8 @@ ssd DIR: folder on the SSD: copy or write the shards there while it trains
 val_shards DIR|URL: shards to evaluate on: box and mask AP
 steps N: train for N steps in all
 epochs N: or for N epochs in all; 1 without --steps
-model NAME: model by torchvision's name; the default depends on the device
+model NAME: maskrcnn_resnet50_fpn_v2 (on a GPU), maskrcnn_resnet50_fpn,
+  maskrcnn_mobilenet_v3_large_fpn (on a CPU) or maskrcnn_tiny_fpn
 batch_size N|auto: images in a batch (auto)
 min_size N: shorter side in training, px; the default depends on the model
 max_size N: limit of the longer side, px; without it, 5/3 of --min-size
@@ -263,8 +264,9 @@ annotations FILE: COCO instance JSON
 batch_size N: images in a batch (4)
 step_ms X: milliseconds of your training step for a batch; the step is emulated (100)
 strategies NAMES: names, separated by commas; without it, all
-drive_profile NAME: how slow Drive is made; without it, it stays as it is where --images lie on
-  Drive or in a slowed folder, and is typical elsewhere
+drive_profile NAME: how slow Drive is made: fast, typical (the good day), bad (the bad day) or none;
+  without it, it stays as it is where --images lie on Drive or in a slowed folder, and is typical
+  elsewhere
 repeats N: how often each strategy is timed (3)
 seconds X: how long each strategy runs cold, in seconds (30)
 against FILE: draw these receipts of many machines, time nothing
@@ -309,14 +311,11 @@ def diagnose(
 
     if bool(shards) == bool(images and annotations):
         raise ColabUtilsError("Pass --images and --annotations, or --shards alone. See --help.")
-    dataset: Any
-    if shards:
-        dataset = colab_utils.ShardDataset(shards)
-    else:
-        dataset = colab_utils.CocoFolder(images, annotations)
+    dataset: Any = (
+        colab_utils.ShardDataset(shards) if shards else colab_utils.CocoFolder(images, annotations)
+    )
     loader = colab_utils.make_loader(dataset, batch_size=batch_size, **settings)
-    with closing(loader):
-        return colab_utils.diagnose(loader, EmulatedStep(step_ms), verify=verify)
+    return colab_utils.diagnose(loader, EmulatedStep(step_ms), verify=verify)
 
 
 def preprocess(finish: bool = False, **settings: Any) -> Any:
@@ -403,7 +402,6 @@ def _make_parser() -> argparse.ArgumentParser:
         command = commands.add_parser(
             function.__name__, help=meaning, description=meaning, argument_default=argparse.SUPPRESS
         )
-        command.set_defaults(run_command=function)
         for row in _OPTION.findall(_JSON_OPTION + _OPTIONS[function.__name__]):
             _add_option(command, *row)
         if function is run:

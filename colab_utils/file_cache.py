@@ -7,10 +7,11 @@ time is read from the slow folder once: the others wait until it is kept.
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from threading import Lock
 from time import monotonic, sleep
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -117,7 +118,7 @@ class FileCache:
             while monotonic() < min(until_s, self._read_s[0] + _QUIET_S):
                 sleep(_POLL_S)
 
-    def _keep(self, path: Path, file: BinaryIO, content: bytes) -> None:
+    def _keep(self, path: Path, file: FileIO, content: bytes) -> None:
         """Write a file under its name, unless the disk is too full."""
         if self._is_full[0]:
             return
@@ -126,16 +127,17 @@ class FileCache:
             free = find_free_space(self.folder) - len(content)
             if free >= self.reserve_bytes:
                 file.truncate(0)
-                file.writelines([content, xxhash.xxh3_64_digest(content)])
-                file.flush()
-                Path(file.name).rename(path)
-                return
+                data = content + xxhash.xxh3_64_digest(content)
+                if file.write(data) == len(data):
+                    Path(file.name).rename(path)
+                    return
         except FileNotFoundError:
             # The cache was deleted, or another process has kept this file and forgotten it.
             return
         except OSError:
-            # Only the name of a complete file counts, so what did not fit is never read.
-            file.truncate(0)
+            pass
+        # Only the name of a complete file counts, so what did not fit is never read.
+        file.truncate(0)
         self._is_full[0] = True
         warnings.warn(
             f"The disk of {self.folder} is too full to keep more files ({format_bytes(free)} are "
@@ -156,15 +158,17 @@ def _load(path: Path) -> bytes | None:
 
 
 @contextmanager
-def _hold(path: Path) -> Iterator[BinaryIO | None]:
+def _hold(path: Path) -> Iterator[FileIO | None]:
     """Lock a file of the cache before it is written, and yield it.
 
-    None is yielded if the disk takes no file, or if another process does not end its read.
+    None is yielded if the disk takes no file or has no locks, or if another process does not end
+    its read.
     """
     import fcntl
 
     try:
-        file = open(path, "ab")  # noqa: SIM115
+        # Without a buffer, nothing is left to write when the disk is full and the file is closed.
+        file = open(path, "ab", buffering=0)  # noqa: SIM115
     except OSError:
         yield None
         return
@@ -177,8 +181,11 @@ def _hold(path: Path) -> Iterator[BinaryIO | None]:
                 is_held = True
             except BlockingIOError:
                 sleep(_POLL_S)
+            except OSError:
+                break
         try:
             yield file if is_held else None
         finally:
             # A process that was forked meanwhile has the same lock, and would hold it.
-            fcntl.flock(file, fcntl.LOCK_UN)
+            if is_held:
+                fcntl.flock(file, fcntl.LOCK_UN)

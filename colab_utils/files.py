@@ -562,15 +562,16 @@ class Store:
     def remove(self, name: str | Place, *, is_large: bool = False) -> None:
         """Remove a file, if it is there.
 
-        A large file is emptied first: Drive moves it to its bin, where it would still count for
-        the user's quota.
+        On Drive, a large file is emptied first: Drive moves it to its bin, where it would still
+        count for the user's quota.
         """
         with suppress(FileNotFoundError):
             self._remove(name, is_large)
 
     @try_again
     def _remove(self, name: Any, is_large: bool) -> None:
-        if is_large:
+        # Elsewhere, another name of the same file, such as a copy by links, must keep its bytes.
+        if is_large and drive.is_on_drive(name):
             os.truncate(name, 0)
         name.unlink()
 
@@ -588,11 +589,6 @@ class Store:
     def make(self, name: Any = "") -> None:
         """Make the folder. A bucket is never made."""
         name.mkdir(parents=True, exist_ok=True)
-
-    def drop(self) -> None:
-        """Remove the folder if it is empty. A bucket has no empty folders."""
-        with suppress(OSError, AttributeError):
-            self.place.rmdir()
 
     def require_room(self, needed: float, cure: str) -> None:
         """Raise an error if the disk has less free space than ``needed`` bytes.

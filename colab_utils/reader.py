@@ -230,6 +230,10 @@ class Reader:
         given_up = list(self._ahead) if names is None else names
         self._drop([reading for name in given_up for reading in self._ahead.pop(name, ())])
 
+    def end(self) -> None:
+        """Close this reader in one of its threads. A finalizer calls this, so it takes no lock."""
+        self._tasks.put(None)
+
     def close(self) -> None:
         """Give up all files, and end the threads. A thread that is reading ends after its read."""
         with self._lock:
@@ -252,12 +256,12 @@ class Reader:
         return ahead_bytes <= self._most_bytes or not (self._active or self._held)
 
     def _start(self, reading: Reading) -> None:
-        self._active.add(reading)
         # A dropped reading may keep its thread busy, even for ever. That thread still counts as
         # busy, so the next reading gets a new thread.
-        self._busy += 1
-        if self._threads < self._busy:
+        if self._threads <= self._busy:
             self._start_thread()
+        self._busy += 1
+        self._active.add(reading)
         self._tasks.put(reading)
 
     def _start_thread(self) -> None:
@@ -282,6 +286,7 @@ class Reader:
                 count = len(content) if isinstance(content, bytes | bytearray) else 0
                 self._finish(reading, count)
                 reading.set_result(content)
+        self.close()
 
     def _refuse(self) -> None:
         with self._lock:

@@ -111,7 +111,8 @@ class UrlMethods:
             return "folder", -1, 0.0
         info = self._find_info(path)
         changed_s = time()
-        for key in ("created", "modified", "mtime", "LastModified"):
+        # Each file system has a name of its own for the time.
+        for key in ("created", "modified", "mtime", "last_modified", "LastModified"):
             if isinstance(info.get(key), datetime):
                 changed_s = info[key].timestamp()
         kind = "file" if info["type"] == "file" else "folder"
@@ -128,22 +129,6 @@ class UrlMethods:
         name.system.invalidate_cache()
         listed = name.system.ls(name.key, detail=True)
         return [PurePosixPath(info["name"]).name for info in listed if info["type"] == "file"]
-
-    @try_again
-    def list_tree(self, name: Any = "") -> list[str]:
-        """Return the path in the folder of each file below it."""
-        paths: list[str] = []
-        # The list grows while the loop goes over it. fsspec's own walk leaves out what fails.
-        folders = [name.key]
-        for folder in folders:
-            for info in name.system.ls(folder, detail=True):
-                path = info["name"].rstrip("/")
-                if info["type"] != "directory":
-                    paths.append(path.removeprefix(name.key).strip("/"))
-                # Some servers list a folder in itself.
-                elif path != folder.rstrip("/"):
-                    folders.append(path)
-        return paths
 
     @try_again
     def write(self, name: Any, *parts: bytes | memoryview) -> None:

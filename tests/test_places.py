@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -219,6 +220,21 @@ def test_a_store_gives_back_what_was_written(kind):
     # What is gone needs no removing.
     store.remove("b.bin")
     assert store.find_kind("b.bin") == ""
+
+
+def test_another_name_of_a_large_file_keeps_its_bytes(tmp_path):
+    (tmp_path / "a.bin").write_bytes(CONTENT)
+    os.link(tmp_path / "a.bin", tmp_path / "copy.bin")
+    open_store(tmp_path).remove("a.bin", is_large=True)
+    assert (tmp_path / "copy.bin").read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("key", ["created", "mtime", "last_modified", "LastModified"])
+def test_servers_tell_the_time_of_a_file_under_different_names(monkeypatch, key):
+    store = open_store("memory://times")
+    info = {"type": "file", "size": 1, key: datetime.fromtimestamp(5)}
+    monkeypatch.setattr(type(store), "_find_info", lambda *_: info)
+    assert store.stamp("a.bin").modified_s == 5
 
 
 @every_kind_with_memory

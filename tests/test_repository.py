@@ -103,8 +103,8 @@ def test_modules_import_from_lower_floors_only():
 # raise them.
 LIMITS = {
     "colab_utils": {"nodes": 83_989, "nodes_a_line": 5.6},
-    "tests": {"nodes": 136_822, "nodes_a_line": 5.7},
-    "benchmarks": {"nodes": 17_586, "nodes_a_line": 5.6},
+    "tests": {"nodes": 137_700, "nodes_a_line": 5.7},
+    "benchmarks": {"nodes": 17_566, "nodes_a_line": 5.6},
     "tools": {"nodes": 8_912, "nodes_a_line": 5.7},
 }
 

@@ -113,7 +113,7 @@ def list_records(data: Data) -> Iterator[bytes]:
 
 
 def finish(record: bytes | NDArray[np.uint8]) -> Sample:
-    """Do the work that a record leaves: decode, make the masks dense, flip at random."""
+    """Do the work that a record leaves: decode, and make the masks dense."""
     data = np.frombuffer(record, np.uint8)
     image_id, height, width, *lengths = data[:56].view(np.int64).tolist()
     labels, boxes, bits, image, *_ = np.split(data[56:], np.cumsum(lengths))
@@ -126,7 +126,7 @@ def finish(record: bytes | NDArray[np.uint8]) -> Sample:
         "labels": torch.from_numpy(labels.view(np.int64)),
         "image_id": image_id,
     }
-    return flip(pixels, target)
+    return pixels, target
 
 
 def flip(image: Tensor, target: Target) -> Sample:

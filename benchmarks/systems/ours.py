@@ -75,17 +75,9 @@ class PackedFiles(Packed):
 
 
 class Dense(Packed):
-    """``deliver="dense"``: what the peers deliver, uint8 images and masks, mirrored at random."""
+    """``deliver="dense"``: what the peers deliver, uint8 images and masks."""
 
-    def __init__(self, data: Data, folder: Path, crew: Crew) -> None:
-        from torchvision.transforms import v2
-
-        self.options = {  # type: ignore[misc]
-            "deliver": "dense",
-            "transforms": v2.RandomHorizontalFlip(0.5),
-            "image_dtype": torch.uint8,
-        }
-        super().__init__(data, folder, crew)
+    options: ClassVar[dict[str, Any]] = {"deliver": "dense", "image_dtype": torch.uint8}
 
     def read_ids(self, batch: Any) -> list[int]:
         """The image ids in a dense batch."""

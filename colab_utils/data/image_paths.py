@@ -214,7 +214,7 @@ def list_base_names(folder: str) -> dict[str, tuple[str, ...]]:
     return places
 
 
-def list_files(folder: Place, *, links: bool = False) -> Iterator[str]:
+def list_files(folder: Any, *, links: bool = False) -> Iterator[str]:
     """Yield the path in a folder of each file below it, those of the outer folders first.
 
     Hidden files and folders are left out. No links are followed but Drive's shortcuts. With
@@ -225,14 +225,11 @@ def list_files(folder: Place, *, links: bool = False) -> Iterator[str]:
         DriveLostError: if Drive went away.
     """
     try:
-        if find_server(folder):
-            store: Any = open_store(folder)
-            yield from store.list_tree()
-            return
         with guard_drive(folder):
             yield from _walk(str(folder), links=links)
     except OSError as error:
-        reason = explain_os_error(error, "Check the folder.")
+        cure = "Check the folder. If it is a URL, name the JSON of its images (annotations)."
+        reason = explain_os_error(error, cure)
         raise ColabUtilsError(f"The images in {folder} cannot be listed: {reason}") from None
 
 

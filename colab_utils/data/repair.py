@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Literal
 
 import numpy as np
@@ -98,6 +99,9 @@ def repair_annotations(
     """
     folder = open_place(images)
     output = require_new(require_local_path(output))
+    # A folder that takes no file is refused now, and not after all images were looked at.
+    with explain_write(output.parent), TemporaryFile(dir=output.parent):
+        pass
     dataset = read_coco(annotations)
     headers = [findings.header for findings in inspect_images(folder, dataset, deep=deep)]
     repair = _Repair(dataset, headers, as_objects=crowds == "objects")

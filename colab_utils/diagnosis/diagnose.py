@@ -17,7 +17,7 @@ from colab_utils.data.decoding import load_jpeg_decoder
 from colab_utils.diagnosis.cures import Cause, make_cause
 from colab_utils.diagnosis.fixes import TIMEOUT_S, Fix, Situation, find_fixes
 from colab_utils.diagnosis.stages import Stage, time_stages
-from colab_utils.diagnosis.timing import BatchTimes, count_workers, time_batches
+from colab_utils.diagnosis.timing import BatchTimes, count_warmup, count_workers, time_batches
 from colab_utils.diagnosis.watch import WatchedLoader, take_watched
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.loader import Loader
@@ -30,11 +30,10 @@ _CACHED_BATCHES = 4
 # Copies of batches may take this share of the free memory.
 _CACHED_SHARE = 0.1
 # The loop as it is, the step alone and the stages of loading are timed for these shares of the
-# ``seconds`` of a diagnosis. This many batches come before those that are timed.
+# ``seconds`` of a diagnosis.
 _LOOP_SHARE = 0.25
 _STEP_SHARE = 0.06
 _STAGES_SHARE = 0.25
-_WARMUP = 5
 # Below this headspace, faster loading can win less than 10 %.
 _FINE_HEADSPACE = 1.1
 # Ids of the causes that are no matter of the loader's speed.
@@ -209,7 +208,7 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
             watched,
             step,
             batches=500,
-            warmup=_WARMUP,
+            warmup=count_warmup(loader),
             max_s=_LOOP_SHARE * seconds,
             # Workers that wait for files deliver in rounds, and a single round says little.
             least=2 * max(1, count_workers(loader)),

@@ -31,6 +31,7 @@ from colab_utils.diagnosis.timing import (
     LEAST_NOISE,
     BatchTimes,
     count_prefetch,
+    count_warmup,
     count_workers,
     fetch_batches,
     find_error,
@@ -473,6 +474,7 @@ class _Model:
                     WatchedLoader(loader, TIMEOUT_S, "raise"),
                     now.step if now.verify else self.step,
                     batches=max(_TRIAL_BATCHES, 2 * count_workers(loader)),
+                    warmup=count_warmup(loader),
                     max_s=_TRIAL_SHARE * now.seconds,
                     # A single round of slow workers says little.
                     least=2 * max(1, count_workers(loader)),

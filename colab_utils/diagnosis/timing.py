@@ -27,6 +27,11 @@ _BLOCKS = 10
 _HARDLY = 0.1
 # Timing ends at the latest after this many times ``max_s``.
 _LONGEST = 4
+# Batches at the start of a loader that say little about those that follow. Where files are read
+# ahead from a slow folder, the first ones wait for the slowest reads, and the number of streams
+# still grows.
+_WARMUP = 5
+_STREAMS_WARMUP = 12
 
 
 @dataclass(frozen=True)
@@ -288,6 +293,16 @@ def count_prefetch(loader: Any) -> int:
         if isinstance(count, int) and count:
             return count
     return 2
+
+
+def count_warmup(loader: Any) -> int:
+    """Return how many batches to leave out until a loader delivers at its steady rate.
+
+    Example:
+        >>> count_warmup([1, 2])
+        5
+    """
+    return _STREAMS_WARMUP if getattr(loader, "reads_ahead", False) else _WARMUP
 
 
 def fetch_batches(loader: Iterable[Any]) -> Generator[Any, None, None]:

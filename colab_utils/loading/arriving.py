@@ -235,8 +235,6 @@ class ArrivingShards(ShardDataset):
         colab_utils.errors.ColabUtilsError: There are no shards in ...
     """
 
-    is_arriving = True
-
     def __init__(
         self,
         source: PlaceLike,
@@ -263,6 +261,11 @@ class ArrivingShards(ShardDataset):
         self._missing = {*range(len(index.shards))}
         self._process = os.getpid()
 
+    @property
+    def is_arriving(self) -> bool:  # type: ignore[override]
+        """Return whether this process copies the shards. Others look for their files."""
+        return self._process == os.getpid()
+
     def _read_part(self, key: tuple[int, int]) -> Any:
         shard = int(self.shard_of[key[0]])
         if shard in self._missing:
@@ -277,7 +280,7 @@ class ArrivingShards(ShardDataset):
             ColabUtilsError: the copy has ended without it, or no process brings files to the folder
                 any more.
         """
-        if self.arrival is not None and self._process == os.getpid():
+        if self.arrival is not None and self.is_arriving:
             for _ in self.arrival.wait_for({number}):
                 sleep(_POLL_S)
             return

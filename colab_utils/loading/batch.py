@@ -32,9 +32,6 @@ _PARTS = ("boxes", "labels", "areas", "iscrowd")
 # Each table starts at a multiple of this many bytes, so that it can be viewed as any dtype.
 _ALIGNMENT = 64
 
-# An image is mirrored in blocks of this many rows, so that each block stays in the cache.
-_FLIPPED_ROWS = 64
-
 
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
@@ -194,24 +191,18 @@ def write_batch(
     reserve: Callable[[int], Bytes],
     *,
     dense: bool = False,
-    flips: NDArray[np.bool_] | None = None,
 ) -> tuple[Layout, Bytes]:
     """Write a batch into memory. ``reserve`` returns memory for a number of bytes.
 
     ``tables`` are those of all images: see `PackedSample.tables`. They are changed. ``read_into``
     takes the place of an image in the batch, and writes its pixels, uint8 [h, w, 3], and the bits
-    of all its masks into two arrays. With ``dense``, the expanded masks are written too. ``flips``
-    mirrors images, boxes and dense masks, but not the mask bits.
+    of all its masks into two arrays. With ``dense``, the expanded masks are written too.
 
     Raises:
         BadSampleError: An image cannot be read.
     """
     sizes: list[list[int]] = tables["sizes"].tolist()
     counts: list[int] = tables["counts"].tolist()
-    if flips is not None:
-        mirrored = np.repeat(flips, counts)
-        widths = np.repeat(tables["sizes"][:, 1], counts)[mirrored, None]
-        tables["boxes"][mirrored, ::2] = widths - tables["boxes"][mirrored, 2::-2]
     offsets = np.cumsum([0, *tables.pop("mask_bytes").tolist()], dtype=np.int64)
     tables["offsets"] = offsets
     areas = tables["sizes"].prod(1, dtype=np.int64)
@@ -232,23 +223,15 @@ def write_batch(
         image = pixels[place].reshape(*size, 3)
         with blame_sample(place):
             read_into(place, image, bits[place])
-        if flips is not None and flips[place]:
-            _mirror(torch.from_numpy(image))
     if dense:
         masks = MaskBits(*(torch.from_numpy(views[name]) for name in MaskBits._fields))
-        draw_masks(masks, split_masks(torch.from_numpy(views["dense"]), sizes, counts), flips)
+        draw_masks(masks, split_masks(torch.from_numpy(views["dense"]), sizes, counts))
     return layout, memory
 
 
 def _cut(table: Bytes, ends: NDArray[np.int64]) -> list[Bytes]:
     """Return the parts of a table that end at these bytes, as views."""
     return [table[first:end] for first, end in pairwise([0, *ends.tolist()])]
-
-
-def _mirror(image: Tensor) -> None:
-    """Mirror an image, uint8 [h, w, 3], in place."""
-    for rows in image.split(_FLIPPED_ROWS):
-        rows.copy_(rows.flip(1))
 
 
 def open_batch(buffer: Tensor, layout: Layout) -> PackedBatch:

@@ -37,7 +37,6 @@ class Fetcher:
 
     Attributes:
         dense: Whether expanded masks are written too.
-        flip: Share of images that are mirrored left to right, 0 to 1.
         skips_bad: Whether bad samples are left out of a batch, and are listed beside it.
         at_work: int64 [1]: index of the sample that is read; -1 if it is not known.
         streams: Files that each worker reads at the same time, or "auto".
@@ -56,12 +55,10 @@ class Fetcher:
         dataset: Dataset[Any],
         *,
         dense: bool = False,
-        flip: float = 0,
         streams: int | str = "auto",
     ) -> None:
         self.dataset = dataset
         self.dense = dense
-        self.flip = flip
         self.streams = streams
         self.skips_bad = False
         self.at_work = np.full(1, -1)
@@ -114,11 +111,14 @@ class Fetcher:
         read_batch = getattr(type(base), "__getitems__", None)
         inherited = (None, Subset.__getitems__, CocoSamples.__getitems__)
         self.reads_batches = read_batch not in inherited
-        if not self.writes_itself and self._packer is None:
+        if not self.writes_itself:
             # The room is loaded before the fork, so that the workers need not load it.
             from colab_utils.loading.targets import SamplePacker
 
-            self._packer = SamplePacker(self.dataset)
+            self._packer = self._packer or SamplePacker()
+            # The nearest form of the dataset may be another one than in the last pass.
+            nearest = Subset(source, rows)  # type: ignore[arg-type]
+            self._packer.dataset = nearest if base is source else self.dataset
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
@@ -187,9 +187,6 @@ class Fetcher:
 
     def _write(self, indices: list[int], reserve: Reserve, seed: Sequence[int]) -> Layout:
         """Write a batch. All random numbers of its samples come from ``seed``."""
-        flips = None
-        if self.flip:
-            flips = np.random.default_rng(seed).random(len(indices)) < self.flip
         if not self.writes_itself and self._packer is not None:
             samples = self._packer.pack(
                 indices,
@@ -198,7 +195,7 @@ class Fetcher:
                 by_batch=self.reads_batches,
                 is_own=self.is_own,
             )
-            return write_samples(samples, reserve, dense=self.dense, flips=flips)[0]
+            return write_samples(samples, reserve, dense=self.dense)[0]
         source: Any = self.source
         rows = self._rows[indices].tolist()
 
@@ -206,6 +203,4 @@ class Fetcher:
             self.at_work[0] = indices[place]
             source.read_into(rows[place], pixels, bits)
 
-        return write_batch(
-            source.describe(rows), read_into, reserve, dense=self.dense, flips=flips
-        )[0]
+        return write_batch(source.describe(rows), read_into, reserve, dense=self.dense)[0]

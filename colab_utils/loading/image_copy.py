@@ -72,7 +72,8 @@ def copy_images(
     in the report, and the rest is copied.
 
     Args:
-        source: Image folder, usually on Drive. It may be a URL that fsspec knows.
+        source: Image folder, usually on Drive. It may be a URL that fsspec knows, with
+            ``annotations``.
         target: Folder to copy into, usually on the SSD. It is made if it does not exist.
         annotations: COCO JSON, a path or a URL: only the files that it names are copied, as
             ``CocoFolder`` finds them. Default: None, all files but hidden ones.

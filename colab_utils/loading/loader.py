@@ -146,8 +146,7 @@ def make_loader(
         prefetch: Batches that each worker prepares ahead. Default: 2.
         transforms: Your own ``torchvision.transforms.v2``. They run on the device, and get each
             ``(image, target)`` of a dense batch as tv_tensors. The transforms of your dataset run
-            on the worker, and must leave images uint8. On the CPU, a single
-            ``v2.RandomHorizontalFlip`` is applied by the worker. Default: None.
+            on the worker, and must leave images uint8. Default: None.
         max_bad: Number of images that may fail to load, in all epochs together (``int``), or their
             share of the dataset, from 0 to 1 (``float``). Each is left out, with a warning when it
             first fails. If more images fail, an error is raised. Default: 0.
@@ -194,15 +193,14 @@ def make_loader(
     _check_wait(max_wait_s, count)
     if sampler is not None:
         _check_sampler(sampler)
-    # Without a GPU to expand the masks, the workers expand them into their shared buffers.
-    dense = deliver == "dense" and torch_device.type == "cpu"
-    flip, transforms = _take_flip(transforms) if dense else (0.0, transforms)
     if transforms is not None and deliver == "packed":
         raise ColabUtilsError(
             "The transforms need dense masks, and deliver is 'packed'. Pass deliver='dense', or "
             "give the transforms to your dataset, as in ShardDataset(transforms=...)."
         )
-    fetcher = Fetcher(dataset, dense=dense, flip=flip, streams=require_streams(streams))
+    # Without a GPU to expand the masks, the workers expand them into their shared buffers.
+    dense = deliver == "dense" and torch_device.type == "cpu"
+    fetcher = Fetcher(dataset, dense=dense, streams=require_streams(streams))
     max_bad = max(count_allowed(len(fetcher), max_bad), fetcher.source.max_bad)
     fetcher.skips_bad = max_bad > 0
     order = BatchSampler(
@@ -248,19 +246,6 @@ def _check_sampler(sampler: Any) -> None:
             f"A sampler needs a length, and this {type(sampler).__name__} has none. Pass a list of "
             "indices, or an object with __iter__ and __len__ such as a WeightedRandomSampler."
         )
-
-
-def _take_flip(transforms: Any) -> tuple[float, Any]:
-    """Return the share of images that the workers mirror, and the transforms for the device.
-
-    The workers mirror images if the transforms are a single ``v2.RandomHorizontalFlip``.
-    """
-    from torchvision.transforms import v2
-
-    # A subclass may do anything, so it does not count.
-    if type(transforms) is not v2.RandomHorizontalFlip:
-        return 0.0, transforms
-    return float(transforms.p), None
 
 
 @dataclass(eq=False, repr=False)
@@ -353,7 +338,7 @@ class Loader:
             if not self.left:
                 self._has_passed = True
                 self._end_epoch()
-            if batch is not None or self._ranks.count > 1:
+            if batch is not None or find_ranks().count > 1:
                 yield None if batch is None else self._deliver(batch)
 
     def _look_again(self) -> None:

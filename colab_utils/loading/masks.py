@@ -6,7 +6,7 @@ these operations are computed on the CPU.
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise, repeat
+from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -100,19 +100,14 @@ def unpack_masks(packed: PackedMasks, height: int, width: int) -> NDArray[np.uin
     return dense
 
 
-def draw_masks(
-    packed: MaskBits | PackedMasks,
-    dense: Iterable[Tensor | NDArray[np.uint8]],
-    flips: Iterable[bool] | None = None,
-) -> None:
+def draw_masks(packed: MaskBits | PackedMasks, dense: Iterable[Tensor | NDArray[np.uint8]]) -> None:
     """Draw packed masks into the dense masks of each image, on the CPU.
 
-    The dense masks, uint8 [N, height, width], may hold anything before. ``flips``, bool [B], says
-    which images get mirrored masks. Default: None, no image.
+    The dense masks, uint8 [N, height, width], may hold anything before.
     """
     bits = np.asarray(packed.bits)
     objects = zip(packed.crops.tolist(), packed.offsets.tolist(), strict=False)
-    for image, is_flipped in zip(dense, repeat(False) if flips is None else flips, strict=False):
+    for image in dense:
         pixels = np.asarray(image)
         # Each image is cleared just before it is drawn, so that drawing finds it in the cache.
         pixels.fill(0)
@@ -120,12 +115,8 @@ def draw_masks(
             (left, top, right, bottom), start = next(objects)
             height = bottom - top
             width = right - left
-            crop = np.unpackbits(bits[start:], count=height * width).reshape(height, width)
-            # torch mirrors faster than numpy, which copies one byte at a time.
-            if is_flipped:
-                crop = torch.from_numpy(crop).flip(1).numpy()
-                left = mask.shape[1] - right
-            mask[top:bottom, left : left + width] = crop
+            crop = np.unpackbits(bits[start:], count=height * width)
+            mask[top:bottom, left:right] = crop.reshape(height, width)
 
 
 def _draw_rows(masks: MaskBits, sizes: Ints, dense: Tensor) -> None:

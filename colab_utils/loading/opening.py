@@ -36,7 +36,6 @@ from colab_utils.shards.plan import (
 from colab_utils.shards.records import read_limits
 from colab_utils.shards.verify import find_begun
 from colab_utils.streams import require_streams
-from colab_utils.units import format_count
 
 # The folder of the files that are kept while shards are written, in the folder of the shards.
 _CACHE_NAME = ".loose-files"
@@ -237,9 +236,6 @@ class LooseFiles(CocoFolder):
         self._open_shards = partial(_open_shards, run.folder, seed, contiguous_labels)
         self._ssd = run.folder
 
-    def __str__(self) -> str:
-        return f"{format_count(len(self), 'loose file')}; {self.arrival or 'no shards are written'}"
-
     def find_nearest(self) -> CocoSamples:
         """Return the shards once all are written and hold all images; until then this dataset."""
         error = None if self.arrival is None else self.arrival.find_error()
@@ -250,8 +246,10 @@ class LooseFiles(CocoFolder):
             index = find_index(self._ssd)
             if index and (index.fingerprint, index.images) == (self.fingerprint, len(self)):
                 self._shards = self._open_shards()
-                self._shards.transforms = self.transforms
-        return self._shards or self
+        if self._shards is None:
+            return self
+        self._shards.transforms = self.transforms
+        return self._shards
 
 
 def _open_shards(folder: Place, seed: int, contiguous_labels: bool) -> ShardDataset:

@@ -116,7 +116,9 @@ def _serve(
         while True:
             message = connection.recv()
             if not isinstance(message, WorkerJob):
-                fetcher.read_ahead(message)
+                # If no thread can be started, each file is read when its sample is loaded.
+                with suppress(ColabUtilsError):
+                    fetcher.read_ahead(message)
                 continue
             fetcher.at_work[0] = -1
             result = _load(fetcher, pool, message)
@@ -200,6 +202,7 @@ class Prefetcher:
         self._sent: dict[int, WorkerJob] = {}
         self._done: dict[int, Result] = {}
         self._workers: list[Worker] = []
+        self._owner = os.getpid()
         self._start()
 
     def run(
@@ -245,8 +248,8 @@ class Prefetcher:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether no batch is requested or planned."""
-        return not (self._sent or self._planned)
+        """Return whether no batch is requested or planned. A fork cannot use these workers."""
+        return not (self._sent or self._planned or os.getpid() != self._owner)
 
     def list_jobs(self) -> list[WorkerJob]:
         """Return the requested batches that have not arrived yet, oldest first."""
@@ -255,8 +258,10 @@ class Prefetcher:
 
     def close(self) -> None:
         """Kill the workers, and wait at most 5 seconds for their end. Batches that they are loading
-        are lost.
+        are lost. A fork of this process leaves the workers alone.
         """
+        if os.getpid() != self._owner:
+            return
         for worker in self._workers:
             worker.process.kill()
             worker.connection.close()

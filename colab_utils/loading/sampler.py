@@ -68,7 +68,8 @@ class BatchSampler(Sampler[list[int]]):
         self.left = np.arange(self.size)
         self.earlier: list[list[int]] = []
         self._wide = np.zeros(self.size, bool)
-        if self.sizes is not None and self.seed is not None:
+        # A sampler decides the order of its images itself.
+        if self.sizes is not None and self.seed is not None and self.sampler is None:
             self._wide = self.sizes[:, 1] >= self.sizes[:, 0]
         self.epoch = epoch
         self.windows: list[list[int]] = []

@@ -4,6 +4,7 @@ datasets of COCO samples.
 
 import io
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Any, NamedTuple
@@ -182,8 +183,11 @@ class CocoSamples(Dataset[Sample]):
         """
         if self._reader is None or self._reader_process != os.getpid():
             streams = self.streams if streams == "auto" else streams
-            self._reader = Reader(self._read_part, self.store, streams=streams)
+            # The threads of the reader must not keep the dataset in memory.
+            read: Any = weakref.WeakMethod(self._read_part)
+            self._reader = Reader(lambda name: read()(name), self.store, streams=streams)
             self._reader_process = os.getpid()
+            weakref.finalize(self, self._reader.end).atexit = False
         return self._reader
 
     def _list_parts(self, index: int) -> list[Any]:

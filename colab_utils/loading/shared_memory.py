@@ -41,7 +41,7 @@ class SharedBuffer:
             wanted = size * 5 // 4
             try:
                 free = find_free_memory()
-                if size - have > free:
+                if wanted - have > free:
                     raise OSError(ENOMEM, f"{format_bytes(free)} free")
                 # Without this call, too little memory would end the process with a bus error later.
                 os.posix_fallocate(self._file, 0, wanted)

@@ -46,10 +46,15 @@ _DEPTH = 3
 
 
 class SamplePacker:
-    """A reader of the samples of any dataset with torchvision's contract, for `write_batch`."""
+    """A reader of the samples of any dataset with torchvision's contract, for `write_batch`.
 
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+    Attributes:
+        dataset: The dataset. Set it before you call `pack`.
+    """
+
+    dataset: Any
+
+    def __init__(self) -> None:
         # All workers share this memory, so that one of them warns once.
         self._has_warned = share_array(np.bool_)
 
@@ -88,7 +93,7 @@ class SamplePacker:
                     elif by_batch:
                         [sample] = self._read_at_once([index])
                     else:
-                        sample = self._dataset[index]
+                        sample = self.dataset[index]
                     pair = require_pair(sample, f"your dataset for sample {index}")
                     packed = pack_target(*pair, index=index)
                     if not is_own:
@@ -99,7 +104,7 @@ class SamplePacker:
 
     def _read_at_once(self, indices: list[int]) -> list[Any]:
         """Return what ``__getitems__`` returns as a list, with one sample for each index."""
-        samples = self._dataset.__getitems__(indices)
+        samples = self.dataset.__getitems__(indices)
         listed = list(samples) if isinstance(samples, Iterable) else []
         if len(listed) != len(indices):
             raise ColabUtilsError(

@@ -162,9 +162,7 @@ class Writing:
     """
 
     def __init__(self, writer: ShardWriter) -> None:
-        self._folder = writer.run.folder
-        self._shards = len(writer.order)
-        key = (os.getpid(), identify_place(self._folder))
+        key = (os.getpid(), identify_place(writer.run.folder))
         earlier = _writings.get(key)
         if earlier is not None:
             earlier.stop()
@@ -173,7 +171,8 @@ class Writing:
             stop = multiprocessing.get_context("fork").Event()
             self._process, self._connection = start_worker(writer.serve, stop)
         _writings[key] = self
-        self._finalizer = weakref.finalize(self, _end, os.getpid(), stop, self._process)
+        self._owner = os.getpid()
+        self._finalizer = weakref.finalize(self, _end, self._owner, stop, self._process)
 
     @cached_property
     def _error(self) -> ColabUtilsError | None:
@@ -202,12 +201,10 @@ class Writing:
             raise self._error
 
     def find_error(self) -> ColabUtilsError | None:
-        """Return the error that ended the writing; None if there is none so far."""
-        return None if self._process.is_alive() else self._error
-
-    def __str__(self) -> str:
-        written = len(open_store(self._folder).list_names("shard-*.tar"))
-        return f"{written} of {self._shards} shards written, at the lowest priority"
+        """Return the error that ended the writing; None if there is none so far, and in forks."""
+        if os.getpid() != self._owner or self._process.is_alive():
+            return None
+        return self._error
 
 
 def _end(owner: int, stop: Any, process: Any) -> None:

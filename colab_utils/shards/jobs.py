@@ -28,7 +28,7 @@ from colab_utils.shards.arrays import (
 )
 from colab_utils.shards.index import ShardIndex, SkippedImage
 from colab_utils.shards.plan import split_images
-from colab_utils.shards.records import frame_file, name_image, read_image, try_sample
+from colab_utils.shards.records import MISSING, frame_file, name_image, read_image, try_sample
 
 if TYPE_CHECKING:
     from colab_utils.file_cache import FileCache
@@ -133,10 +133,7 @@ def find_shard(store: Store, name: str, run: ShardRun) -> ShardIndex | None:
 
 
 def are_still_bad(index: ShardIndex, images: Place, dataset: CocoDataset) -> bool:
-    """Return whether all skipped images of an index are still bad.
-
-    Only those that are in the dataset are looked at.
-    """
+    """Return whether all skipped images of an index, which the dataset has, are still bad."""
     names = {image.file_name for image in index.skipped}
     if not names:
         return True
@@ -146,10 +143,12 @@ def are_still_bad(index: ShardIndex, images: Place, dataset: CocoDataset) -> boo
     store.trusts_absence = True
     read = partial(read_image, store, dataset)
     with closing(Reader(read, store)) as reader:
-        return all(
+        bad = sum(
             isinstance(try_sample(reading.take, dataset, place, index.recipe), SkippedImage)
             for place, reading in zip(places, reader.read_all(places), strict=True)
         )
+    # A sound image may have the name of a bad one.
+    return bad >= len(index.skipped)
 
 
 def _write_shard(
@@ -174,11 +173,15 @@ def _write_shard(
     for i, reading in enumerate(files):
         progress.add(1)
         sample = try_sample(reading.take, dataset, i, run.recipe)
-        if isinstance(sample, SkippedImage):
-            skipped.append(sample)
+        if isinstance(sample, SkippedImage) and sample.reason != MISSING:
             if run.cache is not None:
                 # Once the file is repaired, its bytes must be read anew.
                 run.cache.forget(name_image(run.images, dataset, i))
+            # Drive gives wrong bytes at times.
+            again = partial(read_image, open_store(run.images, progress.stop), dataset, i)
+            sample = try_sample(again, dataset, i, run.recipe)
+        if isinstance(sample, SkippedImage):
+            skipped.append(sample)
             continue
         starts = []
         for member, data in sample.files.items():

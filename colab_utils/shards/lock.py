@@ -104,11 +104,12 @@ def hold_folder(folder: Place) -> Iterator[None]:
             yield
         finally:
             ended.set()
-            with suppress(OSError, ColabUtilsError):
+            # A bucket has no empty folders.
+            with suppress(OSError, ColabUtilsError, AttributeError):
                 remove_leftovers(impatient)
                 impatient.remove(WRITER_NAME)
                 if is_new:
-                    impatient.drop()
+                    impatient.place.rmdir()
 
 
 @contextmanager

@@ -9,10 +9,10 @@ import os
 import tempfile
 import warnings
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
-from itertools import count, filterfalse
+from itertools import chain, count, filterfalse
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, get_args
@@ -25,7 +25,7 @@ from colab_utils.drive import DriveLostError, explain_write
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableError, describe_error
 from colab_utils.files import Store, hash_bytes, open_store, parse_file
 from colab_utils.places import Place, PlaceLike, open_place
-from colab_utils.processes import ThreadPool
+from colab_utils.processes import start_thread
 
 State = Mapping[str, Any]
 """What a checkpoint holds."""
@@ -38,6 +38,8 @@ _SEAL = b"colab_utils 2 "
 _MOST_BYTES = 1e10
 # Seconds from one checkpoint until the next is due.
 _PAUSE_S = 60.0
+# A write may hang for ever. After so many seconds, checkpoints wait on this machine.
+_HUNG_S = 300.0
 
 
 class TornError(ColabUtilsError):
@@ -52,7 +54,8 @@ class CheckpointFolder:
 
     While ``run`` takes no checkpoint, because Drive or a server does not answer or a disk is full,
     checkpoints wait on this machine's disk, in ``waiting``. The next checkpoint that reaches
-    ``run`` replaces them. A process that writes checkpoints must hold the folder: see
+    ``run`` replaces them. If a write hangs for five minutes, nothing more is written to ``run``. A
+    process that writes checkpoints must hold the folder: see
     `hold_folder`. `submit` writes in a thread, while training goes on.
 
     Args:
@@ -80,12 +83,13 @@ class CheckpointFolder:
         self.paths: dict[Which, Place] = {}
         self.slowest_s = 0.0
         self._saved_s = perf_counter()
-        self._thread = ThreadPool(1, "checkpoint")
-        self._job: Future[None] | None = None
+        # The checkpoint that is being written: the arguments of `save`, and when it is done.
+        self._job: Any = None
+        self._is_hung = False
+        self._torn: set[Place] = set()
 
     def prepare(self, *, anew: bool) -> None:
-        """Make the folder. With ``anew``, move older checkpoints to a new folder beside them:
-        ``previous-1``, or ``previous-2`` if that exists already, and so on.
+        """Make the folder. With ``anew``, older checkpoints are set aside.
 
         Raises:
             ColabUtilsError: The folder cannot be made or written to.
@@ -96,10 +100,20 @@ class CheckpointFolder:
             # A folder that takes no file is refused now, and not after the first minute.
             own.write("begun.txt", b"This run has begun.\n")
             own.remove("begun.txt")
-            for store in map(open_store, (self.run, self.waiting) if anew else ()):
+        if anew:
+            self.set_aside("newest", "best")
+
+    def set_aside(self, *kinds: Which) -> None:
+        """Move checkpoints to a new folder beside them, ``previous-1`` or the next free number.
+
+        Raises:
+            ColabUtilsError: The folder cannot be written to.
+        """
+        with explain_write(self.run):
+            for store in map(open_store, (self.run, self.waiting)):
                 names = map("previous-{}".format, count(1))
                 target = store.locate(next(filterfalse(store.find_kind, names)))
-                for path in [*_list_files(store, "newest"), *_list_files(store, "best")]:
+                for path in chain.from_iterable(_list_files(store, which) for which in kinds):
                     open_store(target).make()
                     store.move(path, target / path.name)
 
@@ -190,6 +204,7 @@ class CheckpointFolder:
                 except TornError as error:
                     warnings.warn(str(error), ColabUtilsWarning, stacklevel=2)
                     torn = error
+                    self._torn.add(path)
                     continue
                 state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
                 self.paths[which] = path
@@ -208,15 +223,21 @@ class CheckpointFolder:
     def _write(
         self, path: Place, which: Which, *parts: bytes | memoryview, is_patient: bool = True
     ) -> None:
+        if self._is_hung and path.parent != self.waiting:
+            raise UnavailableError(f"{self.run} has not answered for {_HUNG_S:.0f} seconds.")
         store = open_store(path.parent, is_patient=is_patient)
         store.make()
         store.write(path, *parts)
         self.paths[which] = path
         # The new checkpoint replaces others. If one of these cannot be removed, it does no harm.
         with suppress(OSError, ColabUtilsError):
-            others = [other for other in _list_files(store, which) if other != path]
+            # The run cannot go on from a torn one, so that one replaces none.
+            others = [
+                other for other in _list_files(store, which) if other not in {path, *self._torn}
+            ]
             old = others[: len(others) - _OTHERS_KEPT[which]]
-            if path.parent != self.waiting:
+            # A write that hung, and ends after all, may be older than what waits.
+            if path.parent != self.waiting and not self._is_hung:
                 old += _list_files(open_store(self.waiting), which)
             for file in old:
                 open_store(file.parent, is_patient=False).remove(file, is_large=True)
@@ -228,7 +249,7 @@ class CheckpointFolder:
         Raises:
             ColabUtilsError: The last checkpoint could not be written.
         """
-        if self._job and not self._job.done():
+        if self._job and not self._job[1].done() and perf_counter() < self._saved_s + _HUNG_S:
             return False
         self.finish()
         if every_steps:
@@ -241,26 +262,37 @@ class CheckpointFolder:
         self._saved_s = perf_counter()
         copy_tensor = partial(Tensor.to, device="cpu", copy=True)
         copy = tree_map_only(Tensor, copy_tensor, dict(state))
-        self._job = self._thread.submit(self._save_and_time, copy, step, which)
+        self._job = ((copy, step, which), Future())
+        # A thread whose write hangs must not keep the program from ending.
+        start_thread(partial(self._save_and_time, *self._job), "checkpoint")
 
-    def _save_and_time(self, state: State, step: int, which: Which) -> None:
-        self.save(state, step=step, which=which)
+    def _save_and_time(self, asked: tuple[State, int, Which], done: Future[None]) -> None:
+        state, step, which = asked
+        try:
+            self.save(state, step=step, which=which)
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
         self.slowest_s = max(self.slowest_s, perf_counter() - self._saved_s)
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is written.
+        """Wait until the last checkpoint is written. If the write hangs, the checkpoint is written
+        on this machine.
 
         Raises:
             ColabUtilsError: It could not be written.
         """
         job = self._job
         self._job = None
-        if job:
-            job.result()
-
-    def close(self) -> None:
-        """End the thread, after the write in progress."""
-        self._thread.shutdown()
+        if job is None:
+            return
+        (state, step, which), done = job
+        if wait([done], max(0.0, self._saved_s + _HUNG_S - perf_counter())).done:
+            done.result()
+        else:
+            self._is_hung = True
+            self.save(state, step=step, which=which)
 
 
 def _make_seal(content: bytes | memoryview) -> bytes:

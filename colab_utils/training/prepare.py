@@ -6,6 +6,7 @@ the batch size that fits.
 
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.devices import Ranks
 from colab_utils.loading.opening import open_dataset
+from colab_utils.loading.samples import BadSampleError, blame_sample
 from colab_utils.loading.targets import pack_target
 from colab_utils.places import PlaceLike
 from colab_utils.training.checkpoint import State
@@ -260,8 +262,10 @@ def plan_memory(
     model = step.model
     counts = dataset.counts[rows]
     transform = model.transform
+    largest = {"min_size": transform.min_size[-1], "max_size": transform.max_size}
+    # An image of unknown size may be as large as the model takes.
     sizes = [
-        fit_size(*size, min_size=transform.min_size[-1], max_size=transform.max_size)
+        fit_size(*size, **largest) if all(size) else (*largest.values(),)
         for size in dataset.sizes[rows].tolist()
     ]
     heaviest = _find_heaviest(np.array(sizes), counts)
@@ -277,8 +281,7 @@ def plan_memory(
     buffers = [buffer.clone() for buffer in model.buffers()]
     try:
         for images, step.parts in tries:
-            indices = rows[heaviest[:images]].tolist()
-            batch = _make_batch(dataset, indices).to(step.device)
+            batch = _make_batch(dataset, rows[heaviest].tolist(), images).to(step.device)
             torch.cuda.reset_peak_memory_stats(step.device)
             fits = step.add_gradients(batch, synchronize=False) is not None
             peak = torch.cuda.max_memory_allocated(step.device)
@@ -309,16 +312,25 @@ def _draw_black(place: int, pixels: NDArray[np.uint8], bits: NDArray[np.uint8]) 
     bits[:] = 0xFF
 
 
-def _make_batch(dataset: ShardDataset | CocoFolder, indices: Sequence[int]) -> PackedBatch:
-    """Make a batch with as many pixels and objects as these images have.
+def _make_batch(
+    dataset: ShardDataset | CocoFolder, indices: Sequence[int], count: int
+) -> PackedBatch:
+    """Make a batch with as many pixels and objects as the first ``count`` of these images have.
 
-    Loose files are read, because the sizes of their masks are not known before.
+    Loose files are read, because the sizes of their masks are not known before. In place of a bad
+    image, which the loader names when it meets it, the next one is taken.
     """
     if isinstance(dataset, CocoFolder):
-        dataset.read_ahead(indices)
-        return collate_packed([pack_target(*dataset[index]) for index in indices])
+        dataset.read_ahead(indices[:count])
+        samples = []
+        for index in indices:
+            with suppress(BadSampleError), blame_sample(0):
+                samples.append(pack_target(*dataset[index]))
+            if len(samples) == count:
+                break
+        return collate_packed(samples)
     shape, memory = write_batch(
-        dataset.describe(indices), _draw_black, lambda size: np.empty(size, np.uint8)
+        dataset.describe(indices[:count]), _draw_black, lambda size: np.empty(size, np.uint8)
     )
     return open_batch(torch.from_numpy(memory), shape)
 

@@ -68,9 +68,9 @@ def train(
     """Train a Mask R-CNN on shards, with checkpoints in ``run``. The same call resumes from them.
 
     On a CPU, a run that was killed and resumed gives the same losses as an uninterrupted one, bit
-    for bit. A resumed run keeps its model, sizes, batch size, augmentation and learning rate
-    unless you name others. With another batch size it continues with the images that are left of
-    its epoch.
+    for bit. A resumed run keeps its model, sizes, batch size, augmentation and learning rate. Of
+    these, you may name another batch size, augmentation or learning rate. With another batch size
+    it continues with the images that are left of its epoch.
 
     The model is trained on the GPU if there is one, else on the CPU. ``CUDA_VISIBLE_DEVICES``
     chooses another GPU, or none. On a GPU the heaviest batch is tried before the first step. If it

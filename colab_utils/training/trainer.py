@@ -6,7 +6,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain, repeat
@@ -115,6 +115,9 @@ class Trainer:
             best = folder.read("best")
             if best and best["validation"] == self.validation.fingerprint:
                 self.best = AveragePrecision(**best["ap"])
+            else:
+                # Its average precision cannot be compared with that of other images.
+                folder.set_aside("best")
 
     def run(self, log: Log | None) -> TrainReport:
         """Train until the plan's last step or the end of the budget, evaluate, and return a report.
@@ -131,7 +134,7 @@ class Trainer:
             log(self.plan)
         show = partial(tqdm, disable=True) if log or not self.ranks.is_first else show_progress
         steps = show("training", total=self.plan.steps - self.done)
-        with closing(self.folder), self._save_what_was_done(), steps as bar:
+        with self._save_what_was_done(), steps as bar:
             self.clock = LoopClock()
             batches = chain.from_iterable(repeat(self.loader))
             while self.done < self.plan.steps:
@@ -146,8 +149,10 @@ class Trainer:
                 if is_first or self.done == self.plan.steps or self.done % _LOG_STEPS == 0:
                     self._log(log)
                 # With a budget, a first checkpoint shows how long one takes.
-                if self.folder.is_due(self.done, self.plan.checkpoint_steps) or (
-                    is_first and self._ends_s < math.inf
+                # Looking at the losses would make the other processes wait for their GPUs.
+                if self.ranks.is_first and (
+                    (is_first and self._ends_s < math.inf)
+                    or self.folder.is_due(self.done, self.plan.checkpoint_steps)
                 ):
                     self.save()
                 self._steps_s.append(perf_counter() - asked_s)

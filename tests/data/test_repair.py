@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 from pycocotools import mask as coco_mask
 
+from colab_utils.data import repair
 from colab_utils.data.masks import encode_segmentation
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.coco_folder import CocoFolder
@@ -76,6 +77,13 @@ def test_a_set_without_objects_and_shards_among_the_images_are_told(export):
     export.shards = export.images
     with pytest.raises(ColabUtilsError, match="is the image folder"):
         export.write()
+
+
+def test_a_folder_that_takes_no_file_is_refused_before_images_are_read(export, monkeypatch):
+    monkeypatch.setattr(repair, "inspect_images", None)
+    export.repaired = export.repaired / "missing" / "repaired.json"
+    with pytest.raises(ColabUtilsError, match="Writing into"):
+        export.repair()
 
 
 def swap_sides(entry):

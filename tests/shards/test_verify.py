@@ -60,6 +60,13 @@ def test_each_damage_is_named(shards, which, damage, message):
     assert "1 bad" in str(report)
 
 
+def test_a_shard_that_was_read_badly_once_is_no_bad_one(shards, monkeypatch):
+    wrong = iter([(0, "")])
+    read = Store.hash
+    monkeypatch.setattr(Store, "hash", lambda *place: next(wrong, None) or read(*place))
+    assert verify_shards(shards).bad == ()
+
+
 @pytest.mark.parametrize("number", [errno.ENOTCONN, errno.EACCES])
 def test_a_lost_drive_stops_and_a_locked_file_is_named(shards, monkeypatch, number):
     def fail(*_, **__):

@@ -267,12 +267,21 @@ def test_one_bad_image_is_named_counted_and_skipped(dataset, folder, spoil, reas
     assert run(dataset, folder, max_bad=0.1).skipped == (skipped,)
 
 
+@pytest.mark.filterwarnings("ignore:.* has several entries")
 def test_a_bad_annotation_is_named(dataset, folder):
     with edit_objects(dataset) as rows:
         rows[5].update(segmentation=[])
+    images = json.loads(dataset[1].read_text())["images"]
+    # A sound image has the same file.
+    [file_name] = [image["file_name"] for image in images if image["id"] == rows[5]["image_id"]]
+    change(dataset[1], images=[*images, {**images[0], "id": -1, "file_name": file_name}])
     (skipped,) = run(dataset, folder, max_bad=0.1).skipped
     assert "the annotation has no mask: polygons or RLE" in skipped.reason
     assert f"annotation {rows[5]['id']}" in skipped.reason
+    # The finished folder stays as it is.
+    written_ns = (folder / "index.json").stat().st_mtime_ns
+    run(dataset, folder, max_bad=0.1)
+    assert (folder / "index.json").stat().st_mtime_ns == written_ns
 
 
 def test_a_shard_holds_fewer_images_where_masks_are_large(tmp_path):
@@ -410,11 +419,19 @@ def keep_tars(folder):
         path.unlink()
 
 
+def keep_another_index(folder):
+    """As RF-DETR's converter leaves it."""
+    for path in folder.iterdir():
+        path.unlink()
+    (folder / "train-index.json").write_text("{}")
+
+
 @pytest.mark.parametrize(
     ("damage", "options", "message"),
     [
         (str, {"min_size": 700}, "made with other settings"),
         (keep_tars, {}, "shards without an index"),
+        (keep_another_index, {}, "index of another program"),
         (str, {}, "another dataset"),
     ],
 )
@@ -483,6 +500,16 @@ def test_an_image_that_was_read_badly_is_read_again(data, undisturbed, folder, m
     reads.times = 4
     assert run(data, folder).skipped == ()
     assert reads.times == 0
+    assert snapshot(folder) == snapshot(undisturbed)
+    # Later, one image has wrong bytes once, as many as it should have.
+    shutil.rmtree(folder)
+    numbers = iter(range(99))
+    reads.change = lambda content: (
+        content[:99].ljust(len(content)) if next(numbers) == 15 else content
+    )
+    reads.times = 99
+    assert run(data, folder, workers=1).skipped == ()
+    assert next(numbers) == 12 + 12 + 1
     assert snapshot(folder) == snapshot(undisturbed)
 
 
