@@ -235,13 +235,14 @@ class Reader:
         self._tasks.put(None)
 
     def close(self) -> None:
-        """Give up all files, and end the threads. A thread that is reading ends after its read."""
+        """Give up all files, and end the threads. A thread that is reading ends after its read. A
+        closed reader reads no more.
+        """
         with self._lock:
             self._waiting.clear()
             self._active.clear()
-            for _ in range(self._threads):
-                self._tasks.put(None)
-            self._threads = 0
+            # Each thread ends the next one.
+            self._tasks.put(None)
 
     def _start_more(self) -> None:
         """Start reads while streams and memory are free. The caller holds the lock."""

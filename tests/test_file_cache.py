@@ -1,10 +1,12 @@
 """Files of a slow folder that are kept on this machine's disk."""
 
 import multiprocessing
-import os
 import pickle
+import resource
+import shutil
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 
@@ -70,9 +72,27 @@ def test_on_a_full_disk_no_more_is_kept_and_one_warning_says_so(tmp_path, monkey
     assert cache.read("second", lambda: b"read again") == b"read again"
 
 
+def test_a_file_that_fits_in_part_is_not_kept_and_one_warning_says_so(tmp_path):
+    cache = FileCache(tmp_path)
+
+    def read():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        with pytest.warns(ColabUtilsWarning, match="too full to keep more files"):
+            assert cache.read("a", lambda: bytes(5000)) == bytes(5000)
+
+    process = multiprocessing.get_context("fork").Process(target=read)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    # This process shares with that one that no more is kept, and does not warn again.
+    assert cache.read("a", lambda: b"read again") == b"read again"
+
+
 def test_a_disk_that_refuses_files_does_not_stop_a_read(tmp_path, monkeypatch):
     cache = FileCache(tmp_path)
-    os.rmdir(tmp_path)
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError))
+    assert cache.read("b.jpg", bytes) == b""
+    shutil.rmtree(tmp_path)
     assert cache.read("a.jpg", lambda: b"pixels") == b"pixels"
 
 

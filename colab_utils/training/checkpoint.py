@@ -228,16 +228,20 @@ class CheckpointFolder:
         store = open_store(path.parent, is_patient=is_patient)
         store.make()
         store.write(path, *parts)
+        if self._is_hung and path.parent != self.waiting:
+            # This write hung, and has ended after all. It may be older than what waits.
+            return
         self.paths[which] = path
         # The new checkpoint replaces others. If one of these cannot be removed, it does no harm.
         with suppress(OSError, ColabUtilsError):
             # The run cannot go on from a torn one, so that one replaces none.
             others = [
-                other for other in _list_files(store, which) if other not in {path, *self._torn}
+                other
+                for other in _list_files(store, which)
+                if other.name < path.name and other not in self._torn
             ]
             old = others[: len(others) - _OTHERS_KEPT[which]]
-            # A write that hung, and ends after all, may be older than what waits.
-            if path.parent != self.waiting and not self._is_hung:
+            if path.parent != self.waiting:
                 old += _list_files(open_store(self.waiting), which)
             for file in old:
                 open_store(file.parent, is_patient=False).remove(file, is_large=True)
@@ -262,19 +266,20 @@ class CheckpointFolder:
         self._saved_s = perf_counter()
         copy_tensor = partial(Tensor.to, device="cpu", copy=True)
         copy = tree_map_only(Tensor, copy_tensor, dict(state))
-        self._job = ((copy, step, which), Future())
+        job = ((copy, step, which), Future[None]())
         # A thread whose write hangs must not keep the program from ending.
-        start_thread(partial(self._save_and_time, *self._job), "checkpoint")
+        start_thread(partial(self._save_and_time, *job), "checkpoint")
+        self._job = job
 
-    def _save_and_time(self, asked: tuple[State, int, Which], done: Future[None]) -> None:
+    def _save_and_time(self, asked: Any, done: Future[None]) -> None:
         state, step, which = asked
         try:
             self.save(state, step=step, which=which)
+            self.slowest_s = max(self.slowest_s, perf_counter() - self._saved_s)
         except BaseException as error:
             done.set_exception(error)
         else:
             done.set_result(None)
-        self.slowest_s = max(self.slowest_s, perf_counter() - self._saved_s)
 
     def finish(self) -> None:
         """Wait until the last checkpoint is written. If the write hangs, the checkpoint is written
@@ -283,12 +288,13 @@ class CheckpointFolder:
         Raises:
             ColabUtilsError: It could not be written.
         """
-        job = self._job
-        self._job = None
-        if job is None:
+        if self._job is None:
             return
-        (state, step, which), done = job
-        if wait([done], max(0.0, self._saved_s + _HUNG_S - perf_counter())).done:
+        (state, step, which), done = self._job
+        wait([done], max(0.0, self._saved_s + _HUNG_S - perf_counter()))
+        # If Ctrl-C ends this wait, the next call waits again.
+        self._job = None
+        if done.done():
             done.result()
         else:
             self._is_hung = True

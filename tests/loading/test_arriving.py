@@ -3,6 +3,7 @@ be repeated.
 """
 
 import json
+import multiprocessing
 import os
 import threading
 import time
@@ -333,6 +334,23 @@ def test_another_process_of_the_machine_waits_for_the_files(drive, ssd, close_ga
     assert second.arrival.copying not in copied
     assert second.arrival.is_complete
     assert sorted(os.listdir(ssd)) == sorted(os.listdir(drive))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_fork_waits_for_the_files_too(drive, ssd, close_gate, workers):
+    gate = close_gate()
+    dataset = ArrivingShards(drive, ssd)
+
+    def train():
+        batches = load(dataset, workers=workers, deliver="packed")
+        assert_every_image(dataset, [batch.image_ids.tolist() for batch in batches])
+
+    process = multiprocessing.get_context("fork").Process(target=train)
+    process.start()
+    gate.set()
+    process.join(20)
+    process.kill()
+    assert process.exitcode == 0
 
 
 def test_where_the_process_that_copies_stops_another_one_goes_on(drive, ssd, close_gate):

@@ -418,6 +418,11 @@ def test_a_sampler_gives_the_order(make):
         other.load_state_dict(state)
 
 
+def test_a_sampler_gives_the_order_of_wide_and_tall_images(loose, make):
+    loose.sizes = np.array([[1, 2], [2, 1]] * 6)
+    assert flatten(list_ids(make(loose, sampler=range(12)))) == loose.image_ids.tolist()
+
+
 def test_batches_are_wide_or_tall():
     rng = np.random.default_rng(0)
     sizes = np.array([[4, 6], [6, 4], [5, 5]], np.int32)[rng.integers(0, 3, 103)]

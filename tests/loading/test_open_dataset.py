@@ -1,5 +1,6 @@
 """The nearest form of a dataset, and shards that are written while they are trained on."""
 
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -192,7 +193,6 @@ def test_the_writer_follows_the_first_epoch_at_the_lowest_priority(
     dataset.wait()
     tars = [line for line in log.read_text().splitlines() if line.endswith(".tar")]
     assert tars == [f"19 shard-{number:06d}.tar" for number in chain(*dataset.windows)]
-    assert str(dataset).startswith("12 loose files; ")
 
 
 def read_few_before(monkeypatch):
@@ -233,9 +233,15 @@ def test_loose_files_are_read_once_and_trained_on_while_they_become_shards(
     assert sorted(log.read_text().split()) == names
 
 
+def blacken(image, target):
+    return image * 0, target
+
+
+@pytest.mark.parametrize("transforms", [None, blacken])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_next_pass_finds_the_shards(open_tiny, places, workers):
+def test_the_next_pass_finds_the_shards(open_tiny, places, workers, transforms):
     dataset = open_tiny()
+    dataset.transforms = transforms
     loader = make_loader(dataset, batch_size=2, workers=workers, seed=3)
     epochs = [list_ids(loader)]
     dataset.wait()
@@ -243,11 +249,21 @@ def test_the_next_pass_finds_the_shards(open_tiny, places, workers):
     shutil.rmtree(places["ssd"] / ".loose-files")
     dataset.folder = places["ssd"] / "no folder"
     epochs.append(list_ids(loader))
+    dataset.transforms = blacken
+    assert not any(image.any() for images, _ in loader for image in images)
     loader.close()
     whole = make_loader(open_tiny(), batch_size=2, workers=0, seed=3)
     assert [list_ids(whole), list_ids(whole)] == epochs
     # The bytes of the files are not kept beside shards.
     assert not (places["ssd"] / ".loose-files").exists()
+
+
+def test_a_fork_looks_for_the_shards_too(open_tiny):
+    dataset = open_tiny()
+    process = multiprocessing.get_context("fork").Process(target=dataset.find_nearest)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 def test_photos_of_an_older_recipe_are_decoded_by_it(tmp_path, places, monkeypatch):

@@ -21,10 +21,8 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading import shared_memory
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.fetcher import Fetcher
-from colab_utils.loading.transforms import apply_transforms
 
 from .test_loader import (
-    TENSORS,
     Numbers,
     assert_equal_batches,
     flatten,
@@ -103,6 +101,12 @@ def test_bad_samples_are_left_out_named_and_counted(make, count):
         list(loader)
 
 
+def test_among_ranks_a_batch_of_a_sampler_that_is_all_bad_is_none(make):
+    loader = make(Numbers(12, act_with_three_bad), sampler=range(12), max_bad=3)
+    with join_group(rank=0, ranks=2), pytest.warns(ColabUtilsWarning):
+        assert None in list(loader)
+
+
 # The tests below read subsets and subclasses.
 
 
@@ -135,27 +139,6 @@ def test_a_subclass_gives_its_own_samples(tiny_shards, make):
 
 
 # The tests below apply transforms of users.
-
-
-def test_a_flip_alone_is_drawn_with_the_masks(dataset, make):
-    options = {"deliver": "dense", "shuffle": False, "image_dtype": torch.uint8, "workers": 2}
-    plain = list_samples(make(dataset, **options))
-    chosen = []
-    for seed in (1, 1, 2):
-        loader = make(dataset, transforms=v2.RandomHorizontalFlip(0.5), seed=seed, **options)
-        assert loader.transforms is None
-        for _ in range(2):
-            flips = []
-            for (image, target), sample in zip(list_samples(loader), plain, strict=True):
-                flips.append(not torch.equal(image, sample[0]))
-                expected = apply_transforms(v2.RandomHorizontalFlip(flips[-1]), *sample)
-                assert torch.equal(image, expected[0])
-                assert all(torch.equal(target[key], expected[1][key]) for key in TENSORS)
-            chosen.append(flips)
-    assert chosen[:2] == chosen[2:4]
-    # Each epoch and each seed draw anew.
-    assert len({*map(tuple, chosen)}) == 4
-    assert 0 < sum(chosen[0]) < len(plain)
 
 
 class Chance:

@@ -2,8 +2,11 @@
 stock DataLoader, and ahead of a batch.
 """
 
+import gc
 import shutil
 import threading
+import weakref
+from unittest.mock import Mock
 
 import pytest
 from torch.utils.data import DataLoader, Subset
@@ -95,6 +98,18 @@ def test_a_batch_with_a_missing_file_names_it_and_leaves_nothing_behind(dataset,
     assert_equal_lists(copy.__getitems__([2]), [dataset[2]])
 
 
+def test_a_dataset_that_is_dropped_leaves_neither_memory_nor_threads(few):
+    before = {*threading.enumerate()}
+    copy = CocoFolder(*few, streams=4)
+    copy.__getitems__(range(4))
+    assert not before.issuperset(threading.enumerate())
+    dropped = weakref.ref(copy)
+    del copy
+    gc.collect()
+    assert dropped() is None
+    wait_until(lambda: before.issuperset(threading.enumerate()))
+
+
 def read_orders(loader, passes=2):
     return [flatten(list_ids(loader)) for _ in range(passes)]
 
@@ -116,6 +131,13 @@ def test_files_of_later_batches_are_read_while_the_first_is_needed(
     batches = iter(loader)
     next(batches)
     wait_until(lambda: len(list_reads()) == len(dataset))
+
+
+def test_a_worker_that_can_start_no_thread_loads_all(make, dataset, monkeypatch):
+    refuse = Mock(side_effect=ColabUtilsError("no more threads"))
+    monkeypatch.setattr("colab_utils.reader.start_thread", refuse)
+    [ids] = read_orders(make(dataset, workers=1, streams=2), passes=1)
+    assert len(ids) == len(dataset)
 
 
 def test_a_pass_that_was_broken_off_leaves_room_to_other_loaders(make, dataset):

@@ -7,6 +7,8 @@ import os
 import random
 import resource
 import shutil
+import threading
+import time
 import warnings
 from pathlib import Path
 from pickle import UnpicklingError
@@ -16,6 +18,8 @@ import torch
 
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.files import Store
+from colab_utils.training import checkpoint
 from colab_utils.training.checkpoint import CheckpointFolder
 from tests.bad_reads import BadReads, alter, cut
 from tests.drive_mount import mount_or_skip
@@ -70,6 +74,9 @@ def test_a_torn_newest_is_skipped_and_named(folder, tear):
     assert (state["losses"], state["path"]) == ([1.5, 10], str(torn.with_name(*name_steps(10))))
     assert list_names(folder.run) == name_steps(10, 20)
     assert torn.read_bytes() == data
+    # The run goes on. The torn one is not one of the two that are kept.
+    save_steps(folder, 15)
+    assert list_names(folder.run) == name_steps(10, 15, 20)
 
 
 def test_a_run_whose_checkpoints_are_all_torn_does_not_begin_anew_unasked(folder):
@@ -157,6 +164,34 @@ def test_what_drive_does_not_take_waits_here_and_is_sent_later(
     assert list_names(folder.waiting) == []
 
 
+def test_while_a_write_hangs_checkpoints_wait_here(folder, monkeypatch):
+    """Also where the write ends after all, when newer ones wait."""
+    answers = threading.Event()
+    write = Store.write
+
+    def hang(store, *given):
+        if store.place == folder.run:
+            answers.wait(20)
+        write(store, *given)
+
+    monkeypatch.setattr(Store, "write", hang)
+    monkeypatch.setattr(checkpoint, "_HUNG_S", 0.1)
+    folder.submit({}, step=10)
+    _, hung = folder._job
+    time.sleep(0.1)
+    with pytest.warns(ColabUtilsWarning, match=r"has not answered .*00010\.pt waits in"):
+        folder.is_due(10)
+    with pytest.warns(ColabUtilsWarning, match=r"00020\.pt waits in"):
+        save_steps(folder, 20)
+    folder.finish()
+    with pytest.raises(DriveLostError, match=rf"00020\.pt .*lies only in {folder.waiting} of"):
+        folder.send_waiting()
+    answers.set()
+    hung.result(20)
+    assert list_names(folder.waiting) == name_steps(10, 20)
+    assert folder.paths["newest"].parent == folder.waiting
+
+
 def test_what_waits_belongs_to_the_place_of_its_run(folder):
     folder.prepare(anew=False)
     save_steps(CheckpointFolder(folder.waiting), 30)
@@ -241,16 +276,16 @@ def test_anew_moves_and_never_deletes(folder):
 
 
 def test_an_older_best_that_drive_does_not_give_up_harms_nothing(folder, monkeypatch):
-    real = os.truncate
+    real = Path.unlink
 
-    def refuse(path, length):
-        if Path(path).name == "best-00000005.pt":
+    def refuse(path, **options):
+        if path.name == "best-00000005.pt":
             raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
-        real(path, length)
+        real(path, **options)
 
     folder.save({}, step=5, which="best")
     with monkeypatch.context() as patch:
-        patch.setattr(os, "truncate", refuse)
+        patch.setattr(Path, "unlink", refuse)
         folder.save({}, step=9, which="best")
     assert list_names(folder.run) == ["best-00000005.pt", "best-00000009.pt"]
     assert folder.read("best")["step"] == 9

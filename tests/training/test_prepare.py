@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import collate_packed
+from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.copy import Copying
 from colab_utils.training.losses import compute_losses
@@ -89,6 +91,17 @@ def test_the_batch_that_is_tried_is_as_heavy_as_the_one_that_is_trained(dataset,
         gpu.memory.reset_peak()
         step.add_gradients(batch)
         assert tried.peak_bytes == pytest.approx(gpu.memory.peak, rel=0.1)
+
+
+def test_loose_files_are_tried_without_sizes_and_without_the_bad_one(tmp_path, monkeypatch):
+    made = make_shards(tmp_path, n=4)
+    content = json.loads(made.annotations.read_text())
+    for image in content["images"]:
+        del image["width"], image["height"]
+    made.annotations.write_text(json.dumps(content))
+    loose = CocoFolder(made.images, made.annotations, contiguous_labels=True)
+    loose.find_path(int(loose.counts.argmax())).unlink()
+    assert plan(loose, monkeypatch, batch_size=2)[0].batch_size == 2
 
 
 def test_on_a_gpu_training_begins_with_the_first_shard(tiny_shards, tmp_path, monkeypatch):

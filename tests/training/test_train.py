@@ -748,6 +748,7 @@ def test_a_longer_run_does_not_lose_its_best(
     # A precision on other images is not compared with it.
     other = write_variant("other", info={"year": 1999})
     assert train_here(run=moved, steps=10, val_shards=other).best.segm == 0.1
+    assert list_names(moved / "previous-1") == ["best-00000003.pt"]
 
 
 def test_an_epoch_is_the_default_and_has_no_best_without_validation_images(train_here, tmp_path):
