@@ -90,7 +90,7 @@ def expect_expiry(store, skip, call):
     store.renew()
 
 
-@pytest.mark.parametrize("skip", [0, 12])
+@pytest.mark.parametrize("skip", [0, 24])
 def test_writing_goes_on_with_new_credentials(store, url, photos, local, tmp_path, skip):
     expect_expiry(store, skip, lambda: write(photos, url))
     assert not open_store(url).find_kind("index.json")
