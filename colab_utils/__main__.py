@@ -75,14 +75,15 @@ def _explain_errors(call: Callable[[], Any]) -> Any:
 
 def _run_command(arguments: Sequence[str] | None) -> int | Callable[[], int]:
     """Run one command, and return its exit status, or the script that it has prepared."""
-    # Two entries are for this function. All others are arguments of the command's.
+    # Three entries are for this function. All others are arguments of the command's.
     options = vars(_make_parser().parse_args(arguments))
     command = options.pop("command")
+    call = options.pop("run_command")
     target = options.pop("json", None)
     _check_json(target)
     # Only the result belongs on standard output, and torch prints its downloads there.
     with redirect_stdout(sys.stderr), explain_limits():
-        report = globals()[command](**options)
+        report = call(**options)
     if command == "run":
         return partial(report, partial(_finish_script, target=target))
     return 0 if report is None else _finish(report, command, target)
@@ -109,10 +110,9 @@ def _finish(report: Any, command: str, target: Path | None) -> int:
     # The command itself may have written another file under this name: --repair or --report.
     _check_json(target)
     shown = text if target == _PRINTED else "\n".join(map(escape, str(report).split("\n")))
-    output: Any = sys.stdout
-    output.reconfigure(errors="backslashreplace")
+    encoding = sys.stdout.encoding or "utf-8"
     try:
-        print(shown, flush=True)
+        print(shown.encode(encoding, "backslashreplace").decode(encoding), flush=True)
     except BrokenPipeError:
         # Whoever has seen enough, such as `head`, closes the pipe. At its exit, Python would write
         # to it again.
@@ -402,6 +402,7 @@ def _make_parser() -> argparse.ArgumentParser:
         command = commands.add_parser(
             function.__name__, help=meaning, description=meaning, argument_default=argparse.SUPPRESS
         )
+        command.set_defaults(run_command=function)
         for row in _OPTION.findall(_JSON_OPTION + _OPTIONS[function.__name__]):
             _add_option(command, *row)
         if function is run:

@@ -8,7 +8,7 @@ import io
 import os
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
@@ -83,7 +83,7 @@ class CheckpointFolder:
         self.paths: dict[Which, Place] = {}
         self.slowest_s = 0.0
         self._saved_s = perf_counter()
-        # The checkpoint that is being written: the arguments of `save`, and when it is done.
+        # The checkpoint that is being written: the call of `save`, and when it is done.
         self._job: Any = None
         self._is_hung = False
         self._torn: set[Place] = set()
@@ -223,12 +223,13 @@ class CheckpointFolder:
     def _write(
         self, path: Place, which: Which, *parts: bytes | memoryview, is_patient: bool = True
     ) -> None:
-        if self._is_hung and path.parent != self.waiting:
+        is_sent = path.parent != self.waiting
+        if is_sent and self._is_hung:
             raise UnavailableError(f"{self.run} has not answered for {_HUNG_S:.0f} seconds.")
         store = open_store(path.parent, is_patient=is_patient)
         store.make()
         store.write(path, *parts)
-        if self._is_hung and path.parent != self.waiting:
+        if is_sent and self._is_hung:
             # This write hung, and has ended after all. It may be older than what waits.
             return
         self.paths[which] = path
@@ -241,7 +242,7 @@ class CheckpointFolder:
                 if other.name < path.name and other not in self._torn
             ]
             old = others[: len(others) - _OTHERS_KEPT[which]]
-            if path.parent != self.waiting:
+            if is_sent:
                 old += _list_files(open_store(self.waiting), which)
             for file in old:
                 open_store(file.parent, is_patient=False).remove(file, is_large=True)
@@ -266,15 +267,14 @@ class CheckpointFolder:
         self._saved_s = perf_counter()
         copy_tensor = partial(Tensor.to, device="cpu", copy=True)
         copy = tree_map_only(Tensor, copy_tensor, dict(state))
-        job = ((copy, step, which), Future[None]())
+        job = (partial(self.save, copy, step=step, which=which), Future[None]())
         # A thread whose write hangs must not keep the program from ending.
         start_thread(partial(self._save_and_time, *job), "checkpoint")
         self._job = job
 
-    def _save_and_time(self, asked: Any, done: Future[None]) -> None:
-        state, step, which = asked
+    def _save_and_time(self, save: Callable[[], Place], done: Future[None]) -> None:
         try:
-            self.save(state, step=step, which=which)
+            save()
             self.slowest_s = max(self.slowest_s, perf_counter() - self._saved_s)
         except BaseException as error:
             done.set_exception(error)
@@ -290,7 +290,7 @@ class CheckpointFolder:
         """
         if self._job is None:
             return
-        (state, step, which), done = self._job
+        save, done = self._job
         wait([done], max(0.0, self._saved_s + _HUNG_S - perf_counter()))
         # If Ctrl-C ends this wait, the next call waits again.
         self._job = None
@@ -298,7 +298,7 @@ class CheckpointFolder:
             done.result()
         else:
             self._is_hung = True
-            self.save(state, step=step, which=which)
+            save()
 
 
 def _make_seal(content: bytes | memoryview) -> bytes:

@@ -268,7 +268,7 @@ def plan_memory(
         fit_size(*size, **largest) if all(size) else (*largest.values(),)
         for size in dataset.sizes[rows].tolist()
     ]
-    heaviest = _find_heaviest(np.array(sizes), counts)
+    heaviest = rows[_find_heaviest(np.array(sizes), counts)].tolist()
     # The images of this process in a batch, and the parts.
     tries = [(size, 1) for size in _BATCH_SIZES if size <= len(heaviest)]
     if settings.batch_size:
@@ -281,7 +281,7 @@ def plan_memory(
     buffers = [buffer.clone() for buffer in model.buffers()]
     try:
         for images, step.parts in tries:
-            batch = _make_batch(dataset, rows[heaviest].tolist(), images).to(step.device)
+            batch = _make_batch(dataset, heaviest, images).to(step.device)
             torch.cuda.reset_peak_memory_stats(step.device)
             fits = step.add_gradients(batch, synchronize=False) is not None
             peak = torch.cuda.max_memory_allocated(step.device)
