@@ -70,7 +70,9 @@ def test_all_five_ran_in_order(demo, executed):
     assert [page.name[:2] for page in executed] == ["01", "02", "03", "04", "05"]
     for cells in executed.values():
         assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
-    assert not list(demo.index.parent.rglob("*.part"))
+    # The cache of loose files holds its place in the middle of a file; the next session goes on.
+    unfinished = [*demo.index.parent.rglob("*.part")]
+    assert {path.parent.name for path in unfinished} <= {".loose-files"}
 
 
 def test_01_measures_the_plain_loop_by_hand(results):
