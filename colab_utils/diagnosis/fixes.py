@@ -233,7 +233,7 @@ def open_like(
         raise ColabUtilsError("an iterable dataset divides its samples among the workers itself")
     if packs or isinstance(loader, Loader):
         # The GPU expands packed masks, but only if the program uses it already.
-        device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
+        device = "cuda" if torch.cuda.is_initialized() else "cpu"
         rebuilt = make_loader(
             data,
             batch_size=loop.batch_size,
@@ -277,13 +277,8 @@ def find_fixes(now: Situation) -> list[Fix]:
         show_progress("diagnose: fixes", unit="fix") as bar,
     ):
         model = _Model(now, Path(folder))
-        plans = {}
-        fixes = []
-        for plan in model.plan_fixes():
-            plans[plan.id] = plan
-            fixes.append(model.forecast_fix(plan))
-            bar.update()
-        ranked = rank_fixes(fixes)
+        plans = {plan.id: plan for plan in model.plan_fixes()}
+        ranked = rank_fixes([model.forecast_fix(plan) for plan in plans.values()])
         count = len(ranked) if now.verify else int(ranked[0].is_gain)
         tried: list[Fix] = []
         for fix in ranked:
@@ -291,6 +286,7 @@ def find_fixes(now: Situation) -> list[Fix]:
                 break
             bar.set_postfix_str(f"trying {fix.name}")
             tried.append(model.try_out(fix, plans[fix.id]))
+            bar.update()
             if not tried[-1].is_confirmed:
                 count = max(count, 1 + _MORE_TRIALS)
     return [*rank_fixes(tried), *rank_fixes(ranked[len(tried) :])]
@@ -343,12 +339,10 @@ class _Model:
         # What an emulated step takes on a busy machine is no length of its own.
         if isinstance(now.step, EmulatedStep):
             self.step = now.step
-        elif now.step is None:
-            self.step = EmulatedStep(_NO_STEP_MS)
         else:
-            step_s = now.cached.step_s
-            busy = now.cached.step_cpu_s / max(sum(step_s), 1e-9)
-            self.step = EmulatedStep(1000 * fmean(step_s), min(max(busy, _LEAST_BUSY), 1.0))
+            step_ms = max(1000 * fmean(now.cached.step_s), _NO_STEP_MS)
+            busy = now.cached.step_cpu_s / max(sum(now.cached.step_s), 1e-9)
+            self.step = EmulatedStep(step_ms, min(max(busy, _LEAST_BUSY), 1.0))
         epoch_batches = inf
         with suppress(TypeError):
             epoch_batches = max(1, len(loader))

@@ -181,8 +181,6 @@ def time_batches(
 class CpuUse(NamedTuple):
     """Where the time of the cores went."""
 
-    own_s: float = 0.0
-    """CPU seconds of this process and its children."""
     others_s: float = 0.0
     """CPU seconds of all other programs; 0 if cores were idle for a tenth of their time or more."""
     queued_s: float = 0.0
@@ -195,7 +193,7 @@ class CpuClock:
     """Measures where the time of the cores goes, from the moment at which it is made.
 
     Example:
-        >>> CpuClock().read().own_s < 60
+        >>> CpuClock().read().queued_s < 60
         True
     """
 
@@ -216,7 +214,7 @@ class CpuClock:
         queued_s = 0.0
         for thread, seconds in measure_queues().items():
             queued_s = max(queued_s, seconds - self._queues_s.get(thread, 0.0))
-        return CpuUse(own_s, others_s, queued_s)
+        return CpuUse(others_s, queued_s)
 
 
 def _measure_machine() -> NDArray[np.float64]:
@@ -264,7 +262,7 @@ def _time_step(step: Callable[..., Any] | None, batch: Any, number: int) -> tupl
 
 def _synchronize() -> None:
     # This is asked each time, because the first step may initialise CUDA.
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
