@@ -90,8 +90,8 @@ class Reader:
         streams: how many files are read at once, 1 to 256. By default, ``"auto"``, the best number
             is measured while files are read: see `StreamTuner`.
         most_bytes: the most bytes that the reader holds in files that are being read or were not
-            taken yet, by default 64 MB. A single file may be larger. Content that is not ``bytes``
-            or ``bytearray`` does not count.
+            taken yet, by default 64 MB. A single file may be larger. Bytes, arrays and tensors
+            count, and other content does not.
         most_streams: the largest number that "auto" may choose.
 
     Attributes:
@@ -284,7 +284,8 @@ class Reader:
                 self._finish(reading, 0)
                 reading.set_exception(error)
             else:
-                count = len(content) if isinstance(content, bytes | bytearray) else 0
+                is_file = isinstance(content, bytes | bytearray)
+                count = len(content) if is_file else getattr(content, "nbytes", 0)
                 self._finish(reading, count)
                 reading.set_result(content)
         self.close()

@@ -90,7 +90,7 @@ class CocoFolder(CocoSamples):
         max_size: int | None = None,
     ) -> None:
         limits = {"min_size": min_size, "max_size": max_size}
-        self._limits = {
+        self.limits = {
             name: require_number(name, limit, minimum=SIDE_RANGE[0], maximum=SIDE_RANGE[1])
             for name, limit in limits.items()
             if limit is not None
@@ -112,7 +112,7 @@ class CocoFolder(CocoSamples):
         self._set_labels(self.coco.categories, contiguous=contiguous_labels)
         self.counts = self.coco.count_objects()
         self.image_ids = self.coco.image_ids
-        self.sizes = plan_sizes(self.coco.sizes, **self._limits)
+        self.sizes = plan_sizes(self.coco.sizes, **self.limits)
         self.fingerprint = self.coco.fingerprint
 
     def __getitem__(self, index: int) -> Sample:
@@ -129,30 +129,37 @@ class CocoFolder(CocoSamples):
         return self._load(self._check(index))[0]
 
     def _load(self, index: int) -> tuple[Tensor, Size]:
-        """Return the image, and its height and width before it was shrunk."""
-        data = self.read(index)
+        """Return the image, and its height and width before it was shrunk.
+
+        A file that does not decode is read again, because Drive gives wrong bytes at times.
+        """
+        problem: Any = None
+        for read in (self.read, self._read_part):
+            data = read(index)
+            try:
+                return self._decode_shrunk(index, data)
+            except ColabUtilsError as error:
+                problem = error
+            if self.cache is not None:
+                # The file may be repaired in its folder.
+                self.cache.forget(name_image(self.folder, self.coco, index))
+        raise ColabUtilsError(f"{self.find_path(index)}: {problem}. Run check on the dataset.")
+
+    def _decode_shrunk(self, index: int, data: bytes) -> tuple[Tensor, Size]:
         height, width = self.coco.sizes[index].tolist()
         size = height, width
         turn = find_turn(data, size)
         if turn == "unclear":
             turn = self._turn_of_unclear
-        try:
-            # A photo that is shrunk has the same pixels whichever decoders are installed.
-            if turn != "turn" and all(size) and plan_size(*size, **self._limits) == size:
-                image = self.decode(data)
-                if tuple(image.shape[1:]) == size:
-                    return image, size
-            pixels, original = decode_upright(
-                data, size, turn, is_reduced=self._is_reduced, **self._limits
-            )
-            return torch.from_numpy(pixels.transpose(2, 0, 1).copy()), original
-        except ColabUtilsError as error:
-            if self.cache is not None:
-                # The file may be repaired in its folder.
-                self.cache.forget(name_image(self.folder, self.coco, index))
-            raise ColabUtilsError(
-                f"{self.find_path(index)}: {error}. Run check on the dataset."
-            ) from None
+        # A photo that is shrunk has the same pixels whichever decoders are installed.
+        if turn != "turn" and all(size) and plan_size(*size, **self.limits) == size:
+            image = self.decode(data)
+            if tuple(image.shape[1:]) == size:
+                return image, size
+        pixels, original = decode_upright(
+            data, size, turn, is_reduced=self._is_reduced, **self.limits
+        )
+        return torch.from_numpy(pixels.transpose(2, 0, 1).copy()), original
 
     @cached_property
     def _turn_of_unclear(self) -> str:

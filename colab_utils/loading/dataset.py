@@ -46,6 +46,7 @@ from colab_utils.shards.arrays import (
     rebuild_arrays,
 )
 from colab_utils.shards.index import ShardIndex, ShardInfo, read_index
+from colab_utils.shards.records import read_limits
 from colab_utils.streams import is_remote
 from colab_utils.units import format_count
 
@@ -74,17 +75,21 @@ def _load_shard(store: Store, shard: ShardInfo) -> ShardArrays:
             f"{store.locate(shard.name)} should have {shard.bytes:,} bytes, and has {size}: it was "
             "cut short or changed. Copy it again, or run preprocess again on this folder."
         )
-    try:
-        return load_arrays(store, shard)
-    except UnavailableError:
-        raise
-    except (ColabUtilsError, OSError) as error:
-        warnings.warn(
-            f"{error} The arrays are made again in memory. Copy or preprocess the shards again.",
-            ColabUtilsWarning,
-            stacklevel=5,
-        )
-        return rebuild_arrays(store, shard)
+    problem: Any = None
+    # Drive gives wrong bytes at times, so they are read twice.
+    for _ in range(2):
+        try:
+            return load_arrays(store, shard)
+        except UnavailableError:
+            raise
+        except (ColabUtilsError, OSError) as error:
+            problem = error
+    warnings.warn(
+        f"{problem} The arrays are made again in memory. Copy or preprocess the shards again.",
+        ColabUtilsWarning,
+        stacklevel=5,
+    )
+    return rebuild_arrays(store, shard)
 
 
 def load_shards(
@@ -163,6 +168,7 @@ class ShardDataset(CocoSamples):
         self.index = index
         self.transforms = transforms
         self.fingerprint = index.fingerprint
+        self.limits = read_limits(index.recipe)
         self._set_labels(index.categories, contiguous=contiguous_labels)
         # This list has one entry for each shard. If the arrays file of the shard was damaged, the
         # entry holds the mask bits that were made again. If the entry is a number, the mask bits
@@ -269,12 +275,14 @@ class ShardDataset(CocoSamples):
         damage.
 
         Raises:
-            ColabUtilsError: The bytes do not match their checksum.
+            ColabUtilsError: The bytes do not match their checksum, and not when they are read again
+                either: Drive gives wrong bytes at times.
         """
-        data = self._open_reader().take((index, part))
-        if int(hash_bytes(data), 16) != int(self._tables["checks"][index, part]):
-            raise self._explain_damage(index, "its bytes do not match their checksum")
-        return data
+        for read in (self._open_reader().take, self._read_part):
+            data = read((index, part))
+            if int(hash_bytes(data), 16) == int(self._tables["checks"][index, part]):
+                return data
+        raise self._explain_damage(index, "its bytes do not match their checksum")
 
     def _list_parts(self, index: int) -> list[tuple[int, int]]:
         parts = [(index, _IMAGE)]
@@ -343,6 +351,16 @@ class ShardDataset(CocoSamples):
     def list_annotations(self, index: int) -> list[dict[str, Any]]:
         """Return the image's annotations in COCO form, including crowds."""
         return list(self.record(index)["annotations"])
+
+    def to_coco(self) -> Any:
+        """Return the dataset as `CocoSamples.to_coco` does. Records on Drive are read ahead."""
+        records = [(index, _RECORD) for index in range(len(self)) if self.is_slow]
+        reader = self._open_reader()
+        reader.prefetch(records)
+        try:
+            return super().to_coco()
+        finally:
+            reader.forget(records)
 
     def _explain_damage(self, index: int, problem: str) -> ColabUtilsError:
         return ColabUtilsError(

@@ -256,7 +256,8 @@ class Loader:
     arguments of `make_loader` as attributes. To change one, make another loader.
 
     Attributes:
-        total: Number of images of the latest batch, in all processes together.
+        total: Number of images of the latest batch, in all processes together. Bad images that were
+            left out count where several processes train.
         bad: Index and reason of every image that was left out (``max_bad``).
         late: Index and seconds of every image that was not loaded in time (``max_wait_s``), even if
             it was loaded later. If the late image is not known, all images of its batch are listed.
@@ -335,6 +336,8 @@ class Loader:
             self._count_bad(bad)
             self._delivered += 1
             self.total = self._totals.pop(number)
+            if batch is not None and self._ranks.count == 1:
+                self.total = len(batch)
             if not self.left:
                 self._has_passed = True
                 self._end_epoch()

@@ -244,7 +244,9 @@ class LooseFiles(CocoFolder):
             warn(error, "Training goes on.")
         if self._shards is None:
             index = find_index(self._ssd)
-            if index and (index.fingerprint, index.images) == (self.fingerprint, len(self)):
+            ours = (self.fingerprint, len(self))
+            is_complete = index and (index.fingerprint, index.images) == ours
+            if index and is_complete and open_store(self._ssd).has_files(index.files()):
                 self._shards = self._open_shards()
         if self._shards is None:
             return self

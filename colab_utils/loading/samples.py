@@ -119,6 +119,8 @@ class CocoSamples(Dataset[Sample]):
     """
     is_slow = False
     """Whether files come slowly, so that reading them ahead wins time."""
+    limits: dict[str, Any]
+    """``min_size`` and ``max_size`` if images were shrunk to these, see `plan_size`."""
     _open_file: Any = None
     _reader: Reader | None = None
     _reader_process = 0

@@ -233,13 +233,16 @@ class CheckpointFolder:
             # This write hung, and has ended after all. It may be older than what waits.
             return
         self.paths[which] = path
+        self._torn.discard(path)
         # The new checkpoint replaces others. If one of these cannot be removed, it does no harm.
         with suppress(OSError, ColabUtilsError):
-            # The run cannot go on from a torn one, so that one replaces none.
+            # The run cannot go on from a torn one, so that one replaces none. A best one of a later
+            # step was measured before the run was killed and went on from an earlier step.
             others = [
                 other
                 for other in _list_files(store, which)
-                if other.name < path.name and other not in self._torn
+                if (other.name < path.name or (which == "best" and other != path))
+                and other not in self._torn
             ]
             old = others[: len(others) - _OTHERS_KEPT[which]]
             if is_sent:

@@ -156,13 +156,15 @@ def find_images(
             f"None of the {len(dataset)} images in {place} has objects. "
             "Check the annotations that the shards were made from."
         )
+    # Wide and upright images share no batch.
+    is_wide = dataset.sizes[:, 1] >= dataset.sizes[:, 0]
     facts = {
         "dataset": dataset.fingerprint,
         "num_classes": dataset.num_classes,
         "images": len(rows),
         "skipped_images": len(dataset) - len(rows),
         "most_objects": int(dataset.counts.max()),
-        "order": hash_bytes(dataset.image_ids[rows].tobytes()),
+        "order": hash_bytes(dataset.image_ids[rows], is_wide[rows]),
     }
     return OpenData(dataset, rows, validation, facts)
 
@@ -199,6 +201,8 @@ def prepare_step(
         ColabUtilsError: The weights cannot be used, or the heaviest batch does not fit into the
             GPU's memory.
     """
+    if ranks.is_first:
+        _warn_of_shrunk_images(data.dataset.limits, settings)
     torch.manual_seed(settings.seed)
     network: Any
     with share_errors(ranks):
@@ -230,6 +234,18 @@ def prepare_step(
     batch_size = min(ranks.gather(settings.batch_size)) or 2 * ranks.count
     rate = settings.learning_rate or choose_rate(settings.model, batch_size)
     return step, replace(settings, batch_size=batch_size, learning_rate=rate)
+
+
+def _warn_of_shrunk_images(limits: dict[str, int], settings: TrainSettings) -> None:
+    """Warn if the model enlarges images that were shrunk to a smaller size than it trains with."""
+    shorter = limits.get("min_size", settings.min_size)
+    if shorter < settings.min_size:
+        text = (
+            f"the images are shrunk to a shorter side of {shorter} px, and min_size="
+            f"{settings.min_size} enlarges them again: this shows no more detail. Pass shards that "
+            f"preprocess writes with --min-size {settings.min_size}."
+        )
+        warnings.warn(text, ColabUtilsWarning, stacklevel=3)
 
 
 def plan_memory(

@@ -40,7 +40,7 @@ class TrainingPlan(TrainSettings):
     most_objects: int = 0
     """Objects of the image that has the most."""
     order: str = ""
-    """Checksum of the ids of the training images, in their order."""
+    """Checksum of the ids of the training images, in their order, and of which ones are wide."""
 
     def __str__(self) -> str:
         memory = ""

@@ -220,7 +220,7 @@ def train(
             loader.expects_pass = plan.steps - plan.first_step > loader.left
             trainer = Trainer(plan, step, loader, folder, data, state=state, ends_s=ends_s)
             if ranks.is_first:
-                folder.prepare(anew=resume == "never")
+                folder.prepare(anew=state is None)
         return trainer.run(log if ranks.is_first else None)
 
 

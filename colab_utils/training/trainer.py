@@ -139,12 +139,13 @@ class Trainer:
             batches = chain.from_iterable(repeat(self.loader))
             while self.done < self.plan.steps:
                 self._seed()
+                epoch = self.loader.epoch
                 asked_s = self.clock.ask()
                 batch = next(batches)
                 self.clock.receive(self.loader.total)
                 self._train(batch)
                 bar.update()
-                epoch_ended = self.loader.left == len(self.loader)
+                epoch_ended = self.loader.epoch > epoch
                 is_first = self.done == self.plan.first_step + 1
                 if is_first or self.done == self.plan.steps or self.done % _LOG_STEPS == 0:
                     self._log(log)

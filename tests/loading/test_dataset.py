@@ -488,6 +488,45 @@ def test_a_flipped_bit_is_never_fed_to_the_model(twins, part):
         assert len(list(make_loader(dataset, batch_size=1, workers=0, max_bad=1))) == 5
 
 
+@pytest.mark.parametrize("kind", ["shards", "loose files"])
+def test_one_wrong_read_is_no_damage(kind, twins, tiny_dataset, monkeypatch):
+    seen = set()
+
+    def spoil(data, *key):
+        if key not in seen:
+            seen.add(key)
+            data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
+        return data
+
+    def fill(dataset, data, name, start):
+        real_fill(dataset, data, name, start)
+        spoil(data, name, start)
+
+    def load(store, shard):
+        if shard not in seen:
+            seen.add(shard)
+            raise ColabUtilsError("a wrong read")
+        return real_load(store, shard)
+
+    real_fill = ShardDataset._fill
+    real_load = load_arrays
+    real_read = CocoFolder._read_slowly
+    monkeypatch.setattr(ShardDataset, "_fill", fill)
+    monkeypatch.setattr("colab_utils.loading.dataset.load_arrays", load)
+    monkeypatch.setattr(
+        CocoFolder,
+        "_read_slowly",
+        lambda dataset, index: bytes(spoil(bytearray(real_read(dataset, index)), index)),
+    )
+    if kind == "shards":
+        dataset = ShardDataset(twins[0])
+    else:
+        dataset = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
+    samples = [*make_loader(dataset, batch_size=1, workers=0)]
+    assert len(samples) == len(dataset)
+    assert len(seen) >= len(dataset)
+
+
 def list_annotations(entries):
     return sorted(
         (entry["image_id"], entry["category_id"], entry["iscrowd"], round(entry["area"], 3))

@@ -509,6 +509,14 @@ def test_on_a_disk_that_is_too_small_loose_files_are_trained_on(open_tiny, place
     assert read_files(places["ssd"]) == {}
 
 
+def test_an_index_whose_shards_are_gone_is_not_trusted(open_tiny, places, reference, no_space):
+    shutil.copytree(reference, places["ssd"])
+    for path in places["ssd"].glob("*.tar"):
+        path.unlink()
+    with pytest.warns(ColabUtilsWarning, match="writes no shards"):
+        assert count_samples(open_tiny()) == 12
+
+
 def test_shards_that_do_not_fit_are_read_on_drive(open_tiny, places, reference, no_space):
     shutil.copytree(reference, places["drive"])
     with pytest.warns(ColabUtilsWarning, match="of free disk, .* the shards in .* themselves"):

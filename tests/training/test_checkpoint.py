@@ -79,6 +79,15 @@ def test_a_torn_newest_is_skipped_and_named(folder, tear):
     assert list_names(folder.run) == name_steps(10, 15, 20)
 
 
+def test_a_torn_one_that_is_written_anew_is_sound(folder):
+    path = save_steps(folder, 10, 20)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.warns(ColabUtilsWarning, match="torn"):
+        assert folder.read()["losses"] == [1.5, 10]
+    save_steps(folder, 20, 30, 40)
+    assert list_names(folder.run) == name_steps(30, 40)
+
+
 def test_a_run_whose_checkpoints_are_all_torn_does_not_begin_anew_unasked(folder):
     folder.run.mkdir(parents=True)
     for name in name_steps(1, 2):
@@ -289,8 +298,9 @@ def test_an_older_best_that_drive_does_not_give_up_harms_nothing(folder, monkeyp
         folder.save({}, step=9, which="best")
     assert list_names(folder.run) == ["best-00000005.pt", "best-00000009.pt"]
     assert folder.read("best")["step"] == 9
-    folder.save({}, step=12, which="best")
-    assert list_names(folder.run) == ["best-00000012.pt"]
+    # A run that was killed goes on from an earlier step.
+    folder.save({}, step=7, which="best")
+    assert list_names(folder.run) == ["best-00000007.pt"]
 
 
 def test_any_bytes_of_a_checkpoint_are_read_as_they_were_or_told(folder):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 from torch import nn
 
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableError
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.write import write_shards
 from colab_utils.training import evaluate as evaluate_module
@@ -171,6 +172,31 @@ def test_images_without_objects_are_refused(dataset, monkeypatch):
     monkeypatch.setattr(dataset, "record", lambda i: {**record(i), "annotations": crowds})
     with pytest.raises(ColabUtilsError, match=f"None of the {len(dataset)} images"):
         evaluate(ScriptedModel([]), dataset)
+
+
+def test_a_read_that_never_ends_ends_the_evaluation(dataset, monkeypatch):
+    never = threading.Event()
+    load = dataset.load_image
+    monkeypatch.setattr(dataset, "load_image", lambda i: never.wait() if i == 3 else load(i))
+    monkeypatch.setattr("colab_utils.reader._GIVE_UP_S", 0.1)
+    with pytest.raises(UnavailableError, match="did not come within"):
+        evaluate(ScriptedModel(predict_targets(dataset)), dataset)
+    never.set()
+
+
+def test_records_on_drive_are_read_at_once(tiny_shards, monkeypatch):
+    dataset = ShardDataset(tiny_shards)
+    monkeypatch.setattr(dataset, "is_slow", True, raising=False)
+    dataset.streams = 4
+    together = threading.Barrier(4)
+    read = ShardDataset._read_part
+
+    def read_together(dataset, key):
+        together.wait(20)
+        return read(dataset, key)
+
+    monkeypatch.setattr(ShardDataset, "_read_part", read_together)
+    assert len(dataset.to_coco().imgs) == 12
 
 
 def build(dataset):

@@ -14,6 +14,7 @@ from colab_utils.shards.lock import hold_folder
 from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import write_shards
 from colab_utils.training import train as loop
+from colab_utils.training.trainer import Trainer
 from tests.tiny_model import TINY_MODEL
 from tests.training.small_shards import TINY
 
@@ -66,6 +67,31 @@ def test_a_bad_image_is_left_out_and_the_run_goes_on_without_it(source, tmp_path
         report = train_tiny(source, tmp_path, steps=6)
     assert report.steps == 6
     assert report.plan.images == 10
+
+
+def test_an_epoch_whose_last_image_is_bad_is_evaluated(source, tmp_path, monkeypatch):
+    shards = tmp_path / "shards"
+    write_shards(source["images"], source["annotations"], shards=shards)
+    ids = []
+    real = Trainer._train
+
+    def note(trainer, batch):
+        ids.extend(batch.image_ids.tolist())
+        real(trainer, batch)
+
+    monkeypatch.setattr(Trainer, "_train", note)
+    options = {"batch_size": 1, "val_shards": shards}
+    train_tiny(source, tmp_path, steps=11, **options)
+    images = json.loads(source["annotations"].read_text())["images"]
+    names = {image["id"]: image["file_name"] for image in images}
+    (source["images"] / names[ids[-1]]).unlink()
+    monkeypatch.setattr("colab_utils.loading.opening.count_allowed", lambda *_: 1)
+    steps = []
+    monkeypatch.setattr(Trainer, "_measure_precision", lambda own, _: steps.append(own.done))
+    anew = {**source, "ssd": tmp_path / "other", "drive": None}
+    with pytest.warns(ColabUtilsWarning, match="left out"):
+        train_tiny(anew, tmp_path / "anew", steps=14, **options)
+    assert steps == [11, 14]
 
 
 def test_beside_another_writer_it_trains_on_loose_files(source, tmp_path):
