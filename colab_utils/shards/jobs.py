@@ -139,8 +139,6 @@ def are_still_bad(index: ShardIndex, images: Place, dataset: CocoDataset) -> boo
         return True
     places = [place for place in range(len(dataset)) if dataset.names[place] in names]
     store = open_store(images)
-    # What Drive did not show before is not waited for.
-    store.trusts_absence = True
     read = partial(read_image, store, dataset)
     with closing(Reader(read, store)) as reader:
         bad = sum(

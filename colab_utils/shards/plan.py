@@ -117,8 +117,6 @@ def plan_recipe(
     count = min(_TRIED_IMAGES, len(dataset))
     places = np.linspace(0, len(dataset) - 1, count).astype(np.int64).tolist()
     store = open_store(images)
-    # An image that Drive does not show now is not needed here.
-    store.trusts_absence = True
     read = partial(read_image, store, dataset, cache=cache)
     with ThreadPool(count) as pool:
         # These files come while the photos are looked at.
