@@ -15,9 +15,9 @@ import xxhash
 from colab_utils.drive import explain_write, is_on_drive
 from colab_utils.errors import ColabUtilsError, explain_os_error
 from colab_utils.files import open_store
-from colab_utils.places import Place, find_server, identify_place, open_place
+from colab_utils.places import Place, identify_place, open_place
 from colab_utils.progress import show_progress
-from colab_utils.reader import AHEAD_BYTES, Reader
+from colab_utils.reader import Reader
 from colab_utils.shards.index import (
     INDEX_NAME,
     ShardIndex,
@@ -28,15 +28,15 @@ from colab_utils.shards.index import (
 )
 from colab_utils.shards.lock import find_writer, remove_leftovers
 from colab_utils.shards.verify import find_fault
-from colab_utils.streams import MOST_STREAMS, require_streams
+from colab_utils.streams import require_streams
 from colab_utils.units import format_bytes, format_count
 
 COPY_STREAMS = 4
 """Number of shards that are copied at the same time where nothing measures a better number."""
 
-# Size of the buffer of each stream. After each buffer, the stream checks whether to stop.
-_PIECE_BYTES = AHEAD_BYTES // MOST_STREAMS
-_REQUEST_BYTES = 2_000_000
+# Size of the buffer of each stream. After each buffer, the stream checks whether to stop. Each
+# request to a server takes time, so the buffers are large.
+_PIECE_BYTES = 2_000_000
 # Copies that are under way at the same time, if their number is measured. Drive's cache keeps a
 # second copy of their files, and so does the memory if the target is a server. A file has 128 MB or
 # less unless you ask for larger ones.
@@ -215,9 +215,7 @@ class Copying:
 
         One byte more than the file should have shows a file that is too long.
         """
-        # Each request to a server takes time, so these are few.
-        is_far = find_server(self.source.place)
-        piece = memoryview(bytearray(_REQUEST_BYTES if is_far else _PIECE_BYTES))
+        piece = memoryview(bytearray(_PIECE_BYTES))
         offset = 0
         try:
             with self.source.open(name) as file:
