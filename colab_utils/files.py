@@ -377,14 +377,17 @@ class Store:
     def __reduce__(self) -> Any:
         return open_store, (self.place, None, self.is_patient)
 
-    def run(self, call: Callable[[], _Result]) -> _Result:
-        """Return the result of ``call``, which is repeated while it raises a `DriveLostError` that
-        may pass. Before the first long wait, a warning says so.
+    def attempt(self, path: Place, call: Callable[[], _Result]) -> _Result:
+        """Return the result of ``call``, which is tried again while Drive or the server fails.
+
+        It is repeated while it raises a `DriveLostError` that may pass. Before the first long wait,
+        a warning says so.
         """
+        guarded: Callable[[], _Result] = self.guard(path)(call)
         waits_s = iter(drive.RETRY_WAITS_S if self.is_patient else ())
         while True:
             try:
-                return call()
+                return guarded()
             except DriveLostError as error:
                 wait_s = next(waits_s, None)
                 if wait_s is None:
@@ -406,11 +409,6 @@ class Store:
                     self.on_failure()
                 self.stop.wait(wait_s)
 
-    def attempt(self, path: Place, call: Callable[[], _Result]) -> _Result:
-        """Return the result of ``call``, which is tried again while Drive or the server fails."""
-        guarded: Callable[[], _Result] = self.guard(path)(call)
-        return self.run(guarded)
-
     def attempt_listed(self, path: Place, call: Callable[[], _Result]) -> _Result:
         """Return the result of ``call``, which reads a file that should be there.
 
@@ -428,7 +426,7 @@ class Store:
 
         At times, Drive does not show a file for a while. So this method lists the files' folders,
         which makes Drive look again. It checks all missing files together, after the same growing
-        waits as `run`. If a file is still missing after the last wait, later calls check
+        waits as `attempt`. If a file is still missing after the last wait, later calls check
         their files only once. Files that are not on Drive are always checked only once.
 
         Example:

@@ -9,6 +9,7 @@ import errno
 import io
 import os
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from datetime import datetime
 from functools import lru_cache
@@ -72,7 +73,8 @@ def guard_server(path: Any) -> Iterator[None]:
     """
     try:
         yield
-    except ColabUtilsError:
+    except (ColabUtilsError, CancelledError):
+        # So this package tells what is wrong, or that a copy was stopped.
         raise
     except Exception as error:
         # The library's own error is not shown: its text may hold the address with a signature.

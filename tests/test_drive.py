@@ -135,7 +135,7 @@ class TestRetries:
             warnings.simplefilter("always")
             for _ in range(2):
                 with pytest.raises(DriveLostError):
-                    retries.run(lose)
+                    retries.attempt("/tmp", lose)
         texts = [str(warning.message) for warning in warned]
         assert texts == ["Drive fails, and is tried again for more than a minute"]
         assert waited == [*RETRY_WAITS_S] * 2
@@ -147,7 +147,7 @@ class TestRetries:
         outer = open_store("/tmp")
 
         with pytest.raises(DriveLostError, match="gone"):
-            outer.run(lambda: inner.run(lose))
+            outer.attempt("/tmp", lambda: inner.attempt("/tmp", lose))
         assert (inner.failures, outer.failures) == (len(drive.RETRY_WAITS_S), 0)
 
     def test_a_file_whose_read_failed_is_opened_anew(self, photo, monkeypatch):
@@ -188,5 +188,5 @@ class TestRetries:
         if is_stopped:
             retries.stop.set()
         with pytest.raises(DriveLostError):
-            retries.run(fail)
+            retries.attempt("/tmp", fail)
         assert retries.failures == 0

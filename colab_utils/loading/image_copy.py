@@ -99,7 +99,7 @@ def copy_images(
         raise ColabUtilsError(f"{ssd} lies in {folder}, which is copied. Name another target.")
     shared_names = frozenset[str]()
     if annotations is None:
-        names = open_store(folder).run(lambda: [*list_files(folder, links=True)])
+        names = open_store(folder).attempt(folder, lambda: [*list_files(folder, links=True)])
     else:
         coco = read_coco(annotations)
         names = list(dict.fromkeys(coco.names))

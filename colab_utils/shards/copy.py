@@ -186,7 +186,11 @@ class Copying:
                     "that file if it is a damaged copy."
                 )
         # The target may be on Drive, too.
-        transfer = partial(self.target.run, partial(self._transfer, name, size, checksum))
+        transfer = partial(
+            self.target.attempt,
+            self.target.place,
+            partial(self._transfer, name, size, checksum),
+        )
         try:
             transfer()
         except _WrongBytesError:

@@ -210,7 +210,7 @@ def test_an_interrupt_while_drive_is_waited_for_is_not_kept_waiting(
         raise KeyboardInterrupt
 
     lose = Mock(side_effect=DriveLostError("lost"))
-    monkeypatch.setattr(jobs, "read_image", lambda store, *_, **__: store.run(lose))
+    monkeypatch.setattr(jobs, "read_image", lambda store, *_, **__: store.attempt(folder, lose))
     monkeypatch.setattr(processes, "pop_done", interrupt)
     monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (3600.0,))
     with pytest.raises(KeyboardInterrupt):
