@@ -34,16 +34,12 @@ _DRIVE_FOLDERS = ("MyDrive", "My Drive", "Shareddrives", "Shared drives")
 class DriveLostError(UnavailableError):
     """A read failed because Drive went away. Everything that was finished before is safe."""
 
-    place = "Drive"
-    """What failed, as named in messages."""
     may_pass = True
     """Whether the same call may succeed after a while."""
 
 
 class ServerLostError(DriveLostError):
     """A server did not answer, or answered with a failure. What was finished before is safe."""
-
-    place = "the server"
 
 
 class RefusedError(UnavailableError):

@@ -371,7 +371,6 @@ class Store:
         self.failures = 0
         self.on_failure: Callable[[], object] | None = None
         self.trusts_absence = False
-        self._failed = ""
         self._is_announced = False
 
     def __reduce__(self) -> Any:
@@ -397,11 +396,10 @@ class Store:
                 if self.stop.is_set() or not error.may_pass:
                     raise
                 self.failures += 1
-                self._failed = error.place
                 if wait_s >= _LONG_WAIT_S and not self._is_announced:
                     self._is_announced = True
                     warnings.warn(
-                        f"{error.place} fails, and is tried again for more than a minute",
+                        f"{self.place} fails, and is tried again for more than a minute",
                         ColabUtilsWarning,
                         stacklevel=3,
                     )
@@ -457,7 +455,7 @@ class Store:
         """Say how often calls failed; "" if none did."""
         if not self.failures:
             return ""
-        return f"{self._failed} failed {format_count(self.failures, 'time')} and was tried again"
+        return f"{self.place} failed {format_count(self.failures, 'time')} and was tried again"
 
     def locate(self, name: str | Place) -> Any:
         """Return the place of a file."""

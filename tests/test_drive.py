@@ -137,10 +137,10 @@ class TestRetries:
                 with pytest.raises(DriveLostError):
                     retries.attempt("/tmp", lose)
         texts = [str(warning.message) for warning in warned]
-        assert texts == ["Drive fails, and is tried again for more than a minute"]
+        assert texts == ["/tmp fails, and is tried again for more than a minute"]
         assert waited == [*RETRY_WAITS_S] * 2
         assert sum(RETRY_WAITS_S) == pytest.approx(81.3)
-        assert retries.tell_failures() == "Drive failed 42 times and was tried again"
+        assert retries.tell_failures() == "/tmp failed 42 times and was tried again"
 
     def test_what_was_given_up_is_not_waited_for_again_by_the_caller(self):
         inner = open_store("/tmp")

@@ -360,7 +360,7 @@ def test_what_may_pass_is_tried_again(file, error):
     FaultyFileSystem.fault = fail_times(3, error)
     store = open_store(file.parent)
     assert store.read("b.bin") == CONTENT
-    assert store.tell_failures() == "the server failed 3 times and was tried again"
+    assert store.tell_failures() == "faulty://bucket/a failed 3 times and was tried again"
 
 
 @pytest.mark.parametrize(
