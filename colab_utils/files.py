@@ -40,6 +40,10 @@ _MOST_READS = 10
 # Before the first wait of so many seconds, a warning says that the same is tried again.
 _LONG_WAIT_S = 5.0
 
+IMPATIENT = threading.Event()
+"""The ``stop`` of a store that tries no call again."""
+IMPATIENT.set()
+
 
 def _open_at_once(path: str, flags: int) -> int:
     # Without this flag, opening a named pipe waits until another program writes to it.
@@ -342,9 +346,8 @@ class Store:
 
     Args:
         place: The folder, which need not exist.
-        stop: Event that ends all waits. A call that fails after that is not repeated. Default: a
-            new event.
-        is_patient: Whether a call that fails is tried again. Default: True.
+        stop: Event that ends all waits. A call that fails after that is not repeated. With
+            `IMPATIENT`, no call is. Default: a new event.
 
     Attributes:
         failures: Number of calls that failed and were tried again.
@@ -364,17 +367,16 @@ class Store:
     guard: Any = staticmethod(guard_drive)
     pieces: Any = PieceFile
 
-    def __init__(self, place: Any, stop: Any = None, is_patient: bool = True) -> None:
+    def __init__(self, place: Any, stop: Any = None) -> None:
         self.place = place
         self.stop = stop or threading.Event()
-        self.is_patient = is_patient
         self.failures = 0
         self.on_failure: Callable[[], object] | None = None
         self.trusts_absence = False
         self._is_announced = False
 
     def __reduce__(self) -> Any:
-        return open_store, (self.place, None, self.is_patient)
+        return open_store, (self.place,)
 
     def attempt(self, path: Place, call: Callable[[], _Result]) -> _Result:
         """Return the result of ``call``, which is tried again while Drive or the server fails.
@@ -383,7 +385,7 @@ class Store:
         a warning says so.
         """
         guarded: Callable[[], _Result] = self.guard(path)(call)
-        waits_s = iter(drive.RETRY_WAITS_S if self.is_patient else ())
+        waits_s = iter(drive.RETRY_WAITS_S)
         while True:
             try:
                 return guarded()
@@ -595,7 +597,7 @@ class Store:
             require_space(self.place, needed, cure)
 
 
-def open_store(place: PlaceLike, stop: Any = None, is_patient: bool = True) -> Store:
+def open_store(place: PlaceLike, stop: Any = None) -> Store:
     """Open the files of a folder, or of a URL that fsspec knows; see `Store`.
 
     Example:
@@ -604,7 +606,7 @@ def open_store(place: PlaceLike, stop: Any = None, is_patient: bool = True) -> S
     """
     opened = open_place(place) if isinstance(place, str) else place
     if not find_server(opened):
-        return Store(opened, stop, is_patient)
+        return Store(opened, stop)
     # This module loads fsspec, which few people use.
     from colab_utils.urls import UrlMethods
 
@@ -613,7 +615,7 @@ def open_store(place: PlaceLike, stop: Any = None, is_patient: bool = True) -> S
 
         pieces = UrlFile
 
-    return UrlStore(opened, stop, is_patient)
+    return UrlStore(opened, stop)
 
 
 def _is_absent(path: Any) -> bool:

@@ -13,7 +13,7 @@ import pytest
 from colab_utils import files
 from colab_utils.drive import DriveLostError, RefusedError, ServerLostError
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import hash_bytes, open_store, read_file
+from colab_utils.files import IMPATIENT, hash_bytes, open_store, read_file
 from colab_utils.places import UrlPath, open_place
 from colab_utils.urls import guard_server
 from tests.faulty_server import FaultyFileSystem, fail_from, fail_times
@@ -304,7 +304,7 @@ def test_a_store_that_fails_is_read_again_and_then_named(kind, read):
 @every_kind
 def test_a_store_without_patience_fails_at_once(kind):
     kind.put("shard-1.tar", CONTENT)
-    store = open_store(kind.folder, is_patient=False)
+    store = open_store(kind.folder, IMPATIENT)
     kind.fail_reads(1)
     with pytest.raises(DriveLostError):
         store.read("shard-1.tar")

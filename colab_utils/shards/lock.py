@@ -14,7 +14,7 @@ import psutil
 
 from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import FileStamp, Store, hash_bytes, open_store
+from colab_utils.files import IMPATIENT, FileStamp, Store, hash_bytes, open_store
 from colab_utils.machine import find_host, require_linux
 from colab_utils.places import Place, identify_place
 from colab_utils.processes import start_thread
@@ -73,7 +73,7 @@ def hold_folder(folder: Place) -> Iterator[None]:
     """
     store = open_store(folder)
     # The block writes to the same folder, and meets the errors of what is done beside it.
-    impatient = open_store(folder, is_patient=False)
+    impatient = open_store(folder, IMPATIENT)
     ended = threading.Event()
 
     def touch() -> None:

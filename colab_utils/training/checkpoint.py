@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from colab_utils.drive import DriveLostError, explain_write
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, UnavailableError, describe_error
-from colab_utils.files import Store, hash_bytes, open_store, parse_file
+from colab_utils.files import IMPATIENT, Store, hash_bytes, open_store, parse_file
 from colab_utils.places import Place, PlaceLike, open_place
 from colab_utils.processes import start_thread
 
@@ -141,7 +141,7 @@ class CheckpointFolder:
         parts = (data.getbuffer(), _make_seal(data.getbuffer()))
         try:
             # Training goes on, so nothing is waited for.
-            self._write(self.run / name, which, *parts, is_patient=False)
+            self._write(self.run / name, which, *parts, stop=IMPATIENT)
         except (OSError, UnavailableError) as error:
             with explain_write(self.waiting):
                 self._write(self.waiting / name, which, *parts)
@@ -221,12 +221,12 @@ class CheckpointFolder:
         return None
 
     def _write(
-        self, path: Place, which: Which, *parts: bytes | memoryview, is_patient: bool = True
+        self, path: Place, which: Which, *parts: bytes | memoryview, stop: Any = None
     ) -> None:
         is_sent = path.parent != self.waiting
         if is_sent and self._is_hung:
             raise UnavailableError(f"{self.run} has not answered for {_HUNG_S:.0f} seconds.")
-        store = open_store(path.parent, is_patient=is_patient)
+        store = open_store(path.parent, stop)
         store.make()
         store.write(path, *parts)
         if is_sent and self._is_hung:
@@ -248,7 +248,7 @@ class CheckpointFolder:
             if is_sent:
                 old += _list_files(open_store(self.waiting), which)
             for file in old:
-                open_store(file.parent, is_patient=False).remove(file, is_large=True)
+                open_store(file.parent, IMPATIENT).remove(file, is_large=True)
 
     def is_due(self, step: int, every_steps: int = 0) -> bool:
         """Return whether a checkpoint is due after this step: after so many steps, or a minute
