@@ -135,6 +135,10 @@ class _Descriptor:
     def __init__(self, path: Any) -> None:
         self.number = _open_at_once(path, os.O_RDONLY)
 
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Read bytes into the buffer; return their number, which is 0 at the end of the file."""
+        return os.preadv(self.number, [view], offset)
+
     def __del__(self) -> None:
         # On a lost mount, `os.close` raises an error, but the descriptor is closed.
         with suppress(OSError):
@@ -142,7 +146,7 @@ class _Descriptor:
 
 
 class PieceFile(io.IOBase):
-    """A file of this machine or of Drive that is read in pieces. Threads may share it; Linux only.
+    """A file that is read in pieces. Threads may share it; Linux only.
 
     It is opened with the first read, and opened anew if Drive failed. In a slowed folder, reads
     take as long as the folder's profile says: a read waits for `DriveProfile.draw_open_s`, unless
@@ -152,7 +156,7 @@ class PieceFile(io.IOBase):
 
     Args:
         path: the file.
-        store: tries each read again if Drive or the server fails.
+        store: opens the file, and tries each read again if Drive or the server fails.
 
     Each method raises:
         DriveLostError: Drive got disconnected, its storage failed, or the server failed.
@@ -165,7 +169,7 @@ class PieceFile(io.IOBase):
         self.path = path
         self.profile = find_profile(path)
         self._store = store
-        self._opened: _Descriptor | None = None
+        self._opened: Any = None
         # Where the last read ended: a read that starts there does not wait for an opening.
         self._next: int | None = None
 
@@ -201,41 +205,17 @@ class PieceFile(io.IOBase):
         self._next = offset + count
         return count
 
-    def find_size(self) -> int:
-        """Return the size of the file in bytes."""
-        return self._store.attempt_listed(self.path, lambda: self.path.stat().st_size)
-
     def _read_some(self, view: memoryview, offset: int) -> int:
         """Read bytes into the buffer; return their number, which is 0 at the end of the file."""
-        opened = self._opened or _Descriptor(self.path)
+        opened = self._opened or self._store.connect(self.path)
         self._opened = opened
         try:
-            return os.preadv(opened.number, [view], offset)
+            count: int = opened.read_into(view, offset)
+            return count
         except OSError:
             # After a remount, this descriptor still belongs to the lost mount.
             self._opened = None
             raise
-
-
-class UrlFile(PieceFile):
-    """A file at a URL that is read in pieces. Its server must send parts of files."""
-
-    def __init__(self, path: Any, store: Any) -> None:
-        super().__init__(path, store)
-        self._size: int = store.find_size(path)
-
-    def find_size(self) -> int:
-        """Return the size of the file when it was opened."""
-        return self._size
-
-    def _read_some(self, view: memoryview, offset: int) -> int:
-        # Some servers refuse a request that goes beyond the end of the file.
-        end = min(offset + len(view), self._size)
-        if offset >= end:
-            return 0
-        content = self._store.read_range(self.path, offset, end)
-        view[: len(content)] = content
-        return len(content)
 
 
 def name_temporary(path: Path) -> Path:
@@ -354,7 +334,7 @@ class Store:
         on_failure: Function that you may set. It is called before each repetition.
         trusts_absence: Whether a file that seems to be missing is not looked for again.
         guard: Turns errors into those of this package.
-        pieces: The class of a file that is read in pieces.
+        connect: Opens a file whose bytes are then read in pieces.
 
     Each method raises:
         DriveLostError: Drive or the server failed until the last try. A caller that repeats its own
@@ -365,7 +345,7 @@ class Store:
     """
 
     guard: Any = staticmethod(guard_drive)
-    pieces: Any = PieceFile
+    connect: Any = _Descriptor
 
     def __init__(self, place: Any, stop: Any = None) -> None:
         self.place = place
@@ -488,8 +468,7 @@ class Store:
     def open(self, name: str | Place) -> PieceFile:
         """Open a file to read it in pieces. A request to a server has the size of the buffer."""
         require_linux("read files in pieces")
-        file: PieceFile = self.pieces(self.locate(name), self)
-        return file
+        return PieceFile(self.locate(name), self)
 
     def hash(self, name: str | Place) -> tuple[int, str]:
         """Return the size of a file in bytes, and its XXH3-64 checksum in hexadecimal."""
@@ -612,8 +591,6 @@ def open_store(place: PlaceLike, stop: Any = None) -> Store:
 
     class UrlStore(UrlMethods, Store):
         """The files of a folder at a URL."""
-
-        pieces = UrlFile
 
     return UrlStore(opened, stop)
 

@@ -233,18 +233,17 @@ def load_arrays(store: Store, shard: ShardInfo) -> ShardArrays:
     """
     path = store.locate(shard.arrays_name)
     with store.open(path) as file, _explain_damage(path):
-        size = file.find_size()
 
         def pread(n: int, start: int) -> bytes:
             # A damaged head may name more bytes than the memory holds.
-            return file.pread(min(n, size), start)
+            return file.pread(min(n, shard.arrays_bytes), start)
 
         start, head = _read_head(pread)
         tables = pread(head["tables_bytes"], len(start))
         if hash_bytes(start, tables) != shard.tables_xxh3_64:
             raise ValueError("another checksum than the index has")
         bits_start = len(start) + len(tables)
-        if size - bits_start != head["bits_bytes"]:
+        if store.stamp(path).bytes - bits_start != head["bits_bytes"]:
             raise ValueError("cut short")
         return {**_split_tables(tables, head["images"]), "bits": bits_start}
 

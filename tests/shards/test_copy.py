@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from colab_utils import files
 from colab_utils.errors import ColabUtilsError
 from colab_utils.files import PieceFile, hash_bytes
 from colab_utils.machine import find_host
@@ -25,11 +24,6 @@ from colab_utils.shards import copy as module
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.index import INDEX_NAME, ShardIndex, ShardInfo, read_index, write_index
 from tests.snapshots import snapshot
-
-
-def open_as(monkeypatch, kind):
-    """Open each file that is copied or compared as one of this kind."""
-    monkeypatch.setattr(files.Store, "pieces", kind)
 
 
 def make_source(folder, *, shards=4, seed=0, tar_bytes=3000, arrays_bytes=1000):
@@ -67,7 +61,7 @@ def opened(monkeypatch):
                 counts[Path(path).name] += 1
             super().__init__(path, *options)
 
-    open_as(monkeypatch, CountingFile)
+    monkeypatch.setattr("colab_utils.files.PieceFile", CountingFile)
     return counts
 
 
@@ -131,7 +125,7 @@ def test_a_read_that_was_wrong_once_is_repaired(source, tmp_path, monkeypatch):
                 buffer[:count] = b"?" * count
             return count
 
-    open_as(monkeypatch, FlakyFile)
+    monkeypatch.setattr("colab_utils.files.PieceFile", FlakyFile)
     copy_shards(source, tmp_path / "ssd")
     assert bad == []
     assert snapshot(tmp_path / "ssd") == snapshot(source)
@@ -245,7 +239,7 @@ def test_files_are_read_at_once(source, tmp_path, monkeypatch):
                 barrier.wait(20)
             return super().readinto(buffer, offset)
 
-    open_as(monkeypatch, WaitingFile)
+    monkeypatch.setattr("colab_utils.files.PieceFile", WaitingFile)
     copy_shards(source, tmp_path / "ssd", streams=8)
     assert snapshot(tmp_path / "ssd") == snapshot(source)
 
