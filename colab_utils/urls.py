@@ -213,6 +213,8 @@ def open_system(server: str, process: int) -> Any:
     The number of the process is a key of the cache, because a forked process cannot use the file
     system that its parent opened.
     """
+    # The file system of the Hugging Face Hub keeps its listings all the same, and remembers which
+    # repositories are missing. So whoever asks it calls `invalidate_cache` first.
     options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
     if server.startswith("http"):
         from aiohttp import ClientTimeout
