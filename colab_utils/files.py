@@ -595,6 +595,6 @@ def _is_absent(path: Any) -> bool:
     """Return whether a file cannot be opened. Drive may list a file that cannot be opened."""
     # The system opens no URL. A server, unlike Drive, gives the same answer every time.
     with suppress(OSError, TypeError):
-        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+        os.close(_open_at_once(path, os.O_RDONLY))
         return os.path.isdir(path)
     return True
