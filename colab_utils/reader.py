@@ -25,7 +25,10 @@ from colab_utils.streams import (
 )
 
 AHEAD_BYTES = 64_000_000
-"""Most bytes that a reader holds in files that are being read or were not taken yet."""
+"""Most bytes that a reader holds in files that are being read or were not taken yet.
+
+A single file may be larger. Content that is not ``bytes`` or ``bytearray`` does not count.
+"""
 AHEAD_IMAGES = 256
 """A worker of `make_loader` is told of this many images in advance. Its reader decides how many of
 their files to read at once."""
@@ -54,7 +57,7 @@ class Reading(Future[Any]):
     def take(self) -> Any:
         """Return the content of the file. If it is not read yet, wait for it.
 
-        Afterwards the content no longer counts towards ``most_bytes`` of the reader.
+        Afterwards the content no longer counts towards `AHEAD_BYTES` of the reader.
 
         Raises:
             DriveLostError: Drive failed, and went on failing for 81 seconds.
@@ -89,9 +92,6 @@ class Reader:
             store that is tried again makes the reader read fewer files at once.
         streams: how many files are read at once, 1 to 256. By default, ``"auto"``, the best number
             is measured while files are read: see `StreamTuner`.
-        most_bytes: the most bytes that the reader holds in files that are being read or were not
-            taken yet, by default 64 MB. A single file may be larger. Bytes, arrays and tensors
-            count, and other content does not.
         most_streams: the largest number that "auto" may choose.
 
     Attributes:
@@ -116,7 +116,6 @@ class Reader:
         store: Store,
         *,
         streams: int | str = "auto",
-        most_bytes: int = AHEAD_BYTES,
         most_streams: int = MOST_STREAMS,
     ) -> None:
         self._is_auto = require_streams(streams) == "auto"
@@ -127,7 +126,6 @@ class Reader:
         self._store = store
         # A reader before this one may have left its own function there.
         store.on_failure = self._refuse if self._is_auto else None
-        self._most_bytes = most_bytes
         self._lock = threading.Lock()
         # The readings that no stream has begun yet, in order. It serves as an ordered set.
         self._waiting: OrderedDict[Reading, None] = OrderedDict()
@@ -254,7 +252,7 @@ class Reader:
             return False
         mean_bytes = self.read_bytes / self._files if self._files else 0
         ahead_bytes = self._held_bytes + mean_bytes * (len(self._active) + 1)
-        return ahead_bytes <= self._most_bytes or not (self._active or self._held)
+        return ahead_bytes <= AHEAD_BYTES or not (self._active or self._held)
 
     def _start(self, reading: Reading) -> None:
         # A dropped reading may keep its thread busy, even for ever. That thread still counts as

@@ -66,14 +66,15 @@ def test_no_more_than_the_streams_are_in_flight(gate, open_reader):
     assert [reading.take() for reading in readings] == list(range(30))
 
 
-def test_it_holds_no_more_bytes_than_it_may(open_reader):
+def test_it_holds_no_more_bytes_than_it_may(open_reader, monkeypatch):
+    monkeypatch.setattr("colab_utils.reader.AHEAD_BYTES", 10_000)
     begun = []
 
     def read(name):
         begun.append(name)
         return bytes(1000)
 
-    reader = open_reader(read, streams=1, most_bytes=10_000)
+    reader = open_reader(read, streams=1)
     readings = reader.ask(range(50))
     wait_until(lambda: len(begun) == 10)
     time.sleep(0.1)
@@ -83,9 +84,10 @@ def test_it_holds_no_more_bytes_than_it_may(open_reader):
 
 @pytest.mark.parametrize(("most_bytes", "step"), [(10, 1), (2000, -1)])
 def test_a_large_file_and_one_that_is_needed_early_do_not_wait_for_ever(
-    open_reader, most_bytes, step
+    open_reader, monkeypatch, most_bytes, step
 ):
-    reader = open_reader(lambda name: bytes(1000), streams=1, most_bytes=most_bytes)
+    monkeypatch.setattr("colab_utils.reader.AHEAD_BYTES", most_bytes)
+    reader = open_reader(lambda name: bytes(1000), streams=1)
     readings = reader.ask(range(20))
     assert [len(reading.take()) for reading in readings[::step]] == [1000] * 20
 
