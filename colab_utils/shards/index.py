@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
-from colab_utils.drive import guard_drive
 from colab_utils.errors import DAMAGE, ColabUtilsError, explain_os_error
 from colab_utils.files import hash_bytes, open_store, parse_file
 from colab_utils.places import Place, open_place
@@ -145,11 +144,11 @@ def find_index(folder: Place) -> ShardIndex | None:
 def explain_read(path: Place) -> Iterator[None]:
     """Turn an error of reading a file or a folder into a `ColabUtilsError` that says what to do.
 
-    A file or a folder that is missing raises its own error.
+    A file or a folder that is missing raises its own error. The block reads by a store, which tells
+    that Drive or a server was lost.
     """
     try:
-        with guard_drive(path):
-            yield
+        yield
     except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
