@@ -140,12 +140,7 @@ class Reader:
         self._held_bytes = 0
         self._files = 0
         self.read_bytes = 0
-        self._remembered = self.streams
-
-    @property
-    def streams(self) -> int:
-        """Return how many files are read at once now."""
-        return self.tuner.streams
+        self._remembered = self.tuner.streams
 
     def ask(self, names: Iterable[Hashable]) -> list[Reading]:
         """Return a reading for each name without waiting. Files are read in the order of the names.
@@ -169,7 +164,7 @@ class Reader:
         pending: deque[Reading] = deque()
         try:
             while True:
-                wanted = max(1, _FILES_A_STREAM * self.streams - len(pending))
+                wanted = max(1, _FILES_A_STREAM * self.tuner.streams - len(pending))
                 pending.extend(self.ask(islice(source, wanted)))
                 if not pending:
                     return
@@ -248,7 +243,7 @@ class Reader:
             self._start(self._waiting.popitem(last=False)[0])
 
     def _may_start(self) -> bool:
-        if len(self._active) >= self.streams:
+        if len(self._active) >= self.tuner.streams:
             return False
         mean_bytes = self.read_bytes / self._files if self._files else 0
         ahead_bytes = self._held_bytes + mean_bytes * (len(self._active) + 1)
