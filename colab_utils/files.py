@@ -152,8 +152,7 @@ class PieceFile(io.IOBase):
     take as long as the folder's profile says: a read waits for `DriveProfile.draw_open_s`, unless
     it starts where the last read ended.
 
-    What the system has opened is closed when nothing refers to this object any more. `Store.open`
-    makes it.
+    Close the file when you are done, or use it as a context manager. `Store.open` makes it.
 
     Args:
         path: the file.
@@ -173,6 +172,11 @@ class PieceFile(io.IOBase):
         self._opened: Any = None
         # Where the last read ended: a read that starts there does not wait for an opening.
         self._next: int | None = None
+
+    def close(self) -> None:
+        """Close the file. A second call does nothing."""
+        self._opened = None
+        super().close()
 
     def pread(self, n: int, offset: int) -> bytes:
         """Read ``n`` bytes from ``offset``; fewer only at the end of the file."""
