@@ -12,8 +12,9 @@ from traceback import walk_stack
 from colab_utils.diagnosis.processes import NO_SAMPLE, SERVES, Activity, WorkerMonitor
 from colab_utils.diagnosis.system_calls import find_wait, read_call
 
-# Fewer looks than this are no evidence. Otherwise, this share of them must show the same.
-_LEAST_LOOKS = 5
+LEAST_LOOKS = 5
+"""Fewer looks than this are no evidence."""
+# This share of all looks must show the same.
 _USUAL = 0.5
 _LOADERS = re.compile(r"/torch/utils/data/dataloader\.py:|/colab_utils/loading/loader\.py:")
 _IN_LOADERS = re.compile(f"/torch/utils/data/|{_LOADERS.pattern}")
@@ -233,7 +234,7 @@ class Looks:
 
 
 def _measure(count: int, total: int) -> tuple[float, str]:
-    if total < _LEAST_LOOKS:
+    if total < LEAST_LOOKS:
         return 0.0, ""
     return count / total, f"in {count} of {total} looks"
 

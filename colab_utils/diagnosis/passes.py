@@ -264,11 +264,6 @@ class Pass:
         for place, worker in enumerate(getattr(batches, "_workers", ())):
             if worker.exitcode:
                 yield WorkerJob(place, worker.pid), describe_exit(worker.exitcode)
-        # Of a loader around a DataLoader, only the processes are known.
-        for place, pid in enumerate(sorted(self._monitor.list_samples())):
-            ending = read_ending(pid)
-            if "signal" in ending:
-                yield WorkerJob(place, pid), ending
 
     def _describe_files(self, error: str = "") -> str:
         """Say that a process has used up the files that it may open, as the text of an error may

@@ -4,7 +4,7 @@
 """
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
@@ -278,8 +278,8 @@ class _Clock:
         self._active: list[_Activity] = []
         self._ready: deque[tuple[_Process, Any]] = deque()
         # By the name of a queue, its items, or the processes that wait for an item.
-        self._items: dict[Any, deque[Any]] = {}
-        self._takers: dict[Any, deque[_Process]] = {}
+        self._items = defaultdict[Any, list[Any]](list)
+        self._takers = defaultdict[Any, list[_Process]](list)
 
     def start(self, process: _Process, item: Any = None) -> None:
         """Let a process begin or go on."""
@@ -287,10 +287,10 @@ class _Clock:
 
     def put(self, queue: Any, item: Any) -> None:
         """Put an item into a queue, or give it to the process that waits for it."""
-        if queue in self._takers:
-            self.start(_pop(self._takers, queue), item)
+        if self._takers[queue]:
+            self.start(self._takers[queue].pop(0), item)
         else:
-            self._items.setdefault(queue, deque()).append(item)
+            self._items[queue].append(item)
 
     def advance(self, until_s: float) -> bool:
         """Let all processes go on that can, then go to the next event. Return whether there is one
@@ -314,10 +314,10 @@ class _Clock:
             wanted.process = process
             self._active.append(wanted)
             self._share_cores()
-        elif wanted in self._items:
-            self.start(process, _pop(self._items, wanted))
+        elif self._items[wanted]:
+            self.start(process, self._items[wanted].pop(0))
         else:
-            self._takers.setdefault(wanted, deque()).append(process)
+            self._takers[wanted].append(process)
 
     def _share_cores(self) -> None:
         """Give work its share of the cores. If they are short, work that wants little gets it, and
@@ -333,14 +333,6 @@ class _Clock:
                 rest_s = (activity.end_s - self.now_s) * activity.speed
                 activity.end_s = self.now_s + rest_s / speed
                 activity.speed = speed
-
-
-def _pop(queues: dict[Any, deque[Any]], name: Any) -> Any:
-    """Return what came first into a queue, and forget a queue with nothing left."""
-    first = queues[name].popleft()
-    if not queues[name]:
-        del queues[name]
-    return first
 
 
 def _draw_times(mean_s: float, cv: float, seed: list[int]) -> list[float]:

@@ -4,20 +4,18 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from colab_utils.diagnosis.causes import find_causes, find_lost_share
 from colab_utils.diagnosis.cures import Cause
 from colab_utils.diagnosis.looks import Looks
 from colab_utils.diagnosis.record import LoopRecord
+from colab_utils.diagnosis.waits import Array
 from colab_utils.loading.devices import find_ranks
 from colab_utils.progress import is_notebook
 from colab_utils.units import format_seconds
 
-_Array = NDArray[Any]
 # If a loop has at least this many batches for each step of the optimizer, it accumulates gradients.
 _ACCUMULATES = 1.5
 
@@ -145,7 +143,7 @@ def summarise(record: LoopRecord) -> Summary | None:
     )
 
 
-def _list_unseen(parts_s: _Array, record: LoopRecord) -> tuple[str, ...]:
+def _list_unseen(parts_s: Array, record: LoopRecord) -> tuple[str, ...]:
     """Return sentences that say what could not be seen of the loop. ``parts_s`` is as in
     `split_micro_batches`.
     """
@@ -185,7 +183,7 @@ def print_summary(record: LoopRecord, *, only_news: bool) -> None:
         (sys.stdout if is_notebook() else sys.stderr).write(f"{summary}\n")
 
 
-def split_micro_batches(parts_s: _Array) -> _Array:
+def split_micro_batches(parts_s: Array) -> Array:
     """Estimate where the step ends for batches after which the optimizer does not step.
 
     The forward and backward passes of such a batch take about as long as those of other batches.
@@ -208,9 +206,7 @@ def split_micro_batches(parts_s: _Array) -> _Array:
     return parts_s + np.outer(later_s, (0, -1, 1))
 
 
-def _list_parts(
-    parts_s: _Array, is_first: _Array, before: float, whole_s: float
-) -> tuple[Part, ...]:
+def _list_parts(parts_s: Array, is_first: Array, before: float, whole_s: float) -> tuple[Part, ...]:
     """Return the parts of a summary. ``before`` is the share of the steps that comes before the
     model is called.
     """

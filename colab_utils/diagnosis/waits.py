@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colab_utils.diagnosis.cures import Cause, make_cause
-from colab_utils.diagnosis.looks import HANDOFF, THREAD, WORKERS, Looks
+from colab_utils.diagnosis.looks import HANDOFF, LEAST_LOOKS, THREAD, WORKERS, Looks
 from colab_utils.diagnosis.processes import SampleTimes
 from colab_utils.diagnosis.record import LoopRecord
 
@@ -19,8 +19,6 @@ _RARE = 0.25
 _HOLDS = 0.6
 # A batch is not called slow below this many seconds.
 _LEAST_SLOW_S = 0.05
-# With fewer looks than this, it is not known what samples wait for.
-_LEAST_LOOKS = 5
 # A message leaves out what takes less than this share of the time of samples.
 _WORTH_A_WORD = 0.1
 # A lock is the cause if samples wait for it for at least this share of their time. If two workers
@@ -130,11 +128,11 @@ def weigh_evidence(record: LoopRecord) -> dict[str, float]:
     times = record.monitor.read_times()
     waits = record.looks.waits
     count = waits.total()
-    if not times.samples and count >= _LEAST_LOOKS:
+    if not times.samples and count >= LEAST_LOOKS:
         times = SampleTimes(0, float(count), float(waits[""]))
     left_s = max(0.0, times.wall_s - times.cpu_s)
     evidence = {"work": times.cpu_s, "collate": times.other_cpu_s}
-    if count < _LEAST_LOOKS:
+    if count < LEAST_LOOKS:
         return {**evidence, "wait": left_s or 1.0}
     for seen in filter(None, [*waits]):
         name = "read" if record.is_slowed and seen == "sleep" else seen

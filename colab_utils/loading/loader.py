@@ -335,9 +335,8 @@ class Loader:
         for number, batch, bad in self._run(self._passes):
             self._count_bad(bad)
             self._delivered += 1
-            self.total = self._totals.pop(number)
-            if batch is not None and self._ranks.count == 1:
-                self.total = len(batch)
+            total = self._totals.pop(number)
+            self.total = total if self._ranks.count > 1 else len(batch or ())
             if not self.left:
                 self._has_passed = True
                 self._end_epoch()

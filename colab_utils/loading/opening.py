@@ -245,8 +245,8 @@ class LooseFiles(CocoFolder):
         if self._shards is None:
             index = find_index(self._ssd)
             ours = (self.fingerprint, len(self))
-            is_complete = index and (index.fingerprint, index.images) == ours
-            if index and is_complete and open_store(self._ssd).has_files(index.files()):
+            has_files = open_store(self._ssd).has_files
+            if index and (index.fingerprint, index.images) == ours and has_files(index.files()):
                 self._shards = self._open_shards()
         if self._shards is None:
             return self

@@ -108,13 +108,15 @@ def evaluate(
     results: list[dict[str, Any]] = []
     if isinstance(model, MaskRCNN):
         allow_detections(model, detections)
-    streams = "auto" if dataset.is_slow else _THREADS
-    reader = Reader(dataset.load_image, open_store(dataset.folder), streams=streams)
+    reader = Reader(
+        dataset.load_image,
+        open_store(dataset.folder),
+        streams="auto" if dataset.is_slow else _THREADS,
+    )
     with _set_up(model.to(device)), closing(reader):
-        readings = reader.read_all(range(len(dataset)))
-        readings = show_progress("evaluating", readings, total=len(dataset), unit="image")
-        for reading, number in zip(readings, dataset.image_ids.tolist(), strict=True):
-            image = reading.take()
+        loaded = (reading.take() for reading in reader.read_all(range(len(dataset))))
+        images = show_progress("evaluating", loaded, total=len(dataset), unit="image")
+        for image, number in zip(images, dataset.image_ids.tolist(), strict=True):
             results += detect(model, image, image_id=number, category_ids=ids, device=device)
     return _score(truth, results, detections)
 

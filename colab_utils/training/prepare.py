@@ -201,8 +201,14 @@ def prepare_step(
         ColabUtilsError: The weights cannot be used, or the heaviest batch does not fit into the
             GPU's memory.
     """
-    if ranks.is_first:
-        _warn_of_shrunk_images(data.dataset.limits, settings)
+    shorter = data.dataset.limits.get("min_size", settings.min_size)
+    if shorter < settings.min_size and ranks.is_first:
+        text = (
+            f"the images are shrunk to a shorter side of {shorter} px, and min_size="
+            f"{settings.min_size} enlarges them again: this shows no more detail. Pass shards that "
+            f"preprocess writes with --min-size {settings.min_size}."
+        )
+        warnings.warn(text, ColabUtilsWarning, stacklevel=3)
     torch.manual_seed(settings.seed)
     network: Any
     with share_errors(ranks):
@@ -234,18 +240,6 @@ def prepare_step(
     batch_size = min(ranks.gather(settings.batch_size)) or 2 * ranks.count
     rate = settings.learning_rate or choose_rate(settings.model, batch_size)
     return step, replace(settings, batch_size=batch_size, learning_rate=rate)
-
-
-def _warn_of_shrunk_images(limits: dict[str, int], settings: TrainSettings) -> None:
-    """Warn if the model enlarges images that were shrunk to a smaller size than it trains with."""
-    shorter = limits.get("min_size", settings.min_size)
-    if shorter < settings.min_size:
-        text = (
-            f"the images are shrunk to a shorter side of {shorter} px, and min_size="
-            f"{settings.min_size} enlarges them again: this shows no more detail. Pass shards that "
-            f"preprocess writes with --min-size {settings.min_size}."
-        )
-        warnings.warn(text, ColabUtilsWarning, stacklevel=3)
 
 
 def plan_memory(
