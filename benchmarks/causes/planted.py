@@ -112,9 +112,7 @@ CAUSES = {
         "other_loader",
         r"(?i)watch\(it\)",
     ),
-    "cut_file": PlantedCause(
-        reading.make_cut_file, "hang", r"(?i)became shorter while it was mapped"
-    ),
+    "cut_file": PlantedCause(reading.make_cut_file, "hang", r"A mapped file .*became shorter"),
     "spawned_hang": PlantedCause(
         reading.make_spawned_hang,
         "hang",

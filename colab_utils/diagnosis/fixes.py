@@ -129,8 +129,8 @@ class Fix:
     measured_images_per_second: float | None = None
     """Rate of a trial; None if the fix was not tried."""
     error: float = 0.0
-    """What the forecast may be off by, as a share of it: 0.1 is 10 %. It comes from the spread of
-    what was measured for it.
+    """What the forecast may be off by, as a share of it: 0.1 is 10 %. It is 5 % for the model
+    itself, and the spread of what was measured for it.
     """
     gain: float = 1.0
     """``images_per_second`` divided by the rate of your loop: the larger one of that which was
@@ -139,8 +139,8 @@ class Fix:
 
     @property
     def is_gain(self) -> bool:
-        """Return whether the fix wins more than 5 %, and more than two errors."""
-        return self.gain > 1 + LEAST_NOISE + 2 * self.error
+        """Return whether the fix wins more than 5 %, and twice what its inputs spread."""
+        return self.gain > 1 + 2 * self.error - LEAST_NOISE
 
     @property
     def images_per_second(self) -> float:
@@ -549,8 +549,8 @@ class _Model:
         return next(count for count in counts if rates[count] >= enough)
 
     def forecast(self, loop: Loop) -> tuple[float, float]:
-        """Return the images per second of a loop, and their standard error as a share. The model
-        runs several times, with inputs that differ as those that were measured do.
+        """Return the images per second of a loop, and `Fix.error`. The model runs several times,
+        with inputs that differ as those that were measured do.
         """
         rates = []
         for seed in range(_DRAWS):
@@ -566,7 +566,7 @@ class _Model:
                 cores=loop.cores * cores,
             )
             rates.append(min(forecast_rate(varied, seed=seed), self.now.ceiling))
-        return fmean(rates), float(np.std(rates, ddof=1)) / fmean(rates)
+        return fmean(rates), LEAST_NOISE + float(np.std(rates, ddof=1)) / fmean(rates)
 
 
 @dataclass(frozen=True)

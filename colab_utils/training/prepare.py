@@ -203,12 +203,13 @@ def prepare_step(
     """
     shorter = data.dataset.limits.get("min_size", settings.min_size)
     if shorter < settings.min_size and ranks.is_first:
-        text = (
+        warnings.warn(
             f"the images are shrunk to a shorter side of {shorter} px, and min_size="
             f"{settings.min_size} enlarges them again: this shows no more detail. Pass shards that "
-            f"preprocess writes with --min-size {settings.min_size}."
+            f"preprocess writes with --min-size {settings.min_size}.",
+            ColabUtilsWarning,
+            stacklevel=3,
         )
-        warnings.warn(text, ColabUtilsWarning, stacklevel=3)
     torch.manual_seed(settings.seed)
     network: Any
     with share_errors(ranks):

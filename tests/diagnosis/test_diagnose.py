@@ -82,7 +82,7 @@ def test_a_stalled_loader_is_told_what_it_could_win():
     assert [fix.id for fix in diagnosis.fixes] == ["workers", "prefetch"]
     for fix in diagnosis.fixes:
         # A fix says itself how far off it may be where other programs take a part of the cores.
-        measured = pytest.approx(fix.measured_images_per_second, rel=0.3 + 2 * fix.error)
+        measured = pytest.approx(fix.measured_images_per_second, rel=0.2 + 2 * fix.error)
         assert fix.forecast_images_per_second == measured, fix
     assert diagnosis.fixes[0].measured_images_per_second > 1.3 * diagnosis.images_per_second
 
