@@ -27,7 +27,7 @@ from colab_utils.streams import (
 AHEAD_BYTES = 64_000_000
 """Most bytes that a reader holds in files that are being read or were not taken yet.
 
-A single file may be larger. Bytes, arrays and tensors count, and other content does not.
+A single file may be larger. Content that is not ``bytes`` or ``bytearray`` does not count.
 """
 AHEAD_IMAGES = 256
 """A worker of `make_loader` is told of this many images in advance. Its reader decides how many of
@@ -277,12 +277,7 @@ class Reader:
                 self._finish(reading, 0)
                 reading.set_exception(error)
             else:
-                # Arrays and tensors say their size, and other content counts as none.
-                count = (
-                    len(content)
-                    if isinstance(content, bytes | bytearray)
-                    else getattr(content, "nbytes", 0)
-                )
+                count = len(content) if isinstance(content, bytes | bytearray) else 0
                 self._finish(reading, count)
                 reading.set_result(content)
         self.close()

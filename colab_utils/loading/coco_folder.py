@@ -16,7 +16,7 @@ from colab_utils.data.image_checks import sample_faults
 from colab_utils.data.masks import pack_masks, resize_rles
 from colab_utils.data.orientation import Exif, choose_turn, decode_upright, find_turn
 from colab_utils.data.sizes import SIDE_RANGE, Size, plan_size, plan_sizes
-from colab_utils.errors import ColabUtilsError, explain_os_error
+from colab_utils.errors import ColabUtilsError, UnavailableError, explain_os_error
 from colab_utils.file_cache import FileCache
 from colab_utils.files import open_store
 from colab_utils.loading.masks import unpack_masks
@@ -90,7 +90,7 @@ class CocoFolder(CocoSamples):
         max_size: int | None = None,
     ) -> None:
         limits = {"min_size": min_size, "max_size": max_size}
-        self.limits = {
+        self._limits = {
             name: require_number(name, limit, minimum=SIDE_RANGE[0], maximum=SIDE_RANGE[1])
             for name, limit in limits.items()
             if limit is not None
@@ -112,7 +112,7 @@ class CocoFolder(CocoSamples):
         self._set_labels(self.coco.categories, contiguous=contiguous_labels)
         self.counts = self.coco.count_objects()
         self.image_ids = self.coco.image_ids
-        self.sizes = plan_sizes(self.coco.sizes, **self.limits)
+        self.sizes = plan_sizes(self.coco.sizes, **self._limits)
         self.fingerprint = self.coco.fingerprint
 
     def __getitem__(self, index: int) -> Sample:
@@ -133,13 +133,15 @@ class CocoFolder(CocoSamples):
 
         A file that does not decode is read again, because Drive gives wrong bytes at times.
         """
-        problem: Any = None
+        problem = ""
         for read in (self.read, self._read_part):
             data = read(index)
             try:
                 return self._decode_shrunk(index, data)
+            except UnavailableError:
+                raise
             except ColabUtilsError as error:
-                problem = error
+                problem = str(error)
             if self.cache is not None:
                 # The file may be repaired in its folder.
                 self.cache.forget(name_image(self.folder, self.coco, index))
@@ -152,12 +154,12 @@ class CocoFolder(CocoSamples):
         if turn == "unclear":
             turn = self._turn_of_unclear
         # A photo that is shrunk has the same pixels whichever decoders are installed.
-        if turn != "turn" and all(size) and plan_size(*size, **self.limits) == size:
+        if turn != "turn" and all(size) and plan_size(*size, **self._limits) == size:
             image = self.decode(data)
             if tuple(image.shape[1:]) == size:
                 return image, size
         pixels, original = decode_upright(
-            data, size, turn, is_reduced=self._is_reduced, **self.limits
+            data, size, turn, is_reduced=self._is_reduced, **self._limits
         )
         return torch.from_numpy(pixels.transpose(2, 0, 1).copy()), original
 

@@ -46,7 +46,6 @@ from colab_utils.shards.arrays import (
     rebuild_arrays,
 )
 from colab_utils.shards.index import ShardIndex, ShardInfo, read_index
-from colab_utils.shards.records import read_limits
 from colab_utils.streams import is_remote
 from colab_utils.units import format_count
 
@@ -75,7 +74,7 @@ def _load_shard(store: Store, shard: ShardInfo) -> ShardArrays:
             f"{store.locate(shard.name)} should have {shard.bytes:,} bytes, and has {size}: it was "
             "cut short or changed. Copy it again, or run preprocess again on this folder."
         )
-    problem: Any = None
+    problem = ""
     # Drive gives wrong bytes at times, so they are read twice.
     for _ in range(2):
         try:
@@ -83,7 +82,7 @@ def _load_shard(store: Store, shard: ShardInfo) -> ShardArrays:
         except UnavailableError:
             raise
         except (ColabUtilsError, OSError) as error:
-            problem = error
+            problem = str(error)
     warnings.warn(
         f"{problem} The arrays are made again in memory. Copy or preprocess the shards again.",
         ColabUtilsWarning,
@@ -168,7 +167,6 @@ class ShardDataset(CocoSamples):
         self.index = index
         self.transforms = transforms
         self.fingerprint = index.fingerprint
-        self.limits = read_limits(index.recipe)
         self._set_labels(index.categories, contiguous=contiguous_labels)
         # This list has one entry for each shard. If the arrays file of the shard was damaged, the
         # entry holds the mask bits that were made again. If the entry is a number, the mask bits
@@ -354,13 +352,8 @@ class ShardDataset(CocoSamples):
 
     def to_coco(self) -> Any:
         """Return the dataset as `CocoSamples.to_coco` does. Records on Drive are read ahead."""
-        records = [(index, _RECORD) for index in range(len(self)) if self.is_slow]
-        reader = self._open_reader()
-        reader.prefetch(records)
-        try:
+        with self._read_parts((index, _RECORD) for index in range(len(self))):
             return super().to_coco()
-        finally:
-            reader.forget(records)
 
     def _explain_damage(self, index: int, problem: str) -> ColabUtilsError:
         return ColabUtilsError(

@@ -6,7 +6,7 @@ import io
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,8 +119,6 @@ class CocoSamples(Dataset[Sample]):
     """
     is_slow = False
     """Whether files come slowly, so that reading them ahead wins time."""
-    limits: dict[str, Any]
-    """``min_size`` and ``max_size`` if images were shrunk to these, see `plan_size`."""
     _open_file: Any = None
     _reader: Reader | None = None
     _reader_process = 0
@@ -173,6 +171,20 @@ class CocoSamples(Dataset[Sample]):
         numbers = [self._check(index) for index in indices]
         reader.prefetch(part for number in numbers for part in self._list_parts(number))
 
+    def read_images(self) -> AbstractContextManager[None]:
+        """Read all images ahead in a block that loads them in order, if files come slowly."""
+        return self._read_parts(self._list_parts(index)[-1] for index in range(len(self)))
+
+    @contextmanager
+    def _read_parts(self, parts: Iterable[Any]) -> Iterator[None]:
+        reader = self._open_reader()
+        names = [*parts] if self.is_slow else []
+        reader.prefetch(names)
+        try:
+            yield
+        finally:
+            reader.forget(names)
+
     def drop_ahead(self) -> None:
         """Drop the parts that ``read_ahead`` began to read and that no sample has taken."""
         self._open_reader().forget()
@@ -193,7 +205,9 @@ class CocoSamples(Dataset[Sample]):
         return self._reader
 
     def _list_parts(self, index: int) -> list[Any]:
-        """Return the names of the parts of a sample, in the order in which they are used."""
+        """Return the names of the parts of a sample, in the order in which they are used. The last
+        one is the image.
+        """
         raise NotImplementedError
 
     def _read_part(self, name: Any) -> Any:

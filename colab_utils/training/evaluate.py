@@ -3,7 +3,7 @@
 import io
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,17 +16,16 @@ from torchvision.models.detection.transform import resize_boxes
 
 from colab_utils.data.defects import USUAL_DETECTIONS, describe_full_images
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.files import open_store
 from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.devices import send
+from colab_utils.processes import ThreadPool, map_ahead
 from colab_utils.progress import show_progress
-from colab_utils.reader import Reader
 from colab_utils.training.layers import choose_precision, keep_boxes_exact
 from colab_utils.training.model import allow_detections
 
-# Threads that read and decode images of this machine's disk while the model finds objects.
-_THREADS = 4
+# Images that threads decode while the model finds objects.
+_AHEAD = 4
 # COCOeval does not look at objects of this category.
 _UNKNOWN = -1
 
@@ -87,7 +86,7 @@ def evaluate(
 
     Raises:
         ColabUtilsError: The images hold no objects, or one of them is bad.
-        UnavailableError: An image does not come within 300 seconds.
+        UnavailableError: An image on Drive does not come within 300 seconds.
 
     Example:
         >>> evaluate(nn.Identity(), ShardDataset("no/such/val-shards"))
@@ -108,13 +107,8 @@ def evaluate(
     results: list[dict[str, Any]] = []
     if isinstance(model, MaskRCNN):
         allow_detections(model, detections)
-    reader = Reader(
-        dataset.load_image,
-        open_store(dataset.folder),
-        streams="auto" if dataset.is_slow else _THREADS,
-    )
-    with _set_up(model.to(device)), closing(reader):
-        loaded = (reading.take() for reading in reader.read_all(range(len(dataset))))
+    with _set_up(model.to(device)), dataset.read_images(), ThreadPool(_AHEAD) as pool:
+        loaded = map_ahead(pool, dataset.load_image, range(len(dataset)), ahead=_AHEAD)
         images = show_progress("evaluating", loaded, total=len(dataset), unit="image")
         for image, number in zip(images, dataset.image_ids.tolist(), strict=True):
             results += detect(model, image, image_id=number, category_ids=ids, device=device)

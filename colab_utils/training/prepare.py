@@ -201,15 +201,6 @@ def prepare_step(
         ColabUtilsError: The weights cannot be used, or the heaviest batch does not fit into the
             GPU's memory.
     """
-    shorter = data.dataset.limits.get("min_size", settings.min_size)
-    if shorter < settings.min_size and ranks.is_first:
-        warnings.warn(
-            f"the images are shrunk to a shorter side of {shorter} px, and min_size="
-            f"{settings.min_size} enlarges them again: this shows no more detail. Pass shards that "
-            f"preprocess writes with --min-size {settings.min_size}.",
-            ColabUtilsWarning,
-            stacklevel=3,
-        )
     torch.manual_seed(settings.seed)
     network: Any
     with share_errors(ranks):

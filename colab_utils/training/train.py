@@ -125,7 +125,9 @@ def train(
         learning_rate: The highest learning rate, reached after the warm-up. Default:
             ``choose_rate`` of the batch size.
         min_size: Shorter side in pixels. Default: 800; 192 for the light model on a CPU; 128 for
-            the tiny one.
+            the tiny one. With more than 800, write the shards with the same ``min_size`` first:
+            ``write_shards`` and ``images`` make larger images smaller than that, and training would
+            enlarge them again.
         max_size: Limit of the longer side in pixels, at most 10,000. Default: five thirds of
             ``min_size``.
         augment: ``"flip"``, the default, mirrors half of the images; ``"none"`` mirrors none. Or

@@ -174,29 +174,40 @@ def test_images_without_objects_are_refused(dataset, monkeypatch):
         evaluate(ScriptedModel([]), dataset)
 
 
-def test_a_read_that_never_ends_ends_the_evaluation(dataset, monkeypatch):
+@pytest.fixture
+def on_drive(tiny_shards, monkeypatch):
+    """A dataset that reads four parts at once, and whose reads call ``act`` with their part."""
+
+    def open_dataset(act):
+        def read_slowly(dataset, part):
+            act(part)
+            return read(dataset, part)
+
+        read = ShardDataset._read_part
+        monkeypatch.setattr(ShardDataset, "_read_part", read_slowly)
+        dataset = ShardDataset(tiny_shards, contiguous_labels=True)
+        dataset.is_slow = True
+        dataset.streams = 4
+        return dataset
+
+    return open_dataset
+
+
+def test_a_read_that_never_ends_ends_the_evaluation(on_drive, dataset, monkeypatch):
     never = threading.Event()
-    load = dataset.load_image
-    monkeypatch.setattr(dataset, "load_image", lambda i: never.wait() if i == 3 else load(i))
-    monkeypatch.setattr("colab_utils.reader._GIVE_UP_S", 0.1)
+    model = ScriptedModel(predict_targets(dataset))
+    monkeypatch.setattr("colab_utils.reader._GIVE_UP_S", 0.3)
     with pytest.raises(UnavailableError, match="did not come within"):
-        evaluate(ScriptedModel(predict_targets(dataset)), dataset)
+        evaluate(model, on_drive(lambda part: never.wait() if part == (3, 0) else None))
     never.set()
 
 
-def test_records_on_drive_are_read_at_once(tiny_shards, monkeypatch):
-    dataset = ShardDataset(tiny_shards)
-    monkeypatch.setattr(dataset, "is_slow", True, raising=False)
-    dataset.streams = 4
+def test_records_and_images_on_drive_are_read_at_once(on_drive, dataset):
     together = threading.Barrier(4)
-    read = ShardDataset._read_part
-
-    def read_together(dataset, key):
-        together.wait(20)
-        return read(dataset, key)
-
-    monkeypatch.setattr(ShardDataset, "_read_part", read_together)
-    assert len(dataset.to_coco().imgs) == 12
+    model = ScriptedModel(predict_targets(dataset))
+    seen = on_drive(lambda _: together.wait(20))
+    assert evaluate(model, seen).segm == pytest.approx(1)
+    assert not seen._open_reader()._ahead
 
 
 def build(dataset):
