@@ -103,7 +103,7 @@ def test_modules_import_from_lower_floors_only():
 # raise them.
 LIMITS = {
     "colab_utils": {"nodes": 83_968, "nodes_a_line": 5.6},
-    "tests": {"nodes": 138_234, "nodes_a_line": 5.7},
+    "tests": {"nodes": 138_235, "nodes_a_line": 5.7},
     "benchmarks": {"nodes": 17_566, "nodes_a_line": 5.6},
     "tools": {"nodes": 8_912, "nodes_a_line": 5.7},
 }
