@@ -29,6 +29,8 @@ _PART = re.compile(rf"\.(?:{_OURS})\.([0-9a-f]{{8,24}})-(\d{{1,9}})-\d+\.part")
 # the writer counts as ended.
 _TOUCH_S = 30.0
 _SILENT_S = 100.0
+# At its end, a writer waits so long for a touch that is under way.
+_TOUCH_END_S = 1.0
 # Writing a file never takes this long.
 _ABANDONED_S = 3600.0
 
@@ -95,15 +97,17 @@ def hold_folder(folder: Place) -> Iterator[None]:
                 "Then run the same again: your run continues there. (A writer on a machine that is "
                 f"gone counts as gone after {_SILENT_S:.0f} seconds.)"
             )
+        touching = start_thread(touch, "writer")
         try:
             with explain_write(folder):
                 text = f"process {os.getpid()} on {os.uname().nodename} ({host})"
                 store.write(WRITER_NAME, text.encode())
                 remove_leftovers(store)
-            start_thread(touch, "writer")
             yield
         finally:
             ended.set()
+            # A touch under way could write the mark anew, after it is removed.
+            touching.join(_TOUCH_END_S)
             # A bucket has no empty folders.
             with suppress(OSError, ColabUtilsError, AttributeError):
                 remove_leftovers(impatient)

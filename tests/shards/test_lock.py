@@ -9,13 +9,14 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.files import open_store
+from colab_utils.files import Store, open_store
 from colab_utils.machine import find_host
 from colab_utils.shards import lock as module
 from colab_utils.shards.lock import hold_folder, remove_leftovers
@@ -138,6 +139,22 @@ def test_a_writer_gives_signs_of_life(tmp_path, monkeypatch):
         while not (tmp_path / "writer.txt").stat().st_mtime:
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+def test_a_touch_under_way_leaves_no_mark(tmp_path, monkeypatch):
+    begun = threading.Event()
+
+    def touch_late(store, name):
+        begun.set()
+        time.sleep(0.2)
+        store.write(name, b"late")
+
+    monkeypatch.setattr(module, "_TOUCH_S", 0.01)
+    monkeypatch.setattr(Store, "touch", touch_late)
+    with hold_folder(tmp_path):
+        assert begun.wait(20)
+    time.sleep(0.3)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\x1b[31m\n" * 9])
