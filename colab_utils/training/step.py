@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from time import sleep
 from typing import Any
 
 import torch
@@ -319,6 +320,9 @@ def join_ranks(device: torch.device) -> Iterator[Ranks]:
         yield find_ranks()
     finally:
         if joins:
+            # A thread of gloo may still free the last tensor. In torch 2.6 it waits for Python's
+            # lock meanwhile, and the end of the group holds that lock and waits for the thread.
+            sleep(0.1)
             distributed.destroy_process_group()
 
 
