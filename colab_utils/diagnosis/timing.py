@@ -110,9 +110,9 @@ def time_batches(
         batches: Number of batches to time at most.
         warmup: Number of batches at the start that are not timed. With 0, all batches are timed.
             Otherwise, the warm-up has at least as many batches as the workers load ahead.
-        max_s: Seconds after which the warm-up ends in any case, and timing, too, if it is enough:
-            ``least`` batches, and half of ``max_s`` after the warm-up. After four times ``max_s``,
-            timing ends in any case.
+        max_s: Seconds after which the warm-up ends once what the workers loaded ahead is used up,
+            and timing, too, if it is enough: ``least`` batches, and half of ``max_s`` after the
+            warm-up. After four times ``max_s``, both end in any case.
         least: Number of batches to time even after ``max_s``. Default: 3.
         on_batch: Called after each timed batch with its number (from 0) and the batch. The time of
             this call counts neither as wait nor as step.
@@ -128,7 +128,9 @@ def time_batches(
         (3, True)
     """
     workers = count_workers(loader)
-    untimed = max(warmup, workers * count_prefetch(loader)) if warmup else 0
+    # Batches that were loaded while the first one was waited for come without a wait.
+    ahead = workers * count_prefetch(loader) if warmup else 0
+    untimed = max(warmup, ahead)
     due_s = max_s
     # Of each batch: the seconds of its wait and its step, the CPU seconds of its step, its images.
     rows: list[tuple[float, float, float, int]] = []
@@ -139,20 +141,28 @@ def time_batches(
         for batch in source:
             # What the loader queued on the device belongs to the wait.
             _synchronize()
-            came_s = perf_counter()
             number = len(rows) + 1
-            rows.append((came_s - asked_s, *_time_step(step, batch, number), count_images(batch)))
+            rows.append(
+                (
+                    perf_counter() - asked_s,
+                    *_time_step(step, batch, number),
+                    count_images(batch),
+                )
+            )
             elapsed_s = perf_counter() - began_s
             timed = number - untimed
             if timed > 0 and on_batch is not None:
                 on_batch(timed - 1, batch)
             if elapsed_s > _LONGEST * max_s:
                 least = 1
-            is_late = elapsed_s > due_s and timed % max(1, workers) == 0
-            if timed >= batches or (is_late and timed >= least):
+                ahead = 0
+            # Workers deliver in rounds.
+            if timed >= batches or (
+                timed >= least and elapsed_s > due_s and timed % max(1, workers) == 0
+            ):
                 break
             if timed <= 0 and elapsed_s > max_s:
-                untimed = number
+                untimed = max(number, ahead)
             if number == untimed:
                 # The warm-up ends here.
                 due_s = max(max_s, elapsed_s + max_s / 2)

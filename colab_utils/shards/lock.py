@@ -29,8 +29,6 @@ _PART = re.compile(rf"\.(?:{_OURS})\.([0-9a-f]{{8,24}})-(\d{{1,9}})-\d+\.part")
 # the writer counts as ended.
 _TOUCH_S = 30.0
 _SILENT_S = 100.0
-# At its end, a writer waits so long for a touch that is under way.
-_TOUCH_END_S = 1.0
 # Writing a file never takes this long.
 _ABANDONED_S = 3600.0
 
@@ -106,8 +104,8 @@ def hold_folder(folder: Place) -> Iterator[None]:
             yield
         finally:
             ended.set()
-            # A touch under way could write the mark anew, after it is removed.
-            touching.join(_TOUCH_END_S)
+            # A touch under way could write the mark anew, after it is removed. It may also hang.
+            touching.join(1.0)
             # A bucket has no empty folders.
             with suppress(OSError, ColabUtilsError, AttributeError):
                 remove_leftovers(impatient)
