@@ -81,13 +81,17 @@ def guard_server(path: Any) -> Iterator[None]:
         raise _explain_failure(path, error) from None
 
 
+def _ask_info(path: Any) -> Any:
+    path.system.invalidate_cache()
+    return path.system.info(path.key)
+
+
 class UrlPieces:
     """A file at a URL whose bytes are read in pieces. Its server must send parts of files."""
 
     def __init__(self, path: Any) -> None:
         self._path = path
-        path.system.invalidate_cache()
-        self._size = path.system.info(path.key).get("size")
+        self._size = _ask_info(path).get("size")
         if self._size is None:
             raise _refuse_parts(path)
 
@@ -133,8 +137,7 @@ class UrlMethods:
     @try_again
     def _find_info(self, name: Any) -> dict[str, Any]:
         """Return fsspec's information on a file or folder."""
-        name.system.invalidate_cache()
-        return dict(name.system.info(name.key))
+        return dict(_ask_info(name))
 
     @try_again
     def _list(self, name: Any) -> list[str]:

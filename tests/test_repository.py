@@ -102,7 +102,7 @@ def test_modules_import_from_lower_floors_only():
 # What a reader meets in each tree of files. A change may lower these figures. Only an issue may
 # raise them.
 LIMITS = {
-    "colab_utils": {"nodes": 83_982, "nodes_a_line": 5.6},
+    "colab_utils": {"nodes": 83_978, "nodes_a_line": 5.6},
     "tests": {"nodes": 138_311, "nodes_a_line": 5.7},
     "benchmarks": {"nodes": 17_566, "nodes_a_line": 5.6},
     "tools": {"nodes": 8_912, "nodes_a_line": 5.7},

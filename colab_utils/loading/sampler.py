@@ -70,7 +70,7 @@ class BatchSampler(Sampler[list[int]]):
         self._wide = np.zeros(self.size, bool)
         # A sampler decides the order of its images itself.
         if self.sizes is not None and self.seed is not None and self.sampler is None:
-            self._wide = self.sizes[:, 1] >= self.sizes[:, 0]
+            self._wide = find_wide(self.sizes)
         self.epoch = epoch
         self.windows: list[list[int]] = []
 
@@ -126,6 +126,13 @@ class BatchSampler(Sampler[list[int]]):
                 filling[is_wide] = []
                 yield batch
         return filling[0] + filling[1]
+
+
+def find_wide(sizes: NDArray[np.integer]) -> NDArray[np.bool_]:
+    """Return which images are wide or square, bool [I], of their heights and widths. Wide and
+    upright images share no shuffled batch.
+    """
+    return sizes[:, 1] >= sizes[:, 0]
 
 
 def read_indices(values: Any, images: int, owner: str) -> NDArray[np.int64]:

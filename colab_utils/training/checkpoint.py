@@ -241,8 +241,7 @@ class CheckpointFolder:
             others = [
                 other
                 for other in _list_files(store, which)
-                if (other.name < path.name or (which == "best" and other != path))
-                and other not in self._torn
+                if other not in {path, *self._torn} and (which == "best" or other.name < path.name)
             ]
             old = others[: len(others) - _OTHERS_KEPT[which]]
             if is_sent:

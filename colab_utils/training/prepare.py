@@ -24,6 +24,7 @@ from colab_utils.loading.coco_folder import CocoFolder
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.devices import Ranks
 from colab_utils.loading.opening import open_dataset
+from colab_utils.loading.sampler import find_wide
 from colab_utils.loading.samples import BadSampleError, blame_sample
 from colab_utils.loading.targets import pack_target
 from colab_utils.places import PlaceLike
@@ -156,15 +157,13 @@ def find_images(
             f"None of the {len(dataset)} images in {place} has objects. "
             "Check the annotations that the shards were made from."
         )
-    # Wide and upright images share no batch.
-    is_wide = dataset.sizes[:, 1] >= dataset.sizes[:, 0]
     facts = {
         "dataset": dataset.fingerprint,
         "num_classes": dataset.num_classes,
         "images": len(rows),
         "skipped_images": len(dataset) - len(rows),
         "most_objects": int(dataset.counts.max()),
-        "order": hash_bytes(dataset.image_ids[rows], is_wide[rows]),
+        "order": hash_bytes(dataset.image_ids[rows], find_wide(dataset.sizes[rows])),
     }
     return OpenData(dataset, rows, validation, facts)
 
@@ -345,6 +344,6 @@ def _find_heaviest(sizes: NDArray[np.integer], counts: NDArray[np.integer]) -> N
     """
     areas = (-(-sizes.astype(np.int64) // 32) * 32).prod(1)
     largest = int(np.lexsort((counts, areas))[-1])
-    is_wide = sizes[:, 1] >= sizes[:, 0]
+    is_wide = find_wide(sizes)
     order = np.lexsort((areas, counts, is_wide == is_wide[largest]))[::-1]
     return np.array([largest, *order[order != largest]], np.int64)
